@@ -1,0 +1,117 @@
+"""Who may start, and how long the next chunk is.
+
+Three budgets limit an extend, all in tokens:
+
+    total    KV the pool could still give, less what running requests will want before they end (the *reserve*)
+    input    new tokens one extend may take (`max_prefill_tokens`)
+    chunk    new tokens before a prompt is split (`chunked_prefill_size`)
+
+The reserve of a running request is the rest of its output, clipped, times the *new-token ratio*: an optimistic share,
+because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction showed it was
+too low. Requests admitted in the pass itself are charged in full. The arithmetic follows SGLang's PrefillAdder.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
+NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
+NEW_TOKEN_RATIO_DECAY_STEPS = 600  # decode launches from the initial ratio to the floor
+RETRACT_DECODE_STEPS = 20  # decode steps the ratio after a retraction leaves room for
+CLIP_MAX_NEW_TOKENS = 4096  # a longer output is reserved as this many tokens
+
+Verdict = Literal["continue", "no_tokens", "budget_spent"]
+
+
+class NewTokenRatio:
+    """The share of their remaining output that running requests are expected to need. Between `floor` and 1."""
+
+    def __init__(self, conservativeness: float) -> None:
+        self.initial = min(1.0, NEW_TOKEN_RATIO_INIT * conservativeness)
+        self.floor = min(1.0, self.initial * NEW_TOKEN_RATIO_MIN_FACTOR)
+        self.decay = (self.initial - self.floor) / NEW_TOKEN_RATIO_DECAY_STEPS
+        self.value = self.initial
+
+    def decoded(self) -> None:
+        """A decode was launched without a retraction."""
+        self.value = max(self.value - self.decay, self.floor)
+
+    def retracted(self, outputs: int, max_new_tokens: int, survivors: int) -> None:
+        """Memory ran out: set the ratio to what the survivors used, plus some steps. Totals are over the survivors."""
+        used = outputs + RETRACT_DECODE_STEPS * survivors
+        self.value = min(1.0, used / (max_new_tokens + 1))
+
+    def idle(self) -> None:
+        """Nothing runs: forget."""
+        self.value = self.initial
+
+
+def running_reserve(remaining: NDArray[np.int32], ignores_eos: NDArray[np.bool_], ratio: float) -> int:
+    """Tokens that running requests will still want: int32 [n] tokens to come, bool [n] whether they run to the limit."""
+    clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS)
+    certain = int(clipped[ignores_eos].sum())
+    return certain + int((int(clipped.sum()) - certain) * ratio)
+
+
+class PrefillBudget:
+    """What one extend may still take. All in tokens; `chunk` None means prompts are never split."""
+
+    __slots__ = ("chunk", "current", "input", "page_size", "total")
+
+    def __init__(self, available: int, reserve: int, input_tokens: int, chunk: int | None, page_size: int) -> None:
+        self.total = available - reserve
+        self.current = available
+        self.input = input_tokens
+        self.chunk = chunk
+        self.page_size = page_size
+
+    def verdict(self) -> Verdict:
+        """Whether another candidate may be considered at all."""
+        if self.total <= 0 or self.current <= 0:
+            return "no_tokens"
+        if self.input <= 0 or (self.chunk is not None and self.chunk <= 0):
+            return "budget_spent"
+        return "continue"
+
+    def hold(self, tokens: int) -> None:
+        """Cached tokens a candidate locks cannot be evicted for anybody any more."""
+        self.total -= tokens
+        self.current -= tokens
+
+    def charge(self, new_tokens: int, output_tokens: int) -> None:
+        """Take an extend of `new_tokens`, and the output it may lead to (0 unless it completes the prompt)."""
+        pages = ceil_to(new_tokens, self.page_size)
+        tail = self.page_size + min(output_tokens, CLIP_MAX_NEW_TOKENS) if output_tokens else 0
+        self.total -= pages + tail
+        self.current -= pages
+        self.input -= pages
+        if self.chunk is not None:
+            self.chunk -= pages
+
+    def fits_for_good(self, new_tokens: int, remaining_output: int, held: int) -> bool:
+        """Whether a candidate's whole prompt and expected output fit beside everybody else's. Strict, as in SGLang."""
+        wanted = new_tokens + min(max(remaining_output, 0), CLIP_MAX_NEW_TOKENS) + self.page_size
+        return wanted < self.total - held
+
+
+def chunk_tokens(new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:
+    """How many of a prompt's new tokens the next extend takes: all, a whole number of pages, or 0 for none.
+
+    `first`: nothing is in the batch yet. `may_split`: no other request of the batch is split. Raises nothing.
+    """
+    whole = ceil_to(new_tokens, budget.page_size)
+    if budget.chunk is None:
+        return new_tokens if first or whole <= budget.input else 0
+    limit = min(budget.chunk, budget.input)
+    if whole <= limit:
+        return new_tokens
+    return limit // budget.page_size * budget.page_size if may_split and limit > 0 else 0
+
+
+def ceil_to(tokens: int, page_size: int) -> int:
+    """Tokens rounded up to whole pages."""
+    return -(-tokens // page_size) * page_size

@@ -1,0 +1,305 @@
+"""What the host must do next: orders, verb first. Each says what must hold before it and which event answers it.
+
+A Step lists its commands in the order in which the host must start them. The executor makes no decisions and the core
+touches no tensors: a recorded sequence of plans runs on a device with no scheduler at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+Mode = Literal[
+    "extend", "decode", "mixed", "idle", "prebuilt", "verify", "draft_extend", "split_prefill", "diffusion_extend"
+]
+
+NO_ROWS: Int32s = np.empty(0, np.int32)
+NO_ROWS.flags.writeable = False
+
+
+class AfterBatch(msgspec.Struct, frozen=True, array_like=True):
+    """A start not known yet: where row `row` stands once batch `batch_id` says how many tokens it accepted."""
+
+    index: int  # position in the plan's rows
+    batch_id: BatchId
+    row: int
+
+
+class PageDeltas(msgspec.Struct, frozen=True):
+    """Changes of the device's page tables, applied before the batch reads them: table[rows, index] = pages."""
+
+    rows: Int32s
+    index: Int32s
+    pages: Int32s
+
+
+NO_DELTAS = PageDeltas(NO_ROWS, NO_ROWS, NO_ROWS)
+
+
+class PageCopies(msgspec.Struct, frozen=True):
+    """Pages copied on the device before the batch runs (copy-on-write of a shared tail or state)."""
+
+    sources: Int32s
+    targets: Int32s
+
+
+class RowTaken(msgspec.Struct, frozen=True):
+    """A row changes hands: the executor resets all of its state before the batch, whatever was there before."""
+
+    row: int
+    request_id: RequestId
+    epoch: int
+    sampling: SamplingParams | None = None
+    adapter: str = ""
+    grammar: Grammar | None = None
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    """The draft part of a verify or draft-extend batch."""
+
+    draft_tokens: int  # per row, at most
+    draft_lengths: Int32s  # per row
+    method: Literal["ngram", "draft_model", "eagle"]
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    """What the data-parallel ranks agreed to run together."""
+
+    round: int
+    tokens: tuple[int, ...]  # per rank
+    padding: Literal["max_length", "sum_length"]
+    use_graph: bool
+
+
+class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward pass, complete given the plans before it, and immutable: its arrays are never written again.
+
+    Row i computes the tokens at positions [starts[i]:stops[i]) of request `request_ids[i]`, reading KV at [0:stops[i])
+    and writing it at [starts[i]:stops[i]), in the pages its table holds after `deltas`.
+
+        0 ............. cached ............ starts ............... stops ........... context max
+        | in the radix cache's pages | own | new in this batch | not allocated yet  |
+
+    The first `extend_rows` rows find their new tokens in `token_ids`, end to end. Every row behind them computes one
+    token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
+    """
+
+    batch_id: BatchId
+    mode: Mode
+    rows: Int32s  # [n] request-table rows
+    request_ids: Int64s  # [n]
+    starts: Int32s  # [n]
+    stops: Int32s  # [n]
+    extend_rows: int = 0
+    token_ids: Int32s = NO_ROWS
+    sample_rows: Int32s = NO_ROWS  # positions in `rows` that sample a token, in the order BatchFinished reports them
+    rows_taken: tuple[RowTaken, ...] = ()
+    deltas: PageDeltas = NO_DELTAS
+    generation: int = 0
+    microbatch: int = 0
+    starts_after: tuple[AfterBatch, ...] = ()
+    copies: PageCopies | None = None
+    speculation: Speculation | None = None
+    ranks: Ranks | None = None
+    sample_after: BatchId | None = None  # sampling must wait until this batch's results moved the grammars
+    layers: tuple[int, int] | None = None  # split prefill: run layers [start:stop) only
+
+
+class LaunchBatch(msgspec.Struct, frozen=True):
+    """Run a plan behind the batches launched before it. Answered by one BatchFinished with the same batch_id.
+
+    With sample="deferred" the forward runs now and sampling waits for a SampleBatch.
+    """
+
+    plan: BatchPlan
+    sample: Literal["immediate", "deferred"] = "immediate"
+
+
+class SampleBatch(msgspec.Struct, frozen=True):
+    """Move the matchers by `grammar_advance`, then sample a deferred batch. Follows the result it depends on."""
+
+    batch_id: BatchId
+    grammar_advance: tuple[tuple[RequestId, int, tuple[int, ...]], ...]  # (request, epoch, tokens)
+
+
+class ProposeBatch(msgspec.Struct, frozen=True):
+    """Tell the other data-parallel ranks what this one would run. Answered by RanksAgreed of the same round."""
+
+    round: int
+    counts: tuple[int, int, int, int]
+
+
+class StreamTokens(msgspec.Struct, frozen=True):
+    """Send new output tokens to clients; the record of the event behind it must have been written first.
+
+    Request i gets token_counts[i] ids whose first one is output number offsets[i]; `tokens` holds them end to end.
+    A client that sees an offset twice drops the second.
+    """
+
+    request_ids: Int64s
+    offsets: Int32s
+    token_counts: Int32s
+    tokens: Int32s
+
+
+class FinishRequest(msgspec.Struct, frozen=True):
+    """Close a request's stream, after every StreamTokens before it."""
+
+    request_id: RequestId
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+class RejectRequest(msgspec.Struct, frozen=True):
+    """Answer a request with an error; it will never run."""
+
+    request_id: RequestId
+    reason: str
+    message: str
+
+
+class CompileGrammar(msgspec.Struct, frozen=True):
+    """Compile off the loop. Answered by GrammarReady."""
+
+    grammar: Grammar
+
+
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """Copy an adapter's weights into `slot`; overlaps with compute. Answered by AdapterLoaded."""
+
+    adapter: str
+    version: int
+    slot: int
+
+
+class StartTransfer(msgspec.Struct, frozen=True):
+    """Send pages to (or expect them from) another engine, behind batch `after_batch`. Answered by TransferAdvanced."""
+
+    transfer_id: int
+    room: int
+    peer: str
+    direction: Literal["send", "receive"]
+    pages: Int32s
+    start_tokens: int
+    after_batch: BatchId | None = None
+    last: bool = True
+
+
+class CancelTransfer(msgspec.Struct, frozen=True):
+    """Stop a transfer. Its pages stay quarantined until TransferAdvanced says done, failed or link_down."""
+
+    transfer_id: int
+
+
+class CopyToHost(msgspec.Struct, frozen=True):
+    """Copy device pages to host pages, behind every launched batch. Answered by HostCopyFinished."""
+
+    copy_id: int
+    device_pages: Int32s
+    host_pages: Int32s
+
+
+class LoadFromHost(msgspec.Struct, frozen=True):
+    """Copy host pages to device pages, before the batch that reads them. Answered by HostCopyFinished."""
+
+    copy_id: int
+    host_pages: Int32s
+    device_pages: Int32s
+    before_batch: BatchId
+
+
+class PrefetchFromStorage(msgspec.Struct, frozen=True):
+    """Fetch pages by their chained SHA-256 keys into host pages. Answered by PrefetchFinished."""
+
+    prefetch_id: int
+    keys: tuple[bytes, ...]
+    host_pages: Int32s
+
+
+class EncodeMedia(msgspec.Struct, frozen=True):
+    """Run the encoder over one span. Answered by MediaEncoded."""
+
+    digest: bytes
+    encoder_tokens: int
+
+
+class SwapWeights(msgspec.Struct, frozen=True):
+    """Load weights; nothing is in flight, or the mode allowed it."""
+
+    version: int
+    source: str
+
+
+class ControlAnswered(msgspec.Struct, frozen=True):
+    """Answer a ControlRequested: done, or refused with the reason."""
+
+    control_id: int
+    ok: bool
+    message: str = ""
+
+
+Command = (
+    LaunchBatch
+    | SampleBatch
+    | ProposeBatch
+    | StreamTokens
+    | FinishRequest
+    | RejectRequest
+    | CompileGrammar
+    | LoadAdapter
+    | StartTransfer
+    | CancelTransfer
+    | CopyToHost
+    | LoadFromHost
+    | PrefetchFromStorage
+    | EncodeMedia
+    | SwapWeights
+    | ControlAnswered
+)
+
+
+class Step(msgspec.Struct):
+    """What follows from one observed event."""
+
+    decided: list[DecidedEvent] = msgspec.field(default_factory=list)
+    commands: list[Command] = msgspec.field(default_factory=list)
+    digest: bytes = b""  # chained over the logical decisions of this Step and all before it
+    wake_at_us: int | None = None  # the host answers with ClockAdvanced, no earlier
+
+    def launched(self) -> BatchPlan | None:
+        """The plan this Step launches, if any."""
+        for command in self.commands:
+            if isinstance(command, LaunchBatch):
+                return command.plan
+        return None
+
+
+class DecodeRun(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A compact record of k uniform decode steps: LaneReady and BatchFinished, k times, nothing else between.
+
+    It expands to exactly those 2k events and Steps. It stops strictly before any arrival, timer, page shortage, flush
+    or finish.
+    """
+
+    first_batch: BatchId
+    launched_us: bytes  # int64 [k]
+    started_us: bytes  # int64 [k]
+    finished_us: bytes  # int64 [k]
+    tokens: bytes  # int32 [k, rows]
+
+
+def encode_hook(value: Any) -> Any:
+    """Encode the arrays of commands and plans for msgspec: packed little-endian bytes."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"cannot encode {type(value).__name__}")

@@ -1,0 +1,128 @@
+"""Scheduler settings: validated on construction, immutable, recorded in the journal's header.
+
+Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment says otherwise
+(docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a property
+here, so that no two places compute it differently.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from lockstep.core.errors import ConfigError
+
+SchedulePolicy = Literal["fcfs", "lpm"]
+Requeue = Literal["tail", "front"]
+
+BEHAVIOUR_FLAGS: tuple[str, ...] = ()
+"""Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
+
+OVERLAP_DEPTH_MAX = 2
+
+
+class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that decides how one engine schedules. Raises ConfigError when settings contradict each other."""
+
+    # memory
+    page_size: int = 16  # tokens per KV page; a power of two
+    pages: int = 4096  # KV pages in the pool
+    radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
+    radix_capacity_pages: int | None = None  # cap on pages the radix cache may keep when nothing needs them
+
+    # limits
+    context_tokens_max: int = 32768  # prompt and output together, per request
+    max_running_requests: int = 256  # requests that hold a row and are not finished
+    request_rows: int | None = None  # rows of the request table; None: max_running_requests x (overlap_depth + 1)
+    max_queued_requests: int | None = None  # waiting arrivals beyond this are rejected; None: no limit
+    waiting_timeout_us: int | None = None  # a request never admitted by then is rejected
+    running_timeout_us: int | None = None  # a request not finished this long after arrival is finished
+
+    # admission
+    schedule_policy: SchedulePolicy = "fcfs"
+    schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
+    max_prefill_tokens: int = 16384  # new tokens one extend may take in all
+    chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
+    retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
+    retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
+
+    # overlap and output
+    overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
+    stream_interval: int = 1  # tokens between two messages of a streaming request
+    force_stream_interval: int = 50  # the same for a request that does not stream
+    eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
+        if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
+            raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
+        if self.schedule_policy not in ("fcfs", "lpm"):
+            raise ConfigError(f"`schedule_policy` must be fcfs or lpm, got `{self.schedule_policy}`")
+        if self.retracted_requeue not in ("tail", "front"):
+            raise ConfigError(f"`retracted_requeue` must be tail or front, got `{self.retracted_requeue}`")
+        if not 0.0 < self.schedule_conservativeness <= 100.0:
+            raise ConfigError(
+                f"`schedule_conservativeness` must be above 0 and at most 100, got `{self.schedule_conservativeness}`"
+            )
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
+            raise ConfigError(
+                f"`chunked_prefill_size` {self.chunked_prefill_size} is less than `page_size` {self.page_size}: "
+                "no chunk would ever hold a whole page\nhint: raise chunked_prefill_size or lower page_size"
+            )
+        if self.chunked_prefill_size is not None and self.max_prefill_tokens < self.page_size:
+            raise ConfigError(
+                f"`max_prefill_tokens` {self.max_prefill_tokens} is less than `page_size` {self.page_size}: "
+                "no extend would ever hold a whole page\nhint: raise max_prefill_tokens or lower page_size"
+            )
+        if self.request_rows is not None and self.request_rows < self.max_running_requests:
+            raise ConfigError(
+                f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
+                "every running request holds a row\nhint: leave request_rows unset"
+            )
+        if not self.radix_cache and self.radix_capacity_pages is not None:
+            raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
+        if not self.radix_cache and self.schedule_policy == "lpm":
+            raise ConfigError(
+                "`schedule_policy` lpm orders by cached prefix, but `radix_cache` is off\n"
+                "hint: turn radix_cache on or take schedule_policy fcfs"
+            )
+
+    @property
+    def pool_tokens(self) -> int:
+        """KV positions in the whole pool."""
+        return self.pages * self.page_size
+
+    @property
+    def rows_max(self) -> int:
+        """Rows of the request table. More than may run, because a finished request keeps its row while in flight."""
+        return self.request_rows or self.max_running_requests * (self.overlap_depth + 1)
+
+    @property
+    def request_tokens_max(self) -> int:
+        """The longest prompt plus output any request may reach: the one limit that entry and clamping share.
+
+        The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
+        """
+        return min(self.context_tokens_max, self.pool_tokens + 1)
+
+
+def _require_positive(config: SchedConfig) -> None:
+    at_least_one = (
+        "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
+        "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
+        "radix_capacity_pages"
+    ).split()
+    for name in at_least_one:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"`{name}` must be a whole number of at least 1, got `{value}`")
+    if config.retract_every < 0:
+        raise ConfigError(f"`retract_every` must be 0 (never) or more, got `{config.retract_every}`")
+    if config.context_tokens_max < 2:
+        raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
+    for token in config.eos_token_ids:
+        if token < 0:
+            raise ConfigError(f"`eos_token_ids` must be token ids of at least 0, got `{token}`")

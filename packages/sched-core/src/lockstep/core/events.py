@@ -1,0 +1,454 @@
+"""What happened: facts observed by the host, and facts the core decided from them. Past tense, noun first.
+
+*Observed* events are the truth. They come from the host, are written to the journal in full, and replaying them gives
+the *decided* events again, exactly. Events carry data, never behaviour. Every event carries `time_us`: host time since
+the journal began, in whole microseconds, never decreasing.
+
+Wire rules (they keep old journals readable): records are msgpack arrays tagged with the type's name; fields are only
+ever added at the end, with a default; a field is never renamed, reordered or given another meaning.
+Arrays of numbers travel as packed little-endian bytes, int32 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+RequestId = int
+"""Made by the host from a counter: strictly increasing, never used twice. A client's own id is only a `label`."""
+
+BatchId = int
+
+
+class Observed(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, forbid_unknown_fields=True):
+    """A fact the host saw."""
+
+    time_us: int
+
+
+class Decided(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, forbid_unknown_fields=True):
+    """A fact that follows from the observed ones."""
+
+    time_us: int
+
+
+# ------------------------------------------------------------------------------------------------ prompts and requests
+
+
+class TokenIds(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A prompt spelled out: int32 ids."""
+
+    ids: bytes
+
+
+class TokenRuns(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A prompt as runs of consecutive ids: (first, count, first, count, ...). How simulated prompts stay small."""
+
+    runs: tuple[int, ...]
+
+
+class TokenDigest(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A prompt that was not kept, only its length and digest (`--journal-content digests`); it cannot be replayed."""
+
+    tokens: int
+    digest: bytes
+
+
+Prompt = TokenIds | TokenRuns | TokenDigest
+
+
+class PromptSpan(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Positions [start:stop) of a prompt that are not text: their ids are placeholders made from `digest`."""
+
+    start: int
+    stop: int
+    kind: Literal["image", "audio", "video", "embedding"]
+    digest: bytes  # SHA-256 of the content
+    encoder_tokens: int = 0  # work for the encoder; 0 when embeddings are given
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How the executor draws tokens. The core carries it into the plan and reads none of it."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0  # with the position it keys the random stream, so a resumed request draws the same tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the output must parse as; compiled by the host, known to the core by its digest."""
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    source: str
+    digest: bytes
+
+
+class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
+    """A request entered the engine, already tokenised and within the API's own limits."""
+
+    request_id: RequestId
+    prompt: Prompt
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = True
+    label: str = ""  # what people call it; opaque, bounded by the API
+    tenant: str = ""
+    priority: int | None = None
+    deadline_us: int | None = None  # give up if not admitted by this time
+    finish_by_us: int | None = None  # give up if not finished by this time
+    namespace: str = ""  # the cache salt of the tenant, adapter and weights: prefixes are shared only inside it
+    kind: Literal["generate", "embed", "score"] = "generate"
+    sampling: SamplingParams | None = None
+    stop_texts: tuple[str, ...] = ()  # stop strings and regexes; the host matches them and reports `text_stops`
+    grammar: Grammar | None = None
+    adapter: str = ""
+    session: str = ""
+    spans: tuple[PromptSpan, ...] = ()
+    parallel_samples: int = 1
+    logprob_start: int | None = None
+    routing_key: str = ""
+    transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
+
+
+class RequestCancelled(Observed, frozen=True, gc=False):
+    """The client left. Unknown and finished ids are ignored: the echo of a cancel may come late."""
+
+    request_id: RequestId
+
+
+# ------------------------------------------------------------------------------------------------ the device's answers
+
+
+class BatchFinished(Observed, frozen=True, gc=False):
+    """A launched batch completed and its results are on the host. Answers one LaunchBatch (and its SampleBatch).
+
+    Batches of one microbatch finish in launch order. `tokens` has one id per sampling row of the plan, in its order;
+    with speculation, `accepted` says how many of a row's tokens count and `tokens` holds that many per row.
+    """
+
+    batch_id: BatchId
+    tokens: bytes = b""
+    started_us: int = 0  # when the device began it ...
+    finished_us: int = 0  # ... and ended it; time_us is when the host noticed
+    generation: int = 0
+    accepted: bytes = b""  # int32 per sampling row; empty: one each
+    invalid: tuple[int, ...] = ()  # sampling rows (by position) whose token is NaN or out of range
+    text_stops: tuple[int, ...] = ()  # sampling rows whose text ran into a stop string or regex
+    grammar_ended: tuple[int, ...] = ()  # sampling rows whose grammar admits nothing more
+    logprobs: bytes = b""  # float32 per token, where asked for
+    error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
+
+
+class LaneReady(Observed, frozen=True, gc=False):
+    """All pending facts are folded and a launch slot is free: the only event that may launch a batch."""
+
+    microbatch: int = 0
+
+
+class ClockAdvanced(Observed, frozen=True, gc=False):
+    """Time passed. Answers `Step.wake_at_us`, no earlier than asked."""
+
+
+class GrammarReady(Observed, frozen=True, gc=False):
+    """A grammar compiled, or did not. Answers CompileGrammar."""
+
+    digest: bytes
+    error: str = ""
+
+
+class AdapterLoaded(Observed, frozen=True, gc=False):
+    """An adapter is on the device, or could not be loaded. Answers LoadAdapter."""
+
+    adapter: str
+    version: int
+    error: str = ""
+
+
+class TransferAdvanced(Observed, frozen=True, gc=False):
+    """KV moved between engines. Facts that cross engines carry (source, generation, seq) and are idempotent."""
+
+    transfer_id: int
+    source: str
+    generation: int
+    seq: int
+    status: Literal["accepted", "moving", "done", "failed", "link_down"]
+    pages_done: int = 0
+    first_token: int | None = None  # the prefill engine's sampled token, with status done
+
+
+class HostCopyFinished(Observed, frozen=True, gc=False):
+    """A copy between device and host memory ended. Answers CopyToHost or LoadFromHost."""
+
+    copy_id: int
+    pages_done: int
+    error: str = ""
+
+
+class PrefetchFinished(Observed, frozen=True, gc=False):
+    """A prefetch from storage to host memory ended. Answers PrefetchFromStorage."""
+
+    prefetch_id: int
+    pages_done: int
+
+
+class MediaEncoded(Observed, frozen=True, gc=False):
+    """An encoder finished one span. Answers EncodeMedia."""
+
+    digest: bytes
+    error: str = ""
+
+
+class RanksAgreed(Observed, frozen=True, gc=False):
+    """Every data-parallel rank proposed for this round. Answers ProposeBatch; folded alike by every rank.
+
+    `counts` holds, per rank: new tokens, sampled rows, 1 if extending, 1 if a CUDA graph can run.
+    """
+
+    round: int
+    counts: tuple[tuple[int, int, int, int], ...]
+
+
+class ExpertLoadMeasured(Observed, frozen=True, gc=False):
+    """Tokens routed to each expert since the last report: int64 [layers, experts]."""
+
+    layers: int
+    counts: bytes
+
+
+class EngineRestarted(Observed, frozen=True, gc=False):
+    """The device state is gone: pages, locks and batches in flight are void; unfinished requests wait again, first."""
+
+    generation: int
+
+
+class HostTimeClamped(Observed, frozen=True, gc=False):
+    """The host's clock went backwards by `back_us`; time was held still instead."""
+
+    back_us: int
+
+
+# ------------------------------------------------------------------------------------------------------------- control
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty the radix cache once nothing is queued, running or in flight; refused otherwise."""
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop launching. "in_place" keeps what runs where it is; "retract" gives its pages back; "cancel" ends it."""
+
+    mode: Literal["in_place", "retract", "cancel"] = "in_place"
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Launch again after a pause."""
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Reject new arrivals and answer once everything accepted has ended. Ended by Resume."""
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Load weights under a new version; cached KV of older versions no longer matches."""
+
+    version: int
+    source: str
+    mode: Literal["wait", "retract", "cancel", "in_place"] = "wait"
+
+
+class LoadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="LoadAdapter"):
+    """Make an adapter available, optionally pinned."""
+
+    adapter: str
+    version: int
+    pinned: bool = False
+
+
+class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="UnloadAdapter"):
+    """Withdraw an adapter once no request uses it."""
+
+    adapter: str
+
+
+class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Keep the KV of a conversation between its turns."""
+
+    session: str
+    capacity_tokens: int
+    timeout_us: int | None = None
+
+
+class CloseSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give a session's KV back."""
+
+    session: str
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give the device memory behind `tags` back once nothing runs."""
+
+    tags: tuple[str, ...]
+
+
+class ResumeMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take the device memory behind `tags` again."""
+
+    tags: tuple[str, ...]
+
+
+class SwitchRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Turn a prefill engine into a decode engine or back, once its transfers have ended."""
+
+    role: Literal["mixed", "prefill", "decode"]
+
+
+Control = (
+    Flush
+    | Pause
+    | Resume
+    | Drain
+    | UpdateWeights
+    | LoadAdapterControl
+    | UnloadAdapterControl
+    | OpenSession
+    | CloseSession
+    | ReleaseMemory
+    | ResumeMemory
+    | SwitchRole
+)
+
+
+class ControlRequested(Observed, frozen=True, gc=False):
+    """An operator or client asked for something other than tokens. Answered by one ControlAnswered command."""
+
+    control_id: int
+    control: Control
+
+
+ObservedEvent = (
+    RequestArrived
+    | RequestCancelled
+    | BatchFinished
+    | LaneReady
+    | ClockAdvanced
+    | GrammarReady
+    | AdapterLoaded
+    | TransferAdvanced
+    | HostCopyFinished
+    | PrefetchFinished
+    | MediaEncoded
+    | RanksAgreed
+    | ExpertLoadMeasured
+    | EngineRestarted
+    | HostTimeClamped
+    | ControlRequested
+)
+
+# ------------------------------------------------------------------------------------------------------------- decided
+
+FinishReason = Literal["length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "error"]
+"""Precedence per token: cancelled, invalid, (min_new_tokens holds the rest back), text_stop, stop, grammar, length."""
+
+DeferReason = Literal["running_limit", "rows", "kv_budget", "prefill_budget", "pages", "paused"]
+RejectReason = Literal["too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported"]
+
+
+class RequestQueued(Decided, frozen=True, gc=False):
+    """A request was accepted and waits. `max_new_tokens` is what the context and the pool leave of what was asked."""
+
+    request_id: RequestId
+    prompt_tokens: int
+    max_new_tokens: int
+
+
+class RequestRejected(Decided, frozen=True, gc=False):
+    """A request ended without ever having been admitted, by no wish of its client."""
+
+    request_id: RequestId
+    reason: RejectReason
+    message: str
+
+
+class RequestAdmitted(Decided, frozen=True, gc=False):
+    """A waiting request took a row and starts to extend, behind `cached_tokens` found in the radix cache."""
+
+    request_id: RequestId
+    row: int
+    cached_tokens: int
+    new_tokens: int  # still to compute, all chunks together
+    waited_us: int  # since it last began to wait
+
+
+class AdmissionDeferred(Decided, frozen=True, gc=False):
+    """The first of the waiting line could not start. Said once, until the reason or the request changes."""
+
+    request_id: RequestId
+    reason: DeferReason
+    needed_tokens: int = 0
+    available_tokens: int = 0
+
+
+class PrefillCompleted(Decided, frozen=True, gc=False):
+    """The last chunk of a request's prompt was launched; it decodes from here on."""
+
+    request_id: RequestId
+    chunks: int
+
+
+class RequestRetracted(Decided, frozen=True, gc=False):
+    """A running request gave its pages back because the next decode did not fit, or because it was asked to.
+
+    It waits again, keeping its output. On re-admission one extend recomputes the KV of prompt and output.
+    """
+
+    request_id: RequestId
+    output_tokens: int  # produced so far, all kept
+    pages_freed: int  # returned to the pool, at once or when the batches in flight are done with them
+    tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
+    reason: Literal["pages", "forced", "pause", "restart"] = "pages"
+
+
+class RequestFinished(Decided, frozen=True, gc=False):
+    """A request ended. Exactly one RequestFinished or RequestRejected closes every request."""
+
+    request_id: RequestId
+    reason: FinishReason
+    output_tokens: int
+    cached_tokens: int  # of its prompt, at its first admission
+
+
+class PagesEvicted(Decided, frozen=True, gc=False):
+    """The radix cache gave up pages nobody held, because somebody needed them or its cap was passed."""
+
+    pages: int
+    reason: Literal["admission", "decode", "capacity", "flush"]
+
+
+class DecodeSkipped(Decided, frozen=True, gc=False):
+    """No decode was launched: it does not fit yet, and work in flight is about to give enough pages back."""
+
+    needed_pages: int
+    returning_pages: int
+
+
+DecidedEvent = (
+    RequestQueued
+    | RequestRejected
+    | RequestAdmitted
+    | AdmissionDeferred
+    | PrefillCompleted
+    | RequestRetracted
+    | RequestFinished
+    | PagesEvicted
+    | DecodeSkipped
+)

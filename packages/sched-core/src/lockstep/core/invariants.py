@@ -1,0 +1,232 @@
+"""Equations that always hold, checked from scratch: `check(engine)` after any step.
+
+Each check names the property it guards (S1, S5, ... of docs/invariants.md). Pools are compared as sets of ids, never
+as sums: a double free and a leak cancel in a sum. Nothing here is fast; tests and simulations switch it on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.core.errors import InvariantError
+from lockstep.core.requests import Int32s, Request, RequestState
+
+if TYPE_CHECKING:
+    from lockstep.core.engine import Engine
+
+
+def check(engine: Engine) -> None:
+    """Raise InvariantError, with the numbers, for the first equation that does not hold."""
+    _containers(engine)
+    _rows(engine)
+    _spans(engine)
+    _pages(engine)
+    _locks(engine)
+    _in_flight(engine)
+    _progress(engine)
+
+
+def is_idle(engine: Engine) -> bool:
+    """Nothing waits, runs or is in flight (S34: the one definition)."""
+    return not engine.requests and not engine.in_flight
+
+
+def check_quiescent(engine: Engine) -> None:
+    """At rest everything is back: rows, pages, maps (L9). Call when `is_idle`."""
+    check(engine)
+    cached = engine.radix.total_pages if engine.radix is not None else 0
+    locked = engine.radix.locked_pages if engine.radix is not None else 0
+    free_rows = len(engine.table.free_rows)
+    _same("L9 free pages and cached pages", engine.pool.free_count + cached, engine.config.pages)
+    _same("L9 locked pages", locked, 0)
+    _same("L9 free rows", free_rows, len(engine.table.holders))
+    for name in ("waiting", "leases", "fenced_pages", "rewrites", "rows_taken", "in_flight", "drains"):
+        if getattr(engine, name):
+            _fail(f"L9: `{name}` is not empty at rest: {getattr(engine, name)}")
+    _same("L9 active", engine.active, 0)
+
+
+def _containers(engine: Engine) -> None:
+    """S15, S16, S34: each live request is in exactly one container, the one its state names."""
+    waiting = [request.request_id for request in engine.waiting]
+    cohort = [request.request_id for request in engine.cohort.requests]
+    prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
+    ending = []
+    for batch in engine.in_flight:
+        for i in batch.ending:
+            request = batch.samplers.requests[i]
+            if request.row == batch.samplers.rows[i] and request.row not in batch.dead:
+                ending.append(request.request_id)
+    counts = Counter([*waiting, *cohort, *prefilling, *ending])
+    if max(counts.values(), default=1) > 1 or counts.keys() != engine.requests.keys():
+        _fail(
+            f"S15: waiting {waiting}, prefilling {prefilling}, decoding {cohort}, ending {ending} "
+            f"do not partition the live requests {list(engine.requests)}"
+        )
+    states = {
+        RequestState.WAITING: waiting,
+        RequestState.PREFILLING: prefilling,
+        RequestState.RUNNING: cohort + ending,
+    }
+    for state, ids in states.items():
+        for request_id in ids:
+            if engine.requests[request_id].state is not state:
+                _fail(f"S16: r{request_id} is in the container of {state.name} but its state is not")
+    _same("S33 active", engine.active, len(prefilling) + len(cohort) + len(ending))
+    if engine.active > engine.config.max_running_requests:
+        _fail(f"S24: {engine.active} active requests, max_running_requests {engine.config.max_running_requests}")
+
+
+def _rows(engine: Engine) -> None:
+    """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
+    table = engine.table
+    held = [request.row for request in engine.requests.values() if request.state is not RequestState.WAITING]
+    leased = [lease.row for lease in engine.leases]
+    _partition("S6 rows", range(len(table.holders)), {"free": table.free_rows, "held": held, "leased": leased})
+    for request in engine.requests.values():
+        if request.state is RequestState.WAITING:
+            if request.row != -1 or request.handle is not None:
+                _fail(f"S6: {request.name} waits but holds row {request.row}")
+        elif table.holders[request.row] is not request:
+            _fail(f"S6: row {request.row} does not point back at {request.name}")
+    for row in table.free_rows:
+        if table.holders[row] is not None:
+            _fail(f"S6: free row {row} still has a holder")
+    _same("S25 cohort rows", engine.cohort.rows.tolist(), [request.row for request in engine.cohort.requests])
+
+
+def _spans(engine: Engine) -> None:
+    """S7, S14, S18: protected <= computed <= the request's limit; chunks are whole pages and stay below the prompt."""
+    page_size = engine.config.page_size
+    for request in engine.requests.values():
+        if request.state is RequestState.WAITING:
+            _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
+            continue
+        computed = engine.computed_of(request)
+        if not 0 <= request.protected_pages * page_size <= computed <= request.limit - 1:
+            _fail(
+                f"S7: {request.name}: protected {request.protected_pages} pages of {page_size}, computed {computed}, "
+                f"limit {request.limit}"
+            )
+        if request.state is RequestState.PREFILLING and (
+            computed % page_size or computed >= request.prompt_tokens + request.outputs
+        ):
+            _fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
+    for request, position in zip(engine.cohort.requests, engine.positions.tolist(), strict=True):
+        if position + 1 >= request.limit or position < request.prompt_tokens:
+            _fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
+    if engine.cohort.size and not 1 <= engine.horizon <= int((engine.cohort.limits - engine.positions).min()) - 1:
+        _fail(f"S7: horizon {engine.horizon} passes the end of a member")
+
+
+def _pages(engine: Engine) -> None:
+    """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
+    owners: dict[str, Iterable[int]] = {"free": engine.pool.free_ids().tolist()}
+    if engine.radix is not None:
+        owners["cached"] = [page for node in engine.radix.walk() for page in node.pages.tolist()]
+    for request in _row_holders(engine):
+        owners[f"{request.name} in row {request.row}"] = _private(
+            engine, request.row, request.protected_pages, engine.computed_of(request)
+        ).tolist()
+    for lease in engine.leases:
+        owners[f"lease of row {lease.row}"] = _private(engine, lease.row, lease.protected_pages, lease.computed).tolist()
+    for i, (fence, pages) in enumerate(engine.fenced_pages):
+        owners[f"fence {i} of batch {fence}"] = pages.tolist()
+    _partition("S1 pages", range(engine.config.pages), owners)
+
+
+def _private(engine: Engine, row: int, protected_pages: int, computed: int) -> Int32s:
+    held = -(-computed // engine.config.page_size)
+    return engine.table.pages[row, protected_pages:held]
+
+
+def _locks(engine: Engine) -> None:
+    """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
+    if engine.radix is None:
+        return
+    holders = _row_holders(engine)
+    handles = [request.handle for request in holders if request.handle is not None]
+    handles += [lease.handle for lease in engine.leases if lease.handle is not None]
+    engine.radix.check(handles)
+    for request in holders:
+        if request.handle is None:
+            _same(f"S14 protected pages of {request.name} without a handle", request.protected_pages, 0)
+            continue
+        path = engine.radix.pages_of(request.handle)
+        _same(f"S14 path of {request.name}", len(path), request.protected_pages)
+        if not np.array_equal(path, engine.table.pages[request.row, : request.protected_pages]):
+            _fail(f"S14: {request.name}'s page table differs from the path it locks")
+        tokens = engine.table.tokens[request.row, : len(path) * engine.config.page_size].tobytes()
+        keys, node = [], request.handle
+        while node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        if b"".join(reversed(keys)) != tokens:
+            _fail(f"S13: {request.name} shares pages computed from other tokens")
+
+
+def _in_flight(engine: Engine) -> None:
+    """S5, S24: at most depth + 1 batches; every page a batch in flight touches is still owned by a row, lease or fence."""
+    config = engine.config
+    if len(engine.in_flight) > config.overlap_depth + 1:
+        _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
+    free = np.zeros(config.pages, np.bool_)
+    free[engine.pool.free_ids()] = True
+    leased = {lease.row: lease for lease in engine.leases}
+    for batch in engine.in_flight:
+        plan = batch.plan
+        rows = plan.rows.tolist()
+        if not rows or len(rows) != len(dict.fromkeys(rows)):
+            _fail(f"S24: batch {plan.batch_id} has no rows, or one twice: {rows}")
+        if (plan.stops <= plan.starts).any():
+            _fail(f"S24: batch {plan.batch_id} has an empty row: {plan.starts} to {plan.stops}")
+        for row, stop in zip(rows, plan.stops.tolist(), strict=True):
+            if engine.table.holders[row] is None:
+                _fail(f"S5: row {row} was freed while batch {plan.batch_id} is in flight")
+            if row in batch.dead and (row not in leased or leased[row].fence < plan.batch_id):
+                _fail(f"S5: row {row} is dead in batch {plan.batch_id} but no lease waits for it")
+            pages = engine.table.pages[row, : -(-stop // config.page_size)]
+            if free[pages].any():
+                _fail(f"S5: batch {plan.batch_id} in flight uses free pages {pages[free[pages]].tolist()} of row {row}")
+        if len(plan.token_ids) != int((plan.stops - plan.starts)[: plan.extend_rows].sum()):
+            _fail(f"S24: batch {plan.batch_id} carries {len(plan.token_ids)} ids for its extend rows")
+
+
+def _progress(engine: Engine) -> None:
+    """L2: never does a launch opportunity leave waiting work alone on an idle device."""
+    stuck = engine.launch_found_nothing and not engine.in_flight and not engine.paused and engine.requests
+    if stuck:
+        _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight and nothing was launched")
+
+
+def _row_holders(engine: Engine) -> list[Request]:
+    return [request for request in engine.requests.values() if request.state is not RequestState.WAITING]
+
+
+def _partition(what: str, universe: range, owners: dict[str, Iterable[int]]) -> None:
+    """Each id of the universe belongs to exactly one owner. Names the first that does not, and its owners."""
+    owned: dict[int, str] = {}
+    for owner, ids in owners.items():
+        for item in ids:
+            if item in owned:
+                _fail(f"{what}: {item} belongs to {owned[item]} and to {owner}")
+            if item not in universe:
+                _fail(f"{what}: {owner} has {item}, which does not exist")
+            owned[item] = owner
+    if len(owned) != len(universe):
+        lost = [item for item in universe if item not in owned]
+        counts = ", ".join(f"{owner} {sum(1 for name in owned.values() if name == owner)}" for owner in owners)
+        _fail(f"{what}: {counts} = {len(owned)}, expected {len(universe)}; nobody owns {lost[:8]}")
+
+
+def _same(what: str, got: object, expected: object) -> None:
+    if got != expected:
+        _fail(f"{what}: {got}, expected {expected}")
+
+
+def _fail(message: str) -> None:
+    raise InvariantError(message)

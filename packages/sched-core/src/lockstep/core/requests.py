@@ -1,0 +1,351 @@
+"""Requests: their lifecycle, the rows they hold, and the columns of those that decode together.
+
+A request waits as a plain object. Admission gives it a *row*: its line in the page table and the token table, kept
+until nothing in flight uses it. Once its whole prompt is launched it joins the *cohort*, the requests that decode
+together, whose facts are columns in batch order, so that one decode step costs a few array operations.
+
+    WAITING --admitted--> PREFILLING --prompt launched--> RUNNING --finished--> FINISHED
+       ^                       |                             |
+       +-------retracted-------+-----------------------------+      cancel, time-out and error finish from anywhere
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.errors import InvariantError
+from lockstep.core.events import (
+    Decided,
+    PrefillCompleted,
+    Prompt,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestQueued,
+    RequestRejected,
+    RequestRetracted,
+    TokenDigest,
+    TokenIds,
+    TokenRuns,
+)
+
+if TYPE_CHECKING:
+    from lockstep.core.radix import RadixNode
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+NO_ROW = -1
+NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
+
+
+class RequestState(IntEnum):
+    """Where a request is in its life. FINISHED absorbs."""
+
+    ARRIVING = 0  # between its arrival and the verdict on it, inside one step
+    WAITING = 1
+    PREFILLING = 2
+    RUNNING = 3
+    FINISHED = 4
+
+
+_S = RequestState
+
+TRANSITIONS: dict[tuple[RequestState, type[Decided]], RequestState] = {
+    (_S.ARRIVING, RequestQueued): _S.WAITING,
+    (_S.ARRIVING, RequestRejected): _S.FINISHED,
+    (_S.WAITING, RequestAdmitted): _S.PREFILLING,
+    (_S.WAITING, RequestRejected): _S.FINISHED,  # its deadline passed before it ever ran
+    (_S.WAITING, RequestFinished): _S.FINISHED,  # cancelled or timed out while it waited
+    (_S.PREFILLING, PrefillCompleted): _S.RUNNING,
+    (_S.PREFILLING, RequestRetracted): _S.WAITING,
+    (_S.PREFILLING, RequestFinished): _S.FINISHED,
+    (_S.RUNNING, RequestRetracted): _S.WAITING,
+    (_S.RUNNING, RequestFinished): _S.FINISHED,
+}
+
+
+class Request:
+    """One prompt and its continuation. `tokens` is current while it has no row; afterwards the token table is."""
+
+    __slots__ = (
+        "arrived_us",
+        "cached_tokens",
+        "chunks",
+        "computed",
+        "deadline_us",
+        "epoch",
+        "finish_by_us",
+        "handle",
+        "ignore_eos",
+        "label",
+        "matched",
+        "max_new_tokens",
+        "min_new_tokens",
+        "namespace",
+        "order",
+        "outputs",
+        "prompt_tokens",
+        "protected_pages",
+        "request_id",
+        "row",
+        "sampling",
+        "state",
+        "stop_token_ids",
+        "stream_every",
+        "streams",
+        "tokens",
+        "waiting_since_us",
+    )
+
+    def __init__(self, arrived: RequestArrived, tokens: bytes, max_new_tokens: int, stops: tuple[int, ...]) -> None:
+        self.request_id: RequestId = arrived.request_id
+        self.label = arrived.label
+        self.namespace = arrived.namespace
+        self.arrived_us = arrived.time_us
+        self.waiting_since_us = arrived.time_us
+        self.deadline_us = arrived.deadline_us
+        self.finish_by_us = arrived.finish_by_us
+        self.max_new_tokens = max_new_tokens
+        self.min_new_tokens = min(arrived.min_new_tokens, max_new_tokens)
+        self.ignore_eos = arrived.ignore_eos
+        self.stop_token_ids = stops
+        self.sampling = arrived.sampling
+        self.streams = arrived.stream
+        self.stream_every = 1
+        self.tokens = tokens  # int32 ids of prompt and kept output, while waiting
+        self.prompt_tokens = len(tokens) // 4
+        self.outputs = 0  # output tokens kept over a retraction; while it has a row, see Engine.outputs_of
+        self.state = RequestState.ARRIVING
+        self.order = 0  # place in the waiting line, for orders that sort: smaller is earlier
+        self.epoch = 0  # rises when results in flight must no longer reach it
+        self.row = NO_ROW
+        self.computed = 0  # positions whose KV is launched, while PREFILLING
+        self.chunks = 0
+        self.handle: RadixNode | None = None  # its lock on the radix cache
+        self.protected_pages = 0  # leading pages of its row that the radix cache owns
+        self.cached_tokens = -1  # of its prompt, at its first admission; -1: never admitted
+        self.matched = (-1, 0)  # (tree epoch, pages): a remembered match is void once the epoch moved
+
+    @property
+    def name(self) -> str:
+        """What people call it: the client's label, or r and its id."""
+        return self.label or f"r{self.request_id}"
+
+    @property
+    def limit(self) -> int:
+        """Positions of prompt and output together at which it ends by length."""
+        return self.prompt_tokens + self.max_new_tokens
+
+    def advance(self, event: Decided) -> None:
+        """Move along TRANSITIONS. Raises InvariantError for a pair the table does not have."""
+        following = TRANSITIONS.get((self.state, type(event)))
+        if following is None:
+            raise InvariantError(f"{self.name} cannot take {type(event).__name__} while {self.state.name}")
+        self.state = following
+
+
+def prompt_bytes(prompt: Prompt) -> bytes:
+    """The prompt's ids as packed int32. Raises ValueError when they were not kept, or are not whole, valid ids."""
+    match prompt:
+        case TokenIds(ids):
+            if len(ids) % 4:
+                raise ValueError(f"prompt ids must be packed int32, got {len(ids)} bytes")
+            return ids
+        case TokenRuns(runs):
+            return expand_runs(runs).tobytes()
+        case TokenDigest():
+            raise ValueError("the prompt's tokens were not kept (journal content: digests), only their digest")
+
+
+def expand_runs(runs: tuple[int, ...]) -> Int32s:
+    """Spell out (first, count, first, count, ...) as int32 ids. Raises ValueError for a malformed list."""
+    pairs = np.asarray(runs, np.int64)
+    if pairs.size % 2 or (pairs[1::2] < 1).any():
+        raise ValueError("token runs must be pairs of first id and a count of at least 1")
+    firsts, counts = pairs[0::2], pairs[1::2]
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if ends.size else 0
+    ids = np.arange(total, dtype=np.int64) + np.repeat(firsts - (ends - counts), counts)
+    return ids.astype(np.int32)
+
+
+class RequestTable:
+    """Rows of requests on the device: page table and token table, mirrored here, and who holds each row.
+
+    `pages` [rows, pages_width] and `tokens` [rows, tokens_width] grow by doubling as longer requests come. Row r's
+    entries are valid up to what its holder has launched; the rest is left over from earlier holders.
+    """
+
+    def __init__(self, rows_max: int, page_size: int) -> None:
+        self.rows_max = rows_max
+        self.page_size = page_size
+        rows = min(rows_max, 64)
+        self.holders: list[Request | None] = [None] * rows
+        self.free_rows: list[int] = list(range(rows - 1, -1, -1))
+        self.pages: Int32s = np.zeros((rows, 16), np.int32)
+        self.tokens: Int32s = np.zeros((rows, 16 * page_size), np.int32)
+
+    def row_available(self) -> bool:
+        return bool(self.free_rows) or len(self.holders) < self.rows_max
+
+    def take_row(self, request: Request) -> int:
+        """Give the request a row and lay its tokens out there."""
+        if not self.free_rows:
+            self._add_rows()
+        row = self.free_rows.pop()
+        tokens = np.frombuffer(request.tokens, np.int32)
+        self.reserve_tokens(tokens.size + 1)
+        self.tokens[row, : tokens.size] = tokens
+        self.holders[row] = request
+        request.row = row
+        request.tokens = b""
+        return row
+
+    def free_row(self, row: int) -> None:
+        """Take the row back. Its holder may have moved on to another row long ago."""
+        self.holders[row] = None
+        self.free_rows.append(row)
+
+    def reserve_tokens(self, tokens: int) -> None:
+        """Make every row wide enough for this many tokens and their pages."""
+        width = self.tokens.shape[1]
+        if tokens <= width:
+            return
+        while width < tokens:
+            width *= 2
+        self.tokens = _widened(self.tokens, self.tokens.shape[0], width)
+        self.pages = _widened(self.pages, self.pages.shape[0], -(-width // self.page_size))
+
+    def _add_rows(self) -> None:
+        have = len(self.holders)
+        rows = min(self.rows_max, have * 2)
+        if rows == have:
+            raise InvariantError(f"all {have} rows are taken; admission must ask row_available first")
+        self.holders.extend([None] * (rows - have))
+        self.free_rows.extend(range(rows - 1, have - 1, -1))
+        self.tokens = _widened(self.tokens, rows, self.tokens.shape[1])
+        self.pages = _widened(self.pages, rows, self.pages.shape[1])
+
+
+def _widened(table: Int32s, rows: int, width: int) -> Int32s:
+    wider = np.zeros((rows, width), np.int32)
+    wider[: table.shape[0], : table.shape[1]] = table
+    return wider
+
+
+class Cohort:
+    """The requests that decode together, as columns in batch order. Immutable: membership changes make a new one.
+
+    Its arrays are shared by every plan launched from it. Where each member stands is `Engine.positions`, which moves.
+    """
+
+    __slots__ = (
+        "every",
+        "everyone",
+        "ignores_eos",
+        "limits",
+        "min_new",
+        "ones",
+        "prompts",
+        "request_ids",
+        "requests",
+        "rows",
+        "size",
+        "steady",
+        "stops",
+    )
+
+    def __init__(
+        self,
+        requests: list[Request],
+        rows: Int32s,
+        request_ids: Int64s,
+        prompts: Int32s,
+        limits: Int32s,
+        min_new: Int32s,
+        every: Int32s,
+        ignores_eos: NDArray[np.bool_],
+        stops: Int32s,
+    ) -> None:
+        self.requests = requests
+        self.size = len(requests)
+        self.rows = rows
+        self.request_ids = request_ids
+        self.prompts = prompts
+        self.limits = limits  # positions of prompt and output together at which each ends by length
+        self.min_new = min_new
+        self.every = every  # tokens between messages; negative: the request does not stream, see streaming_due
+        self.ignores_eos = ignores_eos
+        self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
+        self.steady = bool((every == 1).all())  # each streams every token: one message a step, no arithmetic
+        self.everyone: Int32s = np.arange(self.size, dtype=np.int32)
+        self.ones: Int32s = np.ones(self.size, np.int32)
+
+    @staticmethod
+    def of(requests: list[Request]) -> Cohort:
+        """Gather the columns of these requests, in this order."""
+        size = len(requests)
+        widest = max((len(r.stop_token_ids) for r in requests), default=0)
+        stops = np.full((size, widest), NO_TOKEN, np.int32)
+        for i, request in enumerate(requests):
+            stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
+        return Cohort(
+            requests,
+            np.array([r.row for r in requests], np.int32),
+            np.array([r.request_id for r in requests], np.int64),
+            np.array([r.prompt_tokens for r in requests], np.int32),
+            np.array([r.limit for r in requests], np.int32),
+            np.array([r.min_new_tokens for r in requests], np.int32),
+            np.array([r.stream_every if r.streams else -r.stream_every for r in requests], np.int32),
+            np.array([r.ignore_eos for r in requests], np.bool_),
+            stops,
+        )
+
+    def joined_by(self, requests: list[Request]) -> Cohort:
+        """This cohort with more members behind it."""
+        other = Cohort.of(requests)
+        if not self.size:
+            return other
+        widest = max(self.stops.shape[1], other.stops.shape[1])
+        return Cohort(
+            self.requests + requests,
+            np.concatenate((self.rows, other.rows)),
+            np.concatenate((self.request_ids, other.request_ids)),
+            np.concatenate((self.prompts, other.prompts)),
+            np.concatenate((self.limits, other.limits)),
+            np.concatenate((self.min_new, other.min_new)),
+            np.concatenate((self.every, other.every)),
+            np.concatenate((self.ignores_eos, other.ignores_eos)),
+            np.concatenate((_padded(self.stops, widest), _padded(other.stops, widest))),
+        )
+
+    def only(self, keep: NDArray[np.bool_]) -> Cohort:
+        """This cohort without the members where `keep` is false."""
+        return Cohort(
+            [request for request, kept in zip(self.requests, keep.tolist(), strict=True) if kept],
+            self.rows[keep],
+            self.request_ids[keep],
+            self.prompts[keep],
+            self.limits[keep],
+            self.min_new[keep],
+            self.every[keep],
+            self.ignores_eos[keep],
+            self.stops[keep],
+        )
+
+
+def _padded(stops: Int32s, widest: int) -> Int32s:
+    if stops.shape[1] == widest:
+        return stops
+    wider = np.full((stops.shape[0], widest), NO_TOKEN, np.int32)
+    wider[:, : stops.shape[1]] = stops
+    return wider
+
+
+EMPTY_COHORT = Cohort.of([])

@@ -1,0 +1,20 @@
+"""Who gives pages back when the next decode does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.core.requests import Cohort, Int32s
+
+
+def choose_victim(cohort: Cohort, positions: Int32s) -> int:
+    """The member to retract: fewest output tokens first (least work lost), then the longest prompt (most pages back),
+    then the newest. Index into the cohort, which must have at least two members: one always runs on.
+    """
+    outputs = positions - cohort.prompts
+    return int(np.lexsort((-cohort.request_ids, -cohort.prompts, outputs))[0])
+
+
+def pages_needed(positions: Int32s, page_size: int) -> Int32s:
+    """Members whose next token opens a new page: every one whose last page is exactly full. Indices into the cohort."""
+    return np.flatnonzero(positions & (page_size - 1) == 0).astype(np.int32)
