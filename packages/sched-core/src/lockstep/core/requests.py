@@ -222,6 +222,12 @@ class RequestTable:
         self.tokens = _widened(self.tokens, self.tokens.shape[0], width)
         self.pages = _widened(self.pages, self.pages.shape[0], -(-width // self.page_size))
 
+    def resize(self, rows: int, tokens_width: int) -> None:
+        """Take exactly this shape; for a table that is being restored."""
+        self.holders = [None] * rows
+        self.tokens = np.zeros((rows, tokens_width), np.int32)
+        self.pages = np.zeros((rows, -(-tokens_width // self.page_size)), np.int32)
+
     def _add_rows(self) -> None:
         have = len(self.holders)
         rows = min(self.rows_max, have * 2)

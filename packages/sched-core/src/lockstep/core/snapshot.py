@@ -1,0 +1,347 @@
+"""The whole state of an engine as bytes, so that recovery need not fold a journal from its first event.
+
+`restore(dump(engine))` behaves as `engine` does, to the last page id, and dumps to the same bytes. A snapshot is trusted
+only beside the digest that the journal recorded for the same event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lockstep.core.commands import BatchPlan, Mode, PageDeltas, RowTaken
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine, InFlight, Lease, Rewrite
+from lockstep.core.events import SamplingParams
+from lockstep.core.pages import PagePool
+from lockstep.core.radix import RadixCache, RadixNode
+from lockstep.core.requests import Cohort, Request, RequestState, RequestTable
+
+SNAPSHOT_FORMAT = 1
+
+
+class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
+    """A request, its row's tokens included when it has one."""
+
+    request_id: int
+    label: str
+    namespace: str
+    arrived_us: int
+    waiting_since_us: int
+    deadline_us: int | None
+    finish_by_us: int | None
+    max_new_tokens: int
+    min_new_tokens: int
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams | None
+    streams: bool
+    stream_every: int
+    tokens: bytes
+    prompt_tokens: int
+    outputs: int
+    state: int
+    epoch: int
+    row: int
+    computed: int
+    chunks: int
+    handle: int | None  # number of the radix node
+    protected_pages: int
+    cached_tokens: int
+    row_pages: bytes
+    row_tokens: bytes
+
+
+class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
+    fence: int
+    row: int
+    namespace: str
+    handle: int | None
+    protected_pages: int
+    computed: int
+    publish: bool
+    row_pages: bytes
+    row_tokens: bytes
+
+
+class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
+    """A batch in flight. Requests are named by id; those that have ended since are dead in it and never looked at."""
+
+    batch_id: int
+    mode: Mode
+    generation: int
+    extend_rows: int
+    rows: bytes
+    request_ids: bytes
+    starts: bytes
+    stops: bytes
+    token_ids: bytes
+    sample_rows: bytes
+    delta_rows: bytes
+    delta_index: bytes
+    delta_pages: bytes
+    rows_taken: tuple[RowTaken, ...]
+    ending: list[int]
+    dead: list[int]
+    prompts: bytes
+    limits: bytes
+    min_new: bytes
+    every: bytes
+    ignores_eos: bytes
+    stop_tokens: bytes
+    stops_per_row: int
+
+
+class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    config: SchedConfig
+    now_us: int
+    generation: int
+    digest: bytes
+    pool: dict[str, Any]
+    radix: dict[str, Any] | None
+    rows: int
+    free_rows: list[int]
+    tokens_width: int
+    requests: list[RequestImage]
+    waiting: list[int]
+    prefilling: int | None
+    cohort: list[int]
+    positions: bytes
+    in_flight: list[BatchImage]
+    leases: list[LeaseImage]
+    fenced_pages: list[tuple[int, bytes]]
+    rewrites: list[tuple[int, int, bytes]]
+    ratio: float
+    batch_is_full: bool
+    decode_owed: bool
+    deferred: tuple[int, str] | None
+    launch_found_nothing: bool
+    horizon: int
+    decode_launches: int
+    next_batch_id: int
+    last_request_id: int
+    timers: list[tuple[int, int]]
+    paused: bool
+    draining: bool
+    drains: list[int]
+    tokens_discarded: int
+
+
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_decode = msgspec.msgpack.Decoder(EngineImage).decode
+
+
+def dump(engine: Engine) -> bytes:
+    """The engine's state between two steps."""
+    image = EngineImage(
+        format=SNAPSHOT_FORMAT,
+        config=engine.config,
+        now_us=engine.now_us,
+        generation=engine.generation,
+        digest=engine.digest,
+        pool=engine.pool.dump(),
+        radix=engine.radix.dump() if engine.radix is not None else None,
+        rows=len(engine.table.holders),
+        free_rows=list(engine.table.free_rows),
+        tokens_width=engine.table.tokens.shape[1],
+        requests=[_request_image(engine, request) for request in engine.requests.values()],
+        waiting=[request.request_id for request in engine.waiting],
+        prefilling=engine.prefilling.request_id if engine.prefilling is not None else None,
+        cohort=[request.request_id for request in engine.cohort.requests],
+        positions=engine.positions.tobytes(),
+        in_flight=[_batch_image(batch) for batch in engine.in_flight],
+        leases=[_lease_image(engine, lease) for lease in engine.leases],
+        fenced_pages=[(fence, pages.tobytes()) for fence, pages in engine.fenced_pages],
+        rewrites=[(rewrite.row, rewrite.index, rewrite.pages.tobytes()) for rewrite in engine.rewrites],
+        ratio=engine.ratio.value,
+        batch_is_full=engine.batch_is_full,
+        decode_owed=engine.decode_owed,
+        deferred=engine.deferred,
+        launch_found_nothing=engine.launch_found_nothing,
+        horizon=engine.horizon,
+        decode_launches=engine.decode_launches,
+        next_batch_id=engine.next_batch_id,
+        last_request_id=engine.last_request_id,
+        timers=list(engine.timers),
+        paused=engine.paused,
+        draining=engine.draining,
+        drains=list(engine.drains),
+        tokens_discarded=engine.tokens_discarded,
+    )
+    return _encode(image)
+
+
+def restore(data: bytes) -> Engine:
+    """The engine that `dump` described. Raises ValueError for bytes that are no snapshot of this format."""
+    try:
+        image = _decode(data)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a snapshot of an engine: {error}") from error
+    if image.format != SNAPSHOT_FORMAT:
+        raise ValueError(f"snapshot format {image.format}, this version reads {SNAPSHOT_FORMAT}")
+    engine = Engine(image.config)
+    engine.pool = PagePool.load(image.pool)
+    engine.radix = RadixCache.load(image.radix) if image.radix is not None else None
+    nodes = {node.number: node for node in engine.radix.walk()} if engine.radix is not None else {}
+
+    engine.table = RequestTable(image.config.rows_max, image.config.page_size)
+    engine.table.resize(image.rows, image.tokens_width)
+    engine.table.free_rows = image.free_rows
+    for one in image.requests:
+        engine.requests[one.request_id] = _request(engine, one, nodes)
+    for lease in image.leases:
+        _lay_row(engine.table, lease.row, lease.row_pages, lease.row_tokens)
+        engine.table.holders[lease.row] = GONE
+        handle = nodes[lease.handle] if lease.handle is not None else None
+        engine.leases.append(
+            Lease(
+                lease.fence, lease.row, lease.namespace, handle, lease.protected_pages, lease.computed, lease.publish
+            )
+        )
+    engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
+    engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
+    engine.cohort = Cohort.of([engine.requests[request_id] for request_id in image.cohort])
+    engine.positions = np.frombuffer(image.positions, np.int32)
+    engine.active = sum(request.row >= 0 for request in engine.requests.values())
+    engine.in_flight = deque(_batch(engine, batch) for batch in image.in_flight)
+    engine.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
+    engine.rewrites = [Rewrite(row, index, np.frombuffer(pages, np.int32)) for row, index, pages in image.rewrites]
+    engine.ratio.value = image.ratio
+    for name in (
+        "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
+        "next_batch_id last_request_id timers paused draining drains tokens_discarded"
+    ).split():
+        setattr(engine, name, getattr(image, name))
+    return engine
+
+
+def _request_image(engine: Engine, request: Request) -> RequestImage:
+    values = {name: getattr(request, name) for name in RequestImage.__struct_fields__ if hasattr(request, name)}
+    computed = engine.computed_of(request)
+    pages, tokens = b"", b""
+    if request.row >= 0:
+        laid_out = max(computed + 1, request.prompt_tokens + request.outputs)
+        pages, tokens = _row_image(engine, request.row, computed, laid_out)
+    values.update(
+        state=int(request.state),
+        computed=request.computed,
+        handle=request.handle.number if request.handle is not None else None,
+        row_pages=pages,
+        row_tokens=tokens,
+    )
+    return RequestImage(**values)
+
+
+def _lease_image(engine: Engine, lease: Lease) -> LeaseImage:
+    pages, tokens = _row_image(engine, lease.row, lease.computed, lease.computed + 1)
+    values = lease._asdict()
+    values["handle"] = lease.handle.number if lease.handle is not None else None
+    return LeaseImage(**values, row_pages=pages, row_tokens=tokens)
+
+
+def _row_image(engine: Engine, row: int, computed: int, tokens: int) -> tuple[bytes, bytes]:
+    held = -(-computed // engine.config.page_size)
+    return engine.table.pages[row, :held].tobytes(), engine.table.tokens[row, :tokens].tobytes()
+
+
+def _lay_row(table: RequestTable, row: int, pages: bytes, tokens: bytes) -> None:
+    table.pages[row, : len(pages) // 4] = np.frombuffer(pages, np.int32)
+    table.tokens[row, : len(tokens) // 4] = np.frombuffer(tokens, np.int32)
+
+
+def _request(engine: Engine, image: RequestImage, nodes: dict[int, RadixNode]) -> Request:
+    request = Request.__new__(Request)
+    for name in image.__struct_fields__:
+        if name not in ("state", "handle", "row_pages", "row_tokens"):
+            setattr(request, name, getattr(image, name))
+    request.state = RequestState(image.state)
+    request.handle = nodes[image.handle] if image.handle is not None else None
+    request.matched = (-1, 0)
+    if request.row >= 0:
+        engine.table.holders[request.row] = request
+        _lay_row(engine.table, request.row, image.row_pages, image.row_tokens)
+    return request
+
+
+def _batch_image(batch: InFlight) -> BatchImage:
+    plan, samplers = batch.plan, batch.samplers
+    return BatchImage(
+        batch_id=plan.batch_id,
+        mode=plan.mode,
+        generation=plan.generation,
+        extend_rows=plan.extend_rows,
+        rows=plan.rows.tobytes(),
+        request_ids=plan.request_ids.tobytes(),
+        starts=plan.starts.tobytes(),
+        stops=plan.stops.tobytes(),
+        token_ids=plan.token_ids.tobytes(),
+        sample_rows=plan.sample_rows.tobytes(),
+        delta_rows=plan.deltas.rows.tobytes(),
+        delta_index=plan.deltas.index.tobytes(),
+        delta_pages=plan.deltas.pages.tobytes(),
+        rows_taken=plan.rows_taken,
+        ending=batch.ending,
+        dead=batch.dead,
+        prompts=samplers.prompts.tobytes(),
+        limits=samplers.limits.tobytes(),
+        min_new=samplers.min_new.tobytes(),
+        every=samplers.every.tobytes(),
+        ignores_eos=samplers.ignores_eos.tobytes(),
+        stop_tokens=samplers.stops.tobytes(),
+        stops_per_row=samplers.stops.shape[1],
+    )
+
+
+def _batch(engine: Engine, image: BatchImage) -> InFlight:
+    rows, request_ids = np.frombuffer(image.rows, np.int32), np.frombuffer(image.request_ids, np.int64)
+    sample_rows = np.frombuffer(image.sample_rows, np.int32)
+    requests = [engine.requests.get(request_id, GONE) for request_id in request_ids.tolist()]
+    deltas = PageDeltas(
+        np.frombuffer(image.delta_rows, np.int32),
+        np.frombuffer(image.delta_index, np.int32),
+        np.frombuffer(image.delta_pages, np.int32),
+    )
+    plan = BatchPlan(
+        batch_id=image.batch_id,
+        mode=image.mode,
+        generation=image.generation,
+        extend_rows=image.extend_rows,
+        rows=rows,
+        request_ids=request_ids,
+        starts=np.frombuffer(image.starts, np.int32),
+        stops=np.frombuffer(image.stops, np.int32),
+        token_ids=np.frombuffer(image.token_ids, np.int32),
+        sample_rows=sample_rows,
+        deltas=deltas,
+        rows_taken=image.rows_taken,
+    )
+    samplers = Cohort(
+        [requests[i] for i in sample_rows.tolist()],
+        rows[sample_rows],
+        request_ids[sample_rows],
+        np.frombuffer(image.prompts, np.int32),
+        np.frombuffer(image.limits, np.int32),
+        np.frombuffer(image.min_new, np.int32),
+        np.frombuffer(image.every, np.int32),
+        np.frombuffer(image.ignores_eos, np.bool_),
+        np.frombuffer(image.stop_tokens, np.int32).reshape(len(sample_rows), image.stops_per_row),
+    )
+    batch = InFlight(plan, requests, samplers, image.ending)
+    batch.dead = image.dead
+    return batch
+
+
+def _gone() -> Request:
+    request = Request.__new__(Request)
+    request.row = -1
+    request.state = RequestState.FINISHED
+    request.label, request.request_id = "gone", -1
+    return request
+
+
+GONE = _gone()
+"""Stands for requests that ended while a batch or a lease still names their row."""
