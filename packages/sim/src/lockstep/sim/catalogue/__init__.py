@@ -1,0 +1,129 @@
+"""The catalogue: public models and GPUs by name, each number with its source.
+
+`models/<name>.json` holds the fields of a Hugging Face config.json; `gpus/<name>.json` holds data-sheet peaks, measured
+medians and prices. Anything else is a path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from lockstep.sim.cost.errors import CatalogueError
+from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
+from lockstep.sim.cost.models import ModelSpec, model_from_config
+
+__all__ = ["CatalogueError", "gpu_names", "load_gpu", "load_model", "model_names"]
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names of the catalogue's models, sorted."""
+    return tuple(sorted(_entries("models")))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of the catalogue's GPUs, sorted."""
+    return tuple(sorted({str(entry["name"]) for entry in _gpus().values()}))
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """Return a model by catalogue name, Hugging Face name, or path to a config.json or its folder.
+
+    Raises: CatalogueError if it is unknown, malformed, or of a kind that is not modelled.
+    """
+    path = _local(name_or_path, "config.json")
+    if path is not None:
+        name = path.parent.resolve().name if path.name == "config.json" else path.stem
+        return model_from_config(_read(path), name, str(path))
+    known = _entries("models")
+    wanted = _model_key(name_or_path)
+    if wanted in known:
+        return model_from_config(_read(known[wanted]), wanted, f"catalogue model {wanted}")
+    raise _unknown("model", name_or_path, wanted, model_names(), "the path of a Hugging Face config.json or its folder")
+
+
+def load_gpu(name_or_path: str) -> GpuSpec:
+    """Return a GPU by catalogue name or alias, in any case, or by the path of a JSON file like those in `gpus/`.
+
+    Raises: CatalogueError if it is unknown or malformed.
+    """
+    path = _local(name_or_path, "gpu.json")
+    if path is not None:
+        return gpu_from_json(_read(path), str(path))
+    wanted = _gpu_key(name_or_path)
+    entry = _gpus().get(wanted)
+    if entry is not None:
+        return gpu_from_json(entry, f"catalogue GPU {entry['name']}")
+    close_to = {alias: str(entry["name"]) for alias, entry in _gpus().items()}
+    raise _unknown(
+        "GPU", name_or_path, wanted, gpu_names(), "the path of a JSON file like catalogue/gpus/*.json", close_to
+    )
+
+
+def _model_key(name: str) -> str:
+    """Bring a Hugging Face name to the catalogue's form: Qwen/Qwen3-8B is qwen3-8b, llama3.1-8b is llama-3.1-8b."""
+    key = name.strip().rsplit("/", 1)[-1].lower().replace("_", "-").replace(" ", "-")
+    key = re.sub(r"^(meta-)?llama-?(?=\d)", "llama-", key)
+    key = re.sub(r"-v0\.\d$", "", key)
+    return re.sub(r"-(instruct|it|chat|hf)$", "", key)
+
+
+def _gpu_key(name: str) -> str:
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    return key.removeprefix("nvidia-").removeprefix("amd-").removeprefix("geforce-")
+
+
+@cache
+def _entries(folder: str) -> dict[str, Traversable]:
+    found = files(__name__).joinpath(folder).iterdir()
+    return {entry.name.removesuffix(".json"): entry for entry in found if entry.name.endswith(".json")}
+
+
+@cache
+def _gpus() -> dict[str, dict[str, Any]]:
+    """Every GPU under its name and each alias, in the form of `_gpu_key`."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in _entries("gpus").values():
+        entry = _read(file)
+        for alias in (entry["name"], *entry.get("aliases", ())):
+            found[_gpu_key(alias)] = entry
+    return found
+
+
+def _local(name: str, default_file: str) -> Path | None:
+    """Return the file `name` points to, or None if it is no path. Raises CatalogueError if it is missing."""
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / default_file).is_file():
+        return path / default_file
+    if path.is_file():
+        return path
+    if name.startswith(("/", "./", "../", "~")) or name.endswith(".json"):
+        raise CatalogueError(f"no such file: `{name}` (expected a JSON file, or a folder with {default_file})")
+    return None
+
+
+def _read(file: Traversable | Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CatalogueError(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CatalogueError(f"{file}: expected a JSON object, got `{type(data).__name__}`")
+    return data
+
+
+def _unknown(
+    what: str, given: str, key: str, known: tuple[str, ...], path: str, close_to: dict[str, str] | None = None
+) -> CatalogueError:
+    names = close_to or {name: name for name in known}
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    guess = f"did you mean `{names[close[0]]}`? " if close else ""
+    return CatalogueError(
+        f"unknown {what} `{given}`\nknown: {', '.join(known)}\nhint: {guess}anything else can be given as {path}"
+    )

@@ -1,0 +1,35 @@
+"""How long a batch takes, what the scheduler costs, and how much KV fits: microseconds and bytes, with sources.
+
+model, gpu = load_model("qwen3-8b"), load_gpu("h200")          # lockstep.sim.catalogue
+cost = roofline(model, gpu)
+cost.batch_us(decode_shape(rows=64, context_tokens=2000))      # Duration(mean_us, spread_us)
+kv_capacity(model, gpu).tokens
+"""
+
+from lockstep.sim.cost.capacity import KvCapacity, kv_capacity
+from lockstep.sim.cost.cpu import CpuModel
+from lockstep.sim.cost.errors import CapacityError, CatalogueError
+from lockstep.sim.cost.hardware import Constant, GpuSpec
+from lockstep.sim.cost.model import BatchShape, CostModel, Duration, decode_shape, extend_shape
+from lockstep.sim.cost.models import KvDtype, ModelSpec, WeightsDtype
+from lockstep.sim.cost.roofline import RooflineModel, roofline
+
+__all__ = [
+    "BatchShape",
+    "CapacityError",
+    "CatalogueError",
+    "Constant",
+    "CostModel",
+    "CpuModel",
+    "Duration",
+    "GpuSpec",
+    "KvCapacity",
+    "KvDtype",
+    "ModelSpec",
+    "RooflineModel",
+    "WeightsDtype",
+    "decode_shape",
+    "extend_shape",
+    "kv_capacity",
+    "roofline",
+]

@@ -1,0 +1,11 @@
+"""Errors of the cost model. Each says what was expected, what came, and what to try."""
+
+from __future__ import annotations
+
+
+class CatalogueError(ValueError):
+    """A model or GPU that is unknown, malformed, or of a kind the cost model would get wrong."""
+
+
+class CapacityError(ValueError):
+    """A model that does not fit, or cannot be split the way that was asked."""

@@ -1,0 +1,54 @@
+"""What a cost model is: a batch's shape goes in, microseconds come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """All that the cost of one forward pass depends on. Sums over rows, never the rows themselves."""
+
+    extend_rows: int = 0
+    extend_tokens: int = 0  # new tokens of all extend rows
+    extend_context_tokens: int = 0  # computed tokens before the new ones, summed
+    extend_pairs: int = 0  # query-key pairs: sum of new * context + new * (new + 1) / 2
+    decode_rows: int = 0
+    decode_context_tokens: int = 0  # KV tokens read by decode rows, summed
+    sampled_rows: int = 0  # rows that need logits and a token
+
+
+class Duration(NamedTuple):
+    """A time with its uncertainty. A roofline knows no spread and gives 0."""
+
+    mean_us: float
+    spread_us: float = 0.0  # one standard deviation
+
+
+class CostModel(Protocol):
+    """How long a batch takes. A pure function: equal shapes give equal durations."""
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the time on the GPU from the first kernel's start to the sampled tokens' arrival."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind, model, GPU and every constant with its source, ready for a run's metrics.json."""
+        ...
+
+
+def extend_shape(new_tokens: int, context_tokens: int = 0, sampled: bool = True) -> BatchShape:
+    """Return the shape of one extend row: `new_tokens` after `context_tokens` that already have KV."""
+    return BatchShape(
+        extend_rows=1,
+        extend_tokens=new_tokens,
+        extend_context_tokens=context_tokens,
+        extend_pairs=new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2,
+        sampled_rows=int(sampled),
+    )
+
+
+def decode_shape(rows: int, context_tokens: int) -> BatchShape:
+    """Return the shape of `rows` decode rows that read `context_tokens` KV tokens each."""
+    return BatchShape(decode_rows=rows, decode_context_tokens=rows * context_tokens, sampled_rows=rows)

@@ -1,0 +1,566 @@
+"""Models: the fields of a Hugging Face config.json, and every number that follows from them.
+
+A model is a list of weight matrices plus a description of its attention. Parameters, weight bytes, FLOPs and KV bytes
+are all sums over that list, so the roofline and the capacity model cannot disagree about a model's size.
+
+A field that changes the arithmetic and is not understood is refused by name: a wrong cost looks like any other number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.sim.cost.errors import CapacityError, CatalogueError
+
+WeightsDtype = Literal["bf16", "fp8", "mxfp4"]
+KvDtype = Literal["bf16", "fp8"]
+
+KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
+ACTIVATION_BYTES = 2  # bf16
+STATE_BYTES = 4  # the recurrent state of linear attention is float32 (`mamba_ssm_dtype`)
+
+# Bytes per weight, by what the matrix is. Scales: fp8 has one float32 per 128 x 128 weights, which is 0.02 % and left
+# out; mxfp4 has one byte per 32 weights (4.25 bit). Only experts are stored as mxfp4 (gpt-oss,
+# `modules_to_not_convert`).
+WEIGHT_BYTES: dict[str, dict[str, float]] = {
+    "bf16": {"linear": 2.0, "expert": 2.0, "plain": 2.0},
+    "fp8": {"linear": 1.0, "expert": 1.0, "plain": 2.0},
+    "mxfp4": {"linear": 2.0, "expert": 4.25 / 8, "plain": 2.0},
+}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """`count` equal weight matrices, as one tensor-parallel rank holds them."""
+
+    name: str
+    inputs: int
+    outputs: int
+    count: int  # over all layers; for experts, layers x experts
+    kind: Literal["linear", "expert", "plain"] = "linear"  # plain stays bf16 whatever the weights' dtype
+
+    @property
+    def params(self) -> int:
+        return self.inputs * self.outputs * self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention; with window it reads at most `window` keys in sliding layers."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    gated: bool = False  # the query projection also yields an output gate (Qwen3-Next)
+    sinks: bool = False  # one learned logit per head (gpt-oss)
+    window: int = 0  # tokens a sliding layer sees; 0: no sliding layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek): one shared latent per token is cached, on every rank alike."""
+
+    heads: int
+    q_rank: int  # 0: the query is projected directly
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta:
+    """Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5): a fixed state per request, no KV."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def recurrent_elements(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state per request and layer: the recurrent matrix in float32, the convolution's tail in bf16."""
+        return STATE_BYTES * self.recurrent_elements + ACTIVATION_BYTES * (self.conv_kernel - 1) * self.conv_channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture of experts of one layer."""
+
+    count: int
+    per_token: int
+    ffn: int
+    shared_ffn: int = 0  # width of the expert every token visits; 0: none
+    shared_gate: bool = False
+    bias: bool = False  # biases in router and experts (gpt-oss)
+    score_bias: bool = False  # a correction per expert for load balance (DeepSeek-V3)
+
+    def touched(self, tokens: int) -> float:
+        """Return the expected number of distinct experts that `tokens` tokens visit, if each chooses evenly."""
+        missed: float = (1.0 - self.per_token / self.count) ** tokens
+        return self.count * (1.0 - missed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as the cost model sees it. The language model only: vision towers and MTP heads are not counted."""
+
+    name: str
+    source: str
+    model_type: str
+    hidden: int
+    vocab: int
+    tied_embedding: bool
+    ffn: int  # width of the dense feed-forward
+    dense_layers: int
+    moe_layers: int
+    full_layers: int
+    sliding_layers: int
+    linear_layers: int
+    attention: Attention | LatentAttention
+    delta: GatedDelta | None = None
+    experts: Experts | None = None
+    norms_per_layer: int = 2
+    checkpoint_dtype: WeightsDtype = "bf16"
+    context_tokens_max: int
+
+    @property
+    def layers(self) -> int:
+        return self.full_layers + self.sliding_layers + self.linear_layers
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that keep KV."""
+        return self.full_layers + self.sliding_layers
+
+    def matrices(self, tp: int = 1) -> tuple[Matrix, ...]:
+        """List the weight matrices one rank of `tp` holds, in the order they are used. Raises CapacityError."""
+        check_split(self, tp)
+        found: list[Matrix] = []
+        hidden, layers = self.hidden, self.attention_layers
+        found.append(Matrix("embedding", hidden, ceil_div(self.vocab, tp), 1, "plain"))
+        a = self.attention
+        if isinstance(a, LatentAttention):
+            heads, query = a.heads // tp, a.nope_dim + a.rope_dim
+            # q_a and kv_a are one GEMM, whole on every rank; kv_b is applied to new tokens, or absorbed in decode.
+            found.append(Matrix("qkv_a", hidden, a.q_rank + a.kv_rank + a.rope_dim, layers))
+            found.append(Matrix("q_b", a.q_rank or hidden, heads * query, layers))
+            found.append(Matrix("kv_b", a.kv_rank, heads * (a.nope_dim + a.value_dim), layers))
+            found.append(Matrix("o", heads * a.value_dim, hidden, layers))
+        elif layers:
+            query = a.heads // tp * a.head_dim
+            kv = 2 * ceil_div(a.kv_heads, tp) * a.head_dim
+            found.append(Matrix("qkv", hidden, query * (2 if a.gated else 1) + kv, layers))
+            found.append(Matrix("o", query, hidden, layers))
+        if self.delta is not None:
+            d = self.delta
+            values = d.value_heads * d.value_dim // tp
+            keys = d.key_heads * d.key_dim // tp
+            found.append(Matrix("delta_qkvz", hidden, 2 * keys + 2 * values, self.linear_layers))
+            found.append(Matrix("delta_ba", hidden, 2 * d.value_heads // tp, self.linear_layers, "plain"))
+            found.append(Matrix("delta_o", values, hidden, self.linear_layers))
+        if self.dense_layers:
+            found.append(Matrix("gate_up", hidden, 2 * ceil_div(self.ffn, tp), self.dense_layers))
+            found.append(Matrix("down", ceil_div(self.ffn, tp), hidden, self.dense_layers))
+        if self.experts is not None:
+            e = self.experts
+            ffn, total = ceil_div(e.ffn, tp), self.moe_layers * e.count
+            found.append(Matrix("router", hidden, e.count, self.moe_layers, "plain"))
+            found.append(Matrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
+            found.append(Matrix("expert_down", ffn, hidden, total, "expert"))
+            if e.shared_ffn:
+                shared = ceil_div(e.shared_ffn, tp)
+                found.append(Matrix("shared_gate_up", hidden, 2 * shared, self.moe_layers))
+                found.append(Matrix("shared_down", shared, hidden, self.moe_layers))
+            if e.shared_gate:
+                found.append(Matrix("shared_gate", hidden, 1, self.moe_layers, "plain"))
+        if not self.tied_embedding:
+            found.append(Matrix("lm_head", hidden, ceil_div(self.vocab, tp), 1, "plain"))
+        return tuple(found)
+
+    @property
+    def vector_params(self) -> int:
+        """Norm weights, biases and other parameters that are not matrices. Kept whole on every rank, in bf16."""
+        total = self.layers * self.norms_per_layer * self.hidden + self.hidden
+        a = self.attention
+        if isinstance(a, LatentAttention):
+            total += self.attention_layers * (a.q_rank + a.kv_rank)
+        else:
+            query, kv = a.heads * a.head_dim, 2 * a.kv_heads * a.head_dim
+            per_layer = 2 * a.head_dim * a.qk_norm + (query + kv) * a.qkv_bias
+            per_layer += self.hidden * a.o_bias + a.heads * a.sinks
+            total += self.attention_layers * per_layer
+        if self.delta is not None:
+            d = self.delta
+            total += self.linear_layers * (d.conv_kernel * d.conv_channels + 2 * d.value_heads + d.value_dim)
+        if self.experts is not None:
+            e = self.experts
+            per_layer = e.count * (1 + 2 * e.ffn + self.hidden) * e.bias + e.count * e.score_bias
+            total += self.moe_layers * per_layer
+        return total
+
+    @property
+    def params(self) -> int:
+        return sum(m.params for m in self.matrices()) + self.vector_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters one token uses, the embedding table counted whole."""
+        if self.experts is None:
+            return self.params
+        e = self.experts
+        idle = e.count - e.per_token
+        return self.params - self.moe_layers * idle * (3 * self.hidden * e.ffn + e.bias * (2 * e.ffn + self.hidden))
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of one token's matrix products, logits included, attention over the context not."""
+        table = 0 if self.tied_embedding else self.hidden * self.vocab
+        return 2 * (self.active_params - self.vector_params - table)
+
+    def weights_bytes(self, dtype: WeightsDtype | None = None, tp: int = 1) -> int:
+        """Return the bytes of weights on one rank; `dtype` None is the checkpoint's own."""
+        cost = WEIGHT_BYTES[checked_weights_dtype(self, dtype)]
+        return int(sum(m.params * cost[m.kind] for m in self.matrices(tp)) + self.vector_params * 2)
+
+    def kv_values_per_layer(self, tp: int = 1) -> int:
+        """Return the numbers one token caches in one layer on one rank."""
+        a = self.attention
+        if isinstance(a, LatentAttention):
+            return a.kv_rank + a.rope_dim
+        return 2 * ceil_div(a.kv_heads, tp) * a.head_dim
+
+    def kv_bytes_per_token(self, dtype: KvDtype = "bf16", tp: int = 1) -> int:
+        """Return the KV bytes of one token on one rank, as if every attention layer kept every token."""
+        return self.attention_layers * self.kv_values_per_layer(tp) * KV_BYTES[checked_kv_dtype(dtype)]
+
+    def state_bytes_per_request(self, tp: int = 1) -> int:
+        """Return the bytes of linear-attention state one request holds on one rank, whatever its length."""
+        return 0 if self.delta is None else self.linear_layers * ceil_div(self.delta.state_bytes, tp)
+
+
+def checked_weights_dtype(model: ModelSpec, dtype: WeightsDtype | None) -> WeightsDtype:
+    """Return the weights' dtype, the checkpoint's if None. Raises CatalogueError for one that is not modelled."""
+    dtype = dtype or model.checkpoint_dtype
+    if dtype not in WEIGHT_BYTES:
+        raise CatalogueError(f"`weights_dtype` must be one of {', '.join(WEIGHT_BYTES)}, got `{dtype}`")
+    if dtype == "mxfp4" and model.experts is None:
+        raise CatalogueError(f"`weights_dtype` mxfp4 stores experts only, and {model.name} has none\nhint: fp8 or bf16")
+    return dtype
+
+
+def checked_kv_dtype(dtype: KvDtype) -> KvDtype:
+    """Return `dtype`. Raises CatalogueError if it is not modelled."""
+    if dtype not in KV_BYTES:
+        raise CatalogueError(f"`kv_dtype` must be one of {', '.join(KV_BYTES)}, got `{dtype}`")
+    return dtype
+
+
+def check_split(model: ModelSpec, tp: int) -> None:
+    """Raise CapacityError unless attention heads divide evenly over `tp` ranks."""
+    if tp < 1:
+        raise CapacityError(f"`tp` must be at least 1, got `{tp}`")
+    counts = {"num_attention_heads": model.attention.heads}
+    if model.delta is not None:
+        counts |= {"linear_num_key_heads": model.delta.key_heads, "linear_num_value_heads": model.delta.value_heads}
+    for field, count in counts.items():
+        if count % tp:
+            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise CapacityError(f"tp {tp} does not divide `{field}` {count} of {model.name}\nhint: --tp {fits}")
+    kv_heads = model.attention.kv_heads if isinstance(model.attention, Attention) else tp
+    if kv_heads % tp and tp % kv_heads:
+        raise CapacityError(
+            f"tp {tp} and `num_key_value_heads` {kv_heads} of {model.name}: neither divides the other\n"
+            "hint: a power of two usually works"
+        )
+
+
+# --- reading a config.json ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What `model_type` says beyond the fields of the config: the parts of the architecture that live in code."""
+
+    qk_norm: bool = False
+    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    o_bias: bool | None = None
+    norms_per_layer: int = 2
+    tied_default: bool = False
+    latent: bool = False
+    gated: bool = False
+    sinks: bool = False
+    sliding: Literal["", "layer_types", "pattern", "all", "upper"] = ""
+    delta: bool = False
+    experts: str = ""  # the field with the number of experts; empty: dense
+    expert_ffn: str = ""
+    score_bias: bool = False
+
+
+_QWEN3 = Family(qk_norm=True, sliding="upper")
+_QWEN3_MOE = Family(qk_norm=True, sliding="upper", experts="num_experts", expert_ffn="moe_intermediate_size")
+_QWEN2 = Family(qkv_bias=True, o_bias=False, sliding="upper")
+_QWEN35 = Family(qk_norm=True, gated=True, delta=True)
+_QWEN35_MOE = Family(qk_norm=True, gated=True, delta=True, experts="num_experts", expert_ffn="moe_intermediate_size")
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(sliding="all"),
+    "mixtral": Family(sliding="all", experts="num_local_experts", expert_ffn="intermediate_size"),
+    "qwen2": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen3_vl": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_vl_moe": _QWEN3_MOE,
+    "qwen3_next": _QWEN35_MOE,
+    "qwen3_5": _QWEN35,
+    "qwen3_5_moe": _QWEN35_MOE,
+    "gemma3": Family(qk_norm=True, norms_per_layer=4, tied_default=True, sliding="pattern"),
+    "gpt_oss": Family(
+        qkv_bias=True, o_bias=True, sinks=True, sliding="layer_types",
+        experts="num_local_experts", expert_ffn="intermediate_size",
+    ),
+    "deepseek_v3": Family(latent=True, experts="n_routed_experts", expert_ffn="moe_intermediate_size", score_bias=True),
+}  # fmt: skip
+
+# Fields that change the arithmetic and are not modelled.
+REFUSED = {
+    "index_topk": "sparse attention behind an indexer",
+    "attention_chunk_size": "chunked local attention",
+    "num_kv_shared_layers": "KV shared between layers",
+    "hidden_size_per_layer_input": "per-layer embeddings",
+}
+NATIVE_DTYPES: dict[str, WeightsDtype] = {"fp8": "fp8", "mxfp4": "mxfp4"}
+TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are served in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed access to a config: every complaint names the file, the field and the value."""
+
+    where: str
+    data: Mapping[str, Any]
+
+    def complain(self, field: str, wanted: str) -> CatalogueError:
+        value = self.data.get(field, "nothing")
+        return CatalogueError(f"{self.where}: `{field}` must be {wanted}, got `{value}`")
+
+    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
+        value = self.data.get(field)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.complain(field, f"a whole number of at least {least}")
+        return value
+
+    def flag(self, field: str, default: bool) -> bool:
+        value = self.data.get(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.complain(field, "true or false")
+        return value
+
+    def table(self, field: str) -> Mapping[str, Any]:
+        value = self.data.get(field)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.complain(field, "an object")
+        return value
+
+
+def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
+    """Build a ModelSpec from the fields of a Hugging Face config.json.
+
+    Raises: CatalogueError naming the field and its value, for a malformed field or one that is not modelled.
+    """
+    if not isinstance(config, dict):
+        raise CatalogueError(f"{where}: a config.json must be an object, got `{type(config).__name__}`")
+    inner = _Fields(where, config).table("text_config")
+    f = _Fields(where, {**config, **inner})  # a language model inside a multimodal one: its own fields win
+    for field, meaning in REFUSED.items():
+        if f.data.get(field):
+            raise CatalogueError(f"{where}: `{field}` {f.data[field]} ({meaning}) is not modelled")
+    model_type = str(f.data.get("model_type", "nothing")).removesuffix("_text")
+    if model_type not in FAMILIES:
+        raise CatalogueError(
+            f"{where}: `model_type` `{model_type}` is not modelled\nhint: one of {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    layers = f.whole("num_hidden_layers")
+    sliding, linear = _layer_kinds(f, family, layers)
+    window = f.whole("sliding_window") if sliding else 0
+    moe_layers = _moe_layers(f, family, layers)
+    return ModelSpec(
+        name=name,
+        source=str(config.get("_source", where)),
+        model_type=model_type,
+        hidden=f.whole("hidden_size"),
+        vocab=f.whole("vocab_size"),
+        tied_embedding=f.flag("tie_word_embeddings", family.tied_default),
+        ffn=f.whole("intermediate_size") if moe_layers < layers else 0,
+        dense_layers=layers - moe_layers,
+        moe_layers=moe_layers,
+        full_layers=layers - sliding - linear,
+        sliding_layers=sliding,
+        linear_layers=linear,
+        attention=_latent(f) if family.latent else _attention(f, family, window),
+        delta=_delta(f) if family.delta else None,
+        experts=_experts(f, family) if moe_layers else None,
+        norms_per_layer=family.norms_per_layer,
+        checkpoint_dtype=_checkpoint_dtype(f),
+        context_tokens_max=_context_tokens_max(f, model_type),
+    )
+
+
+def _attention(f: _Fields, family: Family, window: int) -> Attention:
+    heads = f.whole("num_attention_heads")
+    if "head_dim" not in f.data and f.whole("hidden_size") % heads:
+        raise f.complain("num_attention_heads", f"a divisor of `hidden_size` {f.whole('hidden_size')}")
+    kv_heads = f.whole("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise f.complain("num_key_value_heads", f"a divisor of `num_attention_heads` {heads}")
+    bias = f.flag("attention_bias", False)
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=f.whole("head_dim", default=f.whole("hidden_size") // heads),
+        qk_norm=family.qk_norm,
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=bias if family.o_bias is None else family.o_bias,
+        gated=family.gated,
+        sinks=family.sinks,
+        window=window,
+    )
+
+
+def _latent(f: _Fields) -> LatentAttention:
+    return LatentAttention(
+        heads=f.whole("num_attention_heads"),
+        q_rank=f.whole("q_lora_rank", default=0, least=0),
+        kv_rank=f.whole("kv_lora_rank"),
+        nope_dim=f.whole("qk_nope_head_dim"),
+        rope_dim=f.whole("qk_rope_head_dim"),
+        value_dim=f.whole("v_head_dim"),
+    )
+
+
+def _delta(f: _Fields) -> GatedDelta:
+    return GatedDelta(
+        key_heads=f.whole("linear_num_key_heads"),
+        value_heads=f.whole("linear_num_value_heads"),
+        key_dim=f.whole("linear_key_head_dim"),
+        value_dim=f.whole("linear_value_head_dim"),
+        conv_kernel=f.whole("linear_conv_kernel_dim"),
+    )
+
+
+def _experts(f: _Fields, family: Family) -> Experts:
+    count, per_token = f.whole(family.experts), f.whole("num_experts_per_tok")
+    if per_token > count:
+        raise f.complain("num_experts_per_tok", f"at most `{family.experts}` {count}")
+    ffn = f.whole(family.expert_ffn)
+    return Experts(
+        count=count,
+        per_token=per_token,
+        ffn=ffn,
+        shared_ffn=f.whole("shared_expert_intermediate_size", ffn * f.whole("n_shared_experts", 0, 0), 0),
+        shared_gate=f.whole("shared_expert_intermediate_size", 0, 0) > 0,
+        bias=family.sinks,  # gpt-oss, the one family with biases in router and experts
+        score_bias=family.score_bias,
+    )
+
+
+def _moe_layers(f: _Fields, family: Family, layers: int) -> int:
+    """Count the layers with experts: not the first few (DeepSeek), not those listed, every n-th (Qwen)."""
+    if not family.experts:
+        return 0
+    first = f.whole("first_k_dense_replace", 0, 0)
+    step = f.whole("decoder_sparse_step", f.whole("moe_layer_freq", 1))
+    listed = f.data.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise f.complain("mlp_only_layers", "a list of layer numbers")
+    offset = 0 if "moe_layer_freq" in f.data else 1
+    return sum(1 for i in range(first, layers) if i not in listed and (i + offset) % step == 0)
+
+
+def _layer_kinds(f: _Fields, family: Family, layers: int) -> tuple[int, int]:
+    """Return how many layers slide and how many are linear attention."""
+    kinds = f.data.get("layer_types")
+    if kinds is not None:
+        known = ("full_attention", "sliding_attention", "linear_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise f.complain("layer_types", f"a list of {layers} kinds, one per layer")
+        for kind in kinds:
+            if kind not in known:
+                raise CatalogueError(f"{f.where}: `layer_types` `{kind}` is not modelled\nhint: {', '.join(known)}")
+        linear = kinds.count("linear_attention")
+        if linear and not family.delta:
+            raise CatalogueError(f"{f.where}: `layer_types` linear_attention is not modelled for this model_type")
+        return kinds.count("sliding_attention"), linear
+    if family.delta:
+        return 0, layers - layers // f.whole("full_attention_interval")
+    if not f.data.get("sliding_window") or not f.flag("use_sliding_window", True):
+        return 0, 0
+    if family.sliding == "pattern":  # every n-th layer is full
+        return layers - layers // f.whole("sliding_window_pattern"), 0
+    if family.sliding == "upper":  # Qwen: the layers from max_window_layers on
+        return max(0, layers - f.whole("max_window_layers", 0, 0)), 0
+    if family.sliding == "all":
+        return layers, 0
+    raise CatalogueError(f"{f.where}: `sliding_window` {f.data['sliding_window']} without `layer_types`")
+
+
+def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
+    method = f.table("quantization_config").get("quant_method")
+    if method is not None:
+        if method not in NATIVE_DTYPES:
+            raise CatalogueError(
+                f"{f.where}: `quantization_config.quant_method` `{method}` is not modelled\n"
+                f"hint: {', '.join(NATIVE_DTYPES)}, or remove the field and choose --weights-dtype"
+            )
+        return NATIVE_DTYPES[method]
+    dtype = f.data.get("torch_dtype") or f.data.get("dtype") or "bfloat16"
+    if dtype not in TORCH_DTYPES:
+        raise CatalogueError(f"{f.where}: `torch_dtype` must be one of {', '.join(TORCH_DTYPES)}, got `{dtype}`")
+    return "bf16"
+
+
+def _context_tokens_max(f: _Fields, model_type: str) -> int:
+    """Return the longest context the config allows.
+
+    `max_position_embeddings` already includes llama3 and longrope scaling, and Gemma 3's linear scaling. yarn counts
+    from `original_max_position_embeddings`; linear and dynamic multiply. These are vLLM's and SGLang's conventions.
+    """
+    limit = f.whole("max_position_embeddings")
+    scaling = f.table("rope_scaling") or f.table("rope_parameters")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    factor = scaling.get("factor", 1.0)
+    if kind not in ("default", "mrope", "llama3", "longrope", "su", "yarn", "linear", "dynamic"):
+        raise CatalogueError(f"{f.where}: `rope_scaling.rope_type` `{kind}` is not modelled")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+        raise CatalogueError(f"{f.where}: `rope_scaling.factor` must be a number above 0, got `{factor}`")
+    if kind == "yarn":
+        return int(scaling.get("original_max_position_embeddings", limit) * factor)
+    if kind in ("linear", "dynamic") and model_type != "gemma3":
+        return int(limit * factor)
+    return limit

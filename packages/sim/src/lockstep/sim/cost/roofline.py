@@ -1,0 +1,336 @@
+"""The roofline: microseconds of a batch from a model's matrices and a GPU's rates, operator by operator.
+
+Each operator takes its kernel's latency plus the larger of compute time and memory time. What depends only on the
+number of tokens (projections, experts, norms, all-reduce) is computed once per token count and remembered; what depends
+on contexts (attention) is a few multiplications. docs/cost-models.md has one line per term, with its constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.sim.cost.hardware import AllReduce, Constant, GpuSpec, achieved, all_reduce_of
+from lockstep.sim.cost.model import BatchShape, Duration
+from lockstep.sim.cost.models import (
+    ACTIVATION_BYTES,
+    KV_BYTES,
+    WEIGHT_BYTES,
+    Attention,
+    KvDtype,
+    LatentAttention,
+    ModelSpec,
+    WeightsDtype,
+    ceil_div,
+    checked_kv_dtype,
+    checked_weights_dtype,
+)
+
+# Estimates, used as they are; a calibration replaces them.
+EAGER_KERNEL_US = Constant(5.0, "estimate: CPU time to launch one kernel from Python, 4 to 6 us in PyTorch eager mode")
+FORWARD_FIXED_US = Constant(10.0, "estimate: inputs to the device, graph replay, sampled tokens back")
+SAMPLING_FIXED_US = Constant(20.0, "estimate: about ten small kernels for penalties, top-k, top-p and the draw")
+SAMPLING_PASSES = Constant(4.0, "passes over the float32 logits: copy, maximum, softmax, draw")
+GRAPH_ROWS_MAX = 512  # largest decode batch captured as a CUDA graph: SGLang's default from 60 GB with tp >= 4
+LOGIT_BYTES = 4  # float32
+DELTA_CHUNK = 64  # tokens per chunk of the chunked delta rule
+
+# Small kernels per layer besides GEMMs and attention.
+NORM_KERNELS = 1  # residual add and norm are one kernel, per norm
+ATTENTION_SMALL_KERNELS = 2  # rope; KV write
+ACTIVATION_KERNELS = 1  # silu and multiply
+EXPERT_KERNELS = 3  # top-k, sort by expert, sum over experts
+DELTA_KERNELS = 3  # convolution, recurrence, gated norm
+
+ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward
+
+
+class RooflineModel:
+    """Cost of a batch of one model on `tp` GPUs. Immutable but for a memo; no spread, for nothing was calibrated."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        tp: int,
+        weights_dtype: WeightsDtype,
+        kv_dtype: KvDtype,
+        cuda_graph: bool,
+        graph_rows_max: int,
+    ) -> None:
+        self.model, self.gpu, self.tp = model, gpu, tp
+        self.weights_dtype, self.kv_dtype = weights_dtype, kv_dtype
+        self.cuda_graph, self.graph_rows_max = cuda_graph, graph_rows_max
+        self.constants: dict[str, Constant] = {}
+        self.matrices = [m for m in model.matrices(tp) if m.name != "embedding"]
+        self.all_reduce: AllReduce | None = all_reduce_of(gpu, tp) if tp > 1 else None
+        self._memory = 1.0 / self._us_rate("weight_read_gbs", 1e3)  # us per byte of weights and activations
+        self._small_us = self._rate("small_kernel_us")
+        self._prepare_gemms()
+        self._prepare_small()
+        self._prepare_attention()
+        self._prepare_sampling()
+        self._tokens_us: dict[int, float] = {}
+        self._sampling_us: dict[int, float] = {}
+        kernels = sum(self._gemm_kernels.values()) + self._small_kernels
+        kernels += model.attention_layers + (ALL_REDUCES_PER_LAYER * model.layers if tp > 1 else 0)
+        self.kernels = kernels
+        self._eager_floor_us = self.kernels * self._note("eager_kernel_us", EAGER_KERNEL_US)
+        self._fixed_us = self._note("forward_fixed_us", FORWARD_FIXED_US)
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the time of one forward pass and its sampling. The hot path: a few dozen float operations."""
+        extend_tokens, decode_rows = shape.extend_tokens, shape.decode_rows
+        tokens = extend_tokens + decode_rows
+        if not tokens:
+            return Duration(0.0)
+        us = self._tokens_us.get(tokens)
+        if us is None:
+            us = self._tokens_us[tokens] = sum(self._tokens_terms_us(tokens).values())
+        if decode_rows:
+            us += self._decode_attention_us(decode_rows, shape.decode_context_tokens)
+        if extend_tokens:
+            us += self._extend_attention_us(shape)
+        if shape.sampled_rows:
+            sampling_us = self._sampling_us.get(shape.sampled_rows)
+            if sampling_us is None:
+                sampling_us = self._sampling_us[shape.sampled_rows] = self._sampling_terms_us(shape.sampled_rows)
+            us += sampling_us
+        graph = self.cuda_graph and not extend_tokens and decode_rows <= self.graph_rows_max
+        if not graph and us < self._eager_floor_us:
+            us = self._eager_floor_us
+        return Duration(us + self._fixed_us)
+
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the same time split by operator; the values sum to `batch_us`."""
+        tokens = shape.extend_tokens + shape.decode_rows
+        if not tokens:
+            return {}
+        terms = self._tokens_terms_us(tokens)
+        if shape.decode_rows:
+            terms["attention_decode"] = self._decode_attention_us(shape.decode_rows, shape.decode_context_tokens)
+        if shape.extend_tokens:
+            terms["attention_prefill"] = self._extend_attention_us(shape)
+        if shape.sampled_rows:
+            terms["logits_and_sampling"] = self._sampling_terms_us(shape.sampled_rows)
+        terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
+        return terms
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind, model, GPU, settings and every constant with its source."""
+        described: dict[str, Any] = {
+            "kind": "roofline",
+            "model": {"name": self.model.name, "source": self.model.source, "params": self.model.params},
+            "gpu": {"name": self.gpu.name, "notes": list(self.gpu.notes)},
+            "tp": self.tp,
+            "weights_dtype": self.weights_dtype,
+            "kv_dtype": self.kv_dtype,
+            "cuda_graph": self.cuda_graph,
+            "graph_rows_max": self.graph_rows_max,
+            "kernels": self.kernels,
+            "constants": {name: asdict(constant) for name, constant in sorted(self.constants.items())},
+        }
+        if self.all_reduce is not None:
+            described["all_reduce"] = asdict(self.all_reduce)
+        return described
+
+    # --- constants ----------------------------------------------------------------------------------------------------
+
+    def _note(self, name: str, constant: Constant) -> float:
+        self.constants[name] = constant
+        return constant.value
+
+    def _rate(self, name: str) -> float:
+        return self._note(name, achieved(self.gpu, name))
+
+    def _us_rate(self, name: str, per_us: float) -> float:
+        """Return a rate per microsecond: 1e3 turns GB/s into bytes per us, 1e6 turns TFLOP/s into FLOPs per us."""
+        return self._rate(name) * per_us
+
+    # --- projections, experts, norms, all-reduce: functions of the number of tokens -----------------------------------
+
+    def _prepare_gemms(self) -> None:
+        """Work out, per matrix: layers, latency, us per token of compute, us of weights, us per token of memory."""
+        weight_bytes = WEIGHT_BYTES[self.weights_dtype]
+        low = self.weights_dtype == "fp8" and self.gpu.has_fp8  # otherwise low-precision weights are widened to bf16
+        self._gemms: dict[str, tuple[int, float, float, float, float]] = {}
+        self._gemm_kernels: dict[str, int] = {}
+        for m in self.matrices:
+            if m.kind == "expert" or m.name == "lm_head":
+                continue
+            precision = "fp8" if low and m.kind == "linear" else "bf16"
+            latency = self._rate(f"{precision}_gemm_latency_us")
+            flops_us = self._us_rate(f"{precision}_gemm_tflops", 1e6)
+            self._gemms[m.name] = (
+                m.count,
+                latency,
+                2.0 * m.inputs * m.outputs / flops_us,
+                m.inputs * m.outputs * weight_bytes[m.kind] * self._memory,
+                (m.inputs + m.outputs) * ACTIVATION_BYTES * self._memory,
+            )
+            self._gemm_kernels[m.name] = m.count
+        self._expert_gemms: list[tuple[float, float, float]] = []
+        experts = self.model.experts
+        if experts is None:
+            return
+        flops_us = self._us_rate("fp8_moe_tflops" if low else "bf16_moe_tflops", 1e6)
+        self._expert_latency_us = self._rate("fp8_gemm_latency_us" if low else "bf16_gemm_latency_us")
+        for m in self.matrices:
+            if m.kind == "expert":
+                self._expert_gemms.append(
+                    (
+                        experts.per_token * 2.0 * m.inputs * m.outputs / flops_us,
+                        m.inputs * m.outputs * weight_bytes["expert"] * self._memory,
+                        experts.per_token * (m.inputs + m.outputs) * ACTIVATION_BYTES * self._memory,
+                    )
+                )
+                self._gemm_kernels[m.name] = self.model.moe_layers
+
+    def _prepare_small(self) -> None:
+        """Work out the number of small kernels, and their bytes per token."""
+        model, tp = self.model, self.tp
+        hidden = model.hidden
+        kernels = model.layers * model.norms_per_layer * NORM_KERNELS
+        values = model.layers * model.norms_per_layer * 4 * hidden  # read input and residual, write both
+        a = model.attention
+        if isinstance(a, LatentAttention):
+            kernels += model.attention_layers * (ATTENTION_SMALL_KERNELS + 1)  # and the norms of the two latents
+            values += model.attention_layers * 2 * (a.q_rank + a.kv_rank + a.rope_dim + a.heads // tp * a.rope_dim)
+        else:
+            kernels += model.attention_layers * (ATTENTION_SMALL_KERNELS + a.qk_norm + a.gated)
+            query = a.heads // tp * a.head_dim
+            kv = model.kv_values_per_layer(tp)
+            values += model.attention_layers * (2 * (1 + a.qk_norm) * (query + kv // 2) + 2 * kv + 3 * query * a.gated)
+        if model.delta is not None:
+            d = model.delta
+            kernels += model.linear_layers * DELTA_KERNELS
+            values += model.linear_layers * (2 * d.conv_channels + 4 * d.value_heads * d.value_dim) // tp
+        kernels += model.dense_layers * ACTIVATION_KERNELS
+        values += model.dense_layers * 3 * model.ffn // tp
+        if model.experts is not None:
+            e = model.experts
+            kernels += model.moe_layers * (
+                ACTIVATION_KERNELS + EXPERT_KERNELS + (ACTIVATION_KERNELS if e.shared_ffn else 0)
+            )
+            width = e.per_token * e.ffn + e.shared_ffn
+            values += model.moe_layers * (3 * width // tp + (e.per_token + 1) * hidden)
+        self._small_kernels = kernels
+        self._small_token_us = values * ACTIVATION_BYTES * self._memory
+
+    def _tokens_terms_us(self, tokens: int) -> dict[str, float]:
+        """Return what depends only on the number of tokens, by operator."""
+        terms = {
+            name: count * (latency + max(tokens * compute, weights + tokens * memory))
+            for name, (count, latency, compute, weights, memory) in self._gemms.items()
+        }
+        if self.model.experts is not None:
+            touched = self.model.experts.touched(tokens)
+            terms["experts"] = self.model.moe_layers * sum(
+                self._expert_latency_us + max(tokens * compute, touched * weights + tokens * memory)
+                for compute, weights, memory in self._expert_gemms
+            )
+        terms["small_kernels"] = self._small_kernels * self._small_us + tokens * self._small_token_us
+        if self.all_reduce is not None:
+            message = tokens * self.model.hidden * ACTIVATION_BYTES
+            terms["all_reduce"] = ALL_REDUCES_PER_LAYER * self.model.layers * self._all_reduce_us(message)
+        return terms
+
+    def _all_reduce_us(self, message_bytes: float) -> float:
+        if self.all_reduce is None:
+            return 0.0
+        r, moved = self.all_reduce, 2.0 * (self.tp - 1) / self.tp * message_bytes
+        return min(
+            r.direct_latency_us + moved / (r.direct_gbs * 1e3),
+            r.ring_latency_us + moved / (r.ring_gbs * 1e3),
+        )
+
+    # --- attention: a function of contexts ----------------------------------------------------------------------------
+
+    def _prepare_attention(self) -> None:
+        """Work out microseconds per query-key pair and per KV token, for all layers of a kind together."""
+        model, tp, a = self.model, self.tp, self.model.attention
+        flops_us = self._us_rate("attention_prefill_tflops", 1e6)
+        read_us = self._us_rate("attention_decode_read_gbs", 1e3)
+        heads = a.heads // tp
+        kv_bytes = model.kv_values_per_layer(tp) * KV_BYTES[self.kv_dtype]
+        if isinstance(a, LatentAttention):
+            # Prefill expands the latent to keys and values per head; decode stays in the latent ("absorbed").
+            pair_flops = 2.0 * heads * (a.nope_dim + a.rope_dim + a.value_dim)
+            decode_flops = 2.0 * heads * (2 * a.kv_rank + a.rope_dim)
+            expand_us = self._gemms["kv_b"][2]
+        else:
+            pair_flops = decode_flops = 4.0 * heads * a.head_dim
+            expand_us = 0.0
+        self._pair_us = pair_flops / flops_us
+        self._read_us = kv_bytes / read_us
+        self._decode_token_us = max(self._read_us, decode_flops / flops_us)
+        self._expand_us = expand_us  # per context token and layer: keys and values of earlier chunks, once more
+        self._extra_keys = self._rate("attention_prefill_extra_keys")
+        self._decode_latency_us = model.attention_layers * self._rate("attention_decode_latency_us")
+        self._extend_latency_us = model.attention_layers * self._rate("attention_prefill_latency_us")
+        self._full, self._sliding = model.full_layers, model.sliding_layers
+        self._window = a.window if isinstance(a, Attention) else 0
+        self._delta_row_us = self._delta_token_us = 0.0
+        if model.delta is not None:
+            d = model.delta
+            flops = 4 * d.key_dim * d.value_dim + 4 * DELTA_CHUNK * (d.key_dim + d.value_dim)
+            flops *= d.value_heads // tp
+            state_us = 2 * d.state_bytes / tp * self._memory  # read and written
+            self._delta_row_us = model.linear_layers * state_us
+            self._delta_token_us = model.linear_layers * flops / self._us_rate("delta_rule_tflops", 1e6)
+
+    def _decode_attention_us(self, rows: int, context_tokens: int) -> float:
+        us = self._decode_latency_us + self._full * context_tokens * self._decode_token_us
+        if self._sliding:
+            # Sums hide which rows are longer than the window: exact if all or none are, otherwise too high.
+            us += self._sliding * min(context_tokens, rows * self._window) * self._decode_token_us
+        return us + rows * self._delta_row_us
+
+    def _extend_attention_us(self, shape: BatchShape) -> float:
+        tokens, context, rows = shape.extend_tokens, shape.extend_context_tokens, shape.extend_rows
+        extra = self._extra_keys * tokens
+        us = self._extend_latency_us
+        us += self._full * max((shape.extend_pairs + extra) * self._pair_us, (context + tokens) * self._read_us)
+        if self._expand_us:
+            us += self._full * context * self._expand_us
+        if self._sliding:
+            pairs = min(shape.extend_pairs, tokens * self._window)
+            keys = min(context, rows * self._window) + tokens
+            us += self._sliding * max((pairs + extra) * self._pair_us, keys * self._read_us)
+        return us + max(tokens * self._delta_token_us, rows * self._delta_row_us)
+
+    # --- logits and sampling: a function of the sampled rows ----------------------------------------------------------
+
+    def _prepare_sampling(self) -> None:
+        vocab = ceil_div(self.model.vocab, self.tp)
+        hidden = self.model.hidden
+        self._head_latency_us = self._rate("bf16_gemm_latency_us")
+        self._head_row_us = 2.0 * hidden * vocab / self._us_rate("bf16_gemm_tflops", 1e6)
+        self._head_weights_us = hidden * vocab * ACTIVATION_BYTES * self._memory
+        passes = self._note("sampling_passes", SAMPLING_PASSES)
+        self._draw_row_us = passes * self.model.vocab * LOGIT_BYTES * self._memory
+        self._draw_fixed_us = self._note("sampling_fixed_us", SAMPLING_FIXED_US)
+
+    def _sampling_terms_us(self, rows: int) -> float:
+        """Return the logits GEMM, the gathering of logits from all ranks, and the draw."""
+        head = self._head_latency_us + max(rows * self._head_row_us, self._head_weights_us)
+        gather = self._all_reduce_us(rows * self.model.vocab * ACTIVATION_BYTES) / 2.0  # an all-gather is half of one
+        return head + gather + self._draw_fixed_us + rows * self._draw_row_us
+
+
+def roofline(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    tp: int = 1,
+    weights_dtype: WeightsDtype | None = None,
+    kv_dtype: KvDtype = "bf16",
+    cuda_graph: bool = True,
+    graph_rows_max: int = GRAPH_ROWS_MAX,
+) -> RooflineModel:
+    """Build the roofline of `model` on `tp` GPUs; `weights_dtype` None is the checkpoint's own.
+
+    Batches with extend rows, or with more than `graph_rows_max` decode rows, are launched eagerly.
+    Raises: CatalogueError for a dtype that is not modelled, CapacityError for a split that is not possible.
+    """
+    weights = checked_weights_dtype(model, weights_dtype)
+    return RooflineModel(model, gpu, tp, weights, checked_kv_dtype(kv_dtype), cuda_graph, graph_rows_max)

@@ -1,0 +1,62 @@
+"""Prompts as runs of consecutive token ids.
+
+A workload knows which tokens are equal, not what they say. New content takes ids that no other content has, so two
+prompts share exactly the tokens whose ids they share, and a prompt of 100,000 tokens is a handful of numbers:
+
+    (0, 512, 7168, 6246)      # tokens 0..511, with which other prompts may begin too, then 7168..13413
+
+Ids in a workload are *chained*: an id appears behind one and the same prefix wherever it appears. Recorded ids are
+chained by the trace's own definition, generated ones because nothing is shared except from the start of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+TOKEN_IDS = 2**31  # ids are int32: 0 .. 2**31 - 1
+_RUNS_FILLED_ONE_BY_ONE = 16  # above this many runs, one np.repeat is faster than one np.arange per run
+
+
+def append_run(runs: list[int], first_token: int, count: int) -> None:
+    """Put `count` tokens from `first_token` on at the end; a run that goes on where the last one stops is merged."""
+    if runs and runs[-2] + runs[-1] == first_token:
+        runs[-1] += count
+    else:
+        runs += (first_token, count)
+
+
+def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
+    """Spell out the token ids of `runs` (first_token, count, ...): int32 [sum of the counts], newly allocated."""
+    if len(runs) == 2:
+        return np.arange(runs[0], runs[0] + runs[1], dtype=np.int32)
+    if len(runs) <= 2 * _RUNS_FILLED_ONE_BY_ONE:
+        ids = np.empty(sum(runs[1::2]), dtype=np.int32)
+        stop = 0
+        for first_token, count in zip(runs[::2], runs[1::2], strict=True):
+            start, stop = stop, stop + count
+            ids[start:stop] = np.arange(first_token, first_token + count, dtype=np.int32)
+        return ids
+    firsts, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    starts = np.cumsum(counts) - counts
+    ids = np.arange(counts.sum(), dtype=np.int32)
+    ids += np.repeat((firsts - starts).astype(np.int32), counts)
+    return ids
+
+
+class FreshTokens:
+    """Hands out ids from `start` up, each once. After 2**31 it begins again at `start`, and only then do two repeat."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._next = start
+
+    def take(self, count: int) -> int:
+        """Reserve `count` consecutive ids; return the first."""
+        if self._next + count > TOKEN_IDS:
+            self._next = self._start
+        first_token = self._next
+        self._next += count
+        return first_token

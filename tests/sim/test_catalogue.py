@@ -1,0 +1,214 @@
+"""The catalogue: every derived figure exact, every refusal names its field, every number has a source."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.sim.catalogue import CatalogueError, gpu_names, load_gpu, load_model, model_names
+from lockstep.sim.cost import CapacityError
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 10,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def published_models() -> Path:
+    """Configs with parameter counts worked out independently of this code."""
+    data = os.environ.get("LOCKSTEP_DATA")
+    if not data or not (Path(data) / "models").is_dir():
+        pytest.skip("LOCKSTEP_DATA is not set or has no models/: derived figures not compared")
+    return Path(data) / "models"
+
+
+def write_config(folder: Path, **changes: Any) -> str:
+    config = {**TINY, **changes}
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return str(path)
+
+
+def test_a_tiny_model_counts_by_hand(tmp_path: Path) -> None:
+    model = load_model(write_config(tmp_path))
+    attention = 8 * (8 + 2 * 4) + 8 * 8  # qkv and o; head_dim is 8 / 4 = 2
+    layer = attention + 3 * 8 * 16 + 2 * 8
+    assert model.params == 2 * 10 * 8 + 3 * layer + 8
+    assert model.kv_bytes_per_token() == 3 * 2 * 2 * 2 * 2  # layers, K and V, KV heads, head_dim, bf16
+    assert model.weights_bytes() == 2 * model.params
+    assert model.flops_per_token == 2 * (3 * (attention + 3 * 8 * 16) + 8 * 10)
+
+
+def test_derived_figures_of_published_models_are_exact(published_models: Path) -> None:
+    compared = 0
+    for path in sorted(published_models.glob("*.json")):
+        derived = json.loads(path.read_text())["_derived"]
+        if "params_total_computed" not in derived:
+            continue
+        for model in (load_model(str(path)), load_model(path.stem)):
+            assert model.params == derived["params_total_computed"], path.stem
+            assert model.active_params == derived.get("params_active_per_token_computed", model.params), path.stem
+            assert model.kv_bytes_per_token() == derived["kv_bytes_per_token_bf16"], path.stem
+            state = derived.get("gdn_state_bytes_per_sequence(fp32 recurrent + bf16 conv)", 0)
+            assert model.state_bytes_per_request() == state, path.stem
+        compared += 1
+    assert compared >= 27
+
+
+def test_sparse_attention_is_refused_by_its_field(published_models: Path) -> None:
+    with pytest.raises(CatalogueError, match="`index_topk` 2048"):
+        load_model(str(published_models / "deepseek-v3.2.json"))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_catalogue_model_loads_with_a_source(name: str) -> None:
+    model = load_model(name)
+    assert model.name == name
+    assert model.source
+    assert model.layers == model.dense_layers + model.moe_layers
+    assert 0 < model.active_params <= model.params
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_gpu_number_has_a_source(name: str) -> None:
+    gpu = load_gpu(name)
+    for constants in (gpu.datasheet, gpu.measured, gpu.usd_per_gpu_hour):
+        for field, constant in constants.items():
+            assert not constant.source.startswith("catalogue GPU"), f"{name} {field} has no source"
+    assert gpu.memory_bytes > 2**34
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("llama3.1-8b", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B", "llama-3.1-70b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-r1"),
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
+    ],
+)
+def test_hugging_face_names_find_the_model(alias: str, name: str) -> None:
+    assert load_model(alias).name == name
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("h200", "H200-SXM"),
+        ("H200-SXM", "H200-SXM"),
+        ("NVIDIA H100", "H100-SXM"),
+        ("a100", "A100-80G-SXM"),
+        ("l40s", "L40S"),
+        ("rtx4090", "RTX4090"),
+        ("GeForce RTX_4090", "RTX4090"),
+    ],
+)
+def test_gpu_aliases_ignore_case(alias: str, name: str) -> None:
+    assert load_gpu(alias).name == name
+
+
+def test_unknown_names_say_what_is_known_and_what_is_close() -> None:
+    with pytest.raises(CatalogueError, match=r"known: .*qwen3-8b") as caught:
+        load_model("qwen3-9b")
+    assert "did you mean `qwen3-8b`" in str(caught.value) or "did you mean `qwen3-4b`" in str(caught.value)
+    assert "config.json" in str(caught.value)
+    with pytest.raises(CatalogueError, match="did you mean `H100-SXM`"):
+        load_gpu("h100-sxm4")
+    with pytest.raises(CatalogueError, match="no such file"):
+        load_model("./nowhere/config.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", "4096", "`hidden_size` must be a whole number of at least 1, got `4096`"),
+        ("num_hidden_layers", 0, "`num_hidden_layers` must be .* got `0`"),
+        ("num_hidden_layers", True, "`num_hidden_layers` must be .* got `True`"),
+        ("vocab_size", ..., "`vocab_size` must be .* got `nothing`"),
+        ("num_key_value_heads", 3, "`num_key_value_heads` must be a divisor of `num_attention_heads` 4"),
+        ("tie_word_embeddings", "no", "`tie_word_embeddings` must be true or false"),
+        ("model_type", "mamba2", "`model_type` `mamba2` is not modelled"),
+        ("attention_chunk_size", 8192, "`attention_chunk_size` 8192"),
+        ("sliding_window", 4096, "`sliding_window` 4096 without `layer_types`"),
+        ("layer_types", ["full_attention"], "`layer_types` must be a list of 3 kinds"),
+        ("layer_types", ["mamba"] * 3, "`layer_types` `mamba`"),
+        ("quantization_config", {"quant_method": "awq"}, "`quantization_config.quant_method` `awq`"),
+        ("rope_scaling", {"rope_type": "new"}, "`rope_scaling.rope_type` `new`"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": "4"}, "`rope_scaling.factor` must be a number"),
+        ("torch_dtype", "int8", "`torch_dtype` must be one of"),
+    ],
+)
+def test_a_malformed_config_names_field_and_value(tmp_path: Path, field: str, value: Any, message: str) -> None:
+    path = write_config(tmp_path, **{field: value})
+    with pytest.raises(CatalogueError, match=message):
+        load_model(path)
+
+
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(CatalogueError, match="not readable as JSON"):
+        load_model(str(tmp_path))
+    path.write_text("[]")
+    with pytest.raises(CatalogueError, match="expected a JSON object"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        (None, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}, 128),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
+        ({"rope_type": "linear", "factor": 2.0}, 256),
+    ],
+)
+def test_context_follows_the_rope_scaling_conventions(tmp_path: Path, scaling: Any, tokens: int) -> None:
+    assert load_model(write_config(tmp_path, rope_scaling=scaling)).context_tokens_max == tokens
+
+
+def test_ranks_share_the_weights_and_replicate_scarce_kv_heads() -> None:
+    model = load_model("qwen3-30b-a3b")  # 4 KV heads
+    assert model.weights_bytes(tp=2) == pytest.approx(model.weights_bytes() / 2, rel=0.01)
+    assert model.kv_bytes_per_token(tp=4) == model.kv_bytes_per_token() // 4
+    assert model.kv_bytes_per_token(tp=8) == model.kv_bytes_per_token(tp=4)
+    latent = load_model("deepseek-v3")
+    assert latent.kv_bytes_per_token(tp=8) == latent.kv_bytes_per_token()
+    with pytest.raises(CapacityError, match="tp 3 does not divide `num_attention_heads` 32"):
+        model.weights_bytes(tp=3)
+
+
+def test_checkpoint_dtype_sets_the_weight_bytes() -> None:
+    assert load_model("deepseek-v3").weights_bytes() == pytest.approx(671.0e9, rel=0.01)
+    assert load_model("gpt-oss-120b").weights_bytes() == pytest.approx(65e9, rel=0.03)  # the checkpoint is 65 GB
+    assert load_model("llama-3.1-8b").weights_bytes("fp8") == pytest.approx(9.08e9, rel=0.01)
+    with pytest.raises(CatalogueError, match="`weights_dtype` must be one of bf16, fp8, mxfp4, got `int3`"):
+        load_model("qwen3-8b").weights_bytes("int3")  # type: ignore[arg-type]
+
+
+def test_a_gpu_can_be_a_file(tmp_path: Path) -> None:
+    sheet = {"bf16_tflops": 100, "memory_bytes": 2**35, "memory_gbs": 1000, "pcie_gbs": 32, "scale_up_gpus": 1}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "mine", "datasheet": sheet}))
+    assert load_gpu(str(path)).memory_gbs == 1000
+    path.write_text(json.dumps({"name": "mine", "datasheet": {**sheet, "memory_gbs": "fast"}}))
+    with pytest.raises(CatalogueError, match=r"`datasheet\.memory_gbs` must be a number above 0, got `fast`"):
+        load_gpu(str(path))
+    path.write_text(json.dumps({"name": "mine", "datasheet": sheet, "measured": {"speed": 1}}))
+    with pytest.raises(CatalogueError, match=r"`measured\.speed` is not a rate"):
+        load_gpu(str(path))

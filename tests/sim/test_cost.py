@@ -1,0 +1,276 @@
+"""The cost model: sums that add up, more work never faster, figures near those others published."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.sim.catalogue import CatalogueError, gpu_names, load_gpu, load_model, model_names
+from lockstep.sim.cost import (
+    BatchShape,
+    CapacityError,
+    CostModel,
+    CpuModel,
+    RooflineModel,
+    decode_shape,
+    extend_shape,
+    kv_capacity,
+    roofline,
+)
+
+# One of each kind of attention and feed-forward.
+KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
+MODELS: dict[str, RooflineModel] = {name: roofline(load_model(name), load_gpu("h200")) for name in KINDS}
+CAPACITY_ERROR_MAX = 0.05  # largest seen: 3.1 % (RTX 4090), 1.4 % on H100
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> BatchShape:
+    extends = draw(st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 100_000)), max_size=4))
+    decodes = draw(st.lists(st.integers(1, 100_000), max_size=600))
+    return BatchShape(
+        extend_rows=len(extends),
+        extend_tokens=sum(new for new, _ in extends),
+        extend_context_tokens=sum(context for _, context in extends),
+        extend_pairs=sum(new * context + new * (new + 1) // 2 for new, context in extends),
+        decode_rows=len(decodes),
+        decode_context_tokens=sum(decodes),
+        sampled_rows=len(extends) + len(decodes),
+    )
+
+
+@given(st.sampled_from(KINDS), shapes(), st.integers(1, 5000), st.integers(0, 50_000))
+def test_more_work_is_never_faster(name: str, shape: BatchShape, new: int, context: int) -> None:
+    cost = MODELS[name]
+    before = cost.batch_us(shape).mean_us
+    one_more_decode = replace(
+        shape,
+        decode_rows=shape.decode_rows + 1,
+        decode_context_tokens=shape.decode_context_tokens + context,
+        sampled_rows=shape.sampled_rows + 1,
+    )
+    one_more_extend = replace(
+        shape,
+        extend_rows=shape.extend_rows + 1,
+        extend_tokens=shape.extend_tokens + new,
+        extend_context_tokens=shape.extend_context_tokens + context,
+        extend_pairs=shape.extend_pairs + new * context + new * (new + 1) // 2,
+    )
+    for more in (one_more_decode, one_more_extend, replace(shape, sampled_rows=shape.sampled_rows + 1)):
+        assert cost.batch_us(more).mean_us >= before * (1 - 1e-12)
+    if shape.decode_rows:
+        longer = replace(shape, decode_context_tokens=shape.decode_context_tokens + context)
+        assert cost.batch_us(longer).mean_us >= before * (1 - 1e-12)
+
+
+@given(st.sampled_from(KINDS), shapes())
+def test_terms_sum_to_the_batch(name: str, shape: BatchShape) -> None:
+    cost = MODELS[name]
+    terms = cost.terms_us(shape)
+    assert sum(terms.values()) == pytest.approx(cost.batch_us(shape).mean_us)
+    assert all(us >= -1e-6 for us in terms.values()), terms
+
+
+@given(st.sampled_from(KINDS), shapes(), st.sampled_from((1, 2, 4)))
+def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp: int) -> None:
+    model, gpu = load_model(name), load_gpu("h100")
+    silent = replace(shape, sampled_rows=0)
+    few, many = (roofline(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
+    for terms in (few, many):
+        terms.pop("launch", None)
+    assert many.pop("all_reduce", 0.0) >= few.pop("all_reduce", 0.0)
+    assert sum(many.values()) <= sum(few.values()) * (1 + 1e-12)
+
+
+def test_a_mixed_batch_reads_the_weights_once() -> None:
+    cost = MODELS["qwen3-8b"]
+    extend, decode = extend_shape(64, 1000), decode_shape(32, 1000)
+    mixed = replace(
+        decode,
+        extend_rows=1,
+        extend_tokens=extend.extend_tokens,
+        extend_context_tokens=extend.extend_context_tokens,
+        extend_pairs=extend.extend_pairs,
+        sampled_rows=33,
+    )
+    apart = cost.batch_us(extend).mean_us + cost.batch_us(decode).mean_us
+    together = cost.batch_us(mixed).mean_us
+    assert max(cost.batch_us(extend).mean_us, cost.batch_us(decode).mean_us) < together < apart
+
+
+def test_one_decode_row_costs_about_its_bytes() -> None:
+    """Between 1.1 and 1.4 of bytes over the measured bandwidth: the rest is the latency of some 400 kernels."""
+    model, gpu = load_model("qwen3-8b"), load_gpu("h200")
+    context = 1000
+    table = model.hidden * model.vocab * 2  # the embedding table is looked up, not read
+    moved = model.weights_bytes() - table + context * model.kv_bytes_per_token()
+    bytes_us = moved / (gpu.measured["weight_read_gbs"].value * 1e3)
+    ratio = roofline(model, gpu).batch_us(decode_shape(1, context)).mean_us / bytes_us
+    assert 1.1 < ratio < 1.4
+
+
+def test_a_long_prefill_costs_about_its_flops() -> None:
+    model, gpu = load_model("llama-3.1-8b"), load_gpu("h100")
+    flops = model.flops_per_token * 8192
+    flops_us = flops / (gpu.measured["bf16_gemm_tflops"].value * 1e6)
+    assert 1.0 < roofline(model, gpu).batch_us(extend_shape(8192)).mean_us / flops_us < 1.5
+
+
+def test_chunks_cost_at_least_the_whole_prompt() -> None:
+    for cost in MODELS.values():
+        whole = cost.batch_us(extend_shape(8192)).mean_us
+        halves = cost.batch_us(extend_shape(4096)).mean_us + cost.batch_us(extend_shape(4096, 4096)).mean_us
+        assert whole < halves < 1.6 * whole, cost.model.name
+
+
+def test_an_empty_batch_takes_no_time() -> None:
+    assert MODELS["qwen3-8b"].batch_us(BatchShape()) == (0.0, 0.0)
+
+
+def test_sliding_layers_stop_growing_at_the_window() -> None:
+    model, gpu = load_model("gemma-3-27b"), load_gpu("h200")
+    cost = roofline(model, gpu)
+    short, long = (cost.terms_us(decode_shape(32, n))["attention_decode"] for n in (2000, 12_000))
+    grown_bytes = 32 * 10_000 * model.full_layers * model.kv_values_per_layer() * 2
+    assert long - short == pytest.approx(grown_bytes / (gpu.measured["attention_decode_read_gbs"].value * 1e3))
+
+
+def test_linear_attention_decodes_from_a_fixed_state() -> None:
+    model, gpu = load_model("qwen3-next-80b-a3b"), load_gpu("h200")
+    cost = roofline(model, gpu)
+    one, many = (cost.terms_us(decode_shape(rows, 1))["attention_decode"] for rows in (1, 65))
+    state_us = 64 * 2 * model.state_bytes_per_request() / (gpu.measured["weight_read_gbs"].value * 1e3)
+    assert many - one == pytest.approx(state_us, rel=0.01)
+
+
+def test_experts_touched_saturate() -> None:
+    experts = load_model("qwen3-30b-a3b").experts
+    assert experts is not None
+    assert experts.touched(1) == pytest.approx(8)
+    assert experts.touched(16) == pytest.approx(128 * (1 - (15 / 16) ** 16))
+    assert experts.touched(4096) == pytest.approx(128)
+
+
+def test_eager_launch_bounds_small_batches_from_below() -> None:
+    model, gpu = load_model("qwen3-0.6b"), load_gpu("h200")
+    graph, eager = roofline(model, gpu), roofline(model, gpu, cuda_graph=False)
+    small = decode_shape(1, 10)
+    assert eager.batch_us(small).mean_us > 1.2 * graph.batch_us(small).mean_us
+    assert eager.batch_us(small).mean_us >= 5.0 * eager.kernels
+    large = extend_shape(16_384)
+    assert eager.batch_us(large) == graph.batch_us(large)
+
+
+def test_low_precision_needs_hardware_for_its_flops() -> None:
+    model, prompt, row = load_model("qwen3-8b"), extend_shape(4096), decode_shape(1, 100)
+    for gpu, gains in (("h100", True), ("a100", False)):
+        bf16, fp8 = (roofline(model, load_gpu(gpu), weights_dtype=dtype) for dtype in ("bf16", "fp8"))
+        assert fp8.batch_us(row).mean_us < 0.8 * bf16.batch_us(row).mean_us
+        assert (fp8.batch_us(prompt).mean_us < 0.8 * bf16.batch_us(prompt).mean_us) is gains
+
+
+@pytest.mark.parametrize("gpu", gpu_names())
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_has_a_cost_on_every_gpu(name: str, gpu: str) -> None:
+    cost: CostModel = roofline(load_model(name), load_gpu(gpu))
+    assert 100 < cost.batch_us(decode_shape(8, 500)).mean_us < 10e6
+    assert cost.batch_us(decode_shape(8, 500)).spread_us == 0
+
+
+def test_describe_gives_every_constant_a_source_and_survives_json() -> None:
+    described = json.loads(json.dumps(roofline(load_model("deepseek-v3"), load_gpu("b200"), tp=8).describe()))
+    assert described["kind"] == "roofline"
+    assert described["weights_dtype"] == "fp8"
+    assert all(constant["source"] for constant in described["constants"].values())
+    assert "0.6 x data sheet" in described["constants"]["attention_prefill_tflops"]["source"]
+    assert described["all_reduce"]["source"]
+
+
+def test_impossible_settings_are_refused() -> None:
+    model, gpu = load_model("qwen3-8b"), load_gpu("h100")
+    with pytest.raises(CapacityError, match="tp 16 needs 16 H100-SXM in one scale-up domain, which holds 8"):
+        roofline(model, gpu, tp=16)
+    with pytest.raises(CapacityError, match="`tp` must be at least 1, got `0`"):
+        roofline(model, gpu, tp=0)
+    with pytest.raises(CatalogueError, match="`kv_dtype` must be one of bf16, fp8, got `int4`"):
+        roofline(model, gpu, kv_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(CatalogueError, match="mxfp4 stores experts only"):
+        roofline(model, gpu, weights_dtype="mxfp4")
+
+
+# --- capacity -------------------------------------------------------------------------------------------------------
+
+
+def test_capacity_agrees_with_published_engines() -> None:
+    data = os.environ.get("LOCKSTEP_DATA")
+    path = Path(data or ".") / "published" / "kv_capacity.csv"
+    if not data or not path.is_file():
+        pytest.skip("LOCKSTEP_DATA is not set or has no kv_capacity.csv: capacities not compared")
+    compared = 0
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            try:
+                model = load_model(row["model"])
+            except CatalogueError:
+                continue
+            tokens = kv_capacity(
+                model,
+                load_gpu(row["gpu"].split(" ")[0]),
+                int(row["tp"]),
+                chunk_tokens=int(row["max_num_batched_tokens"]),
+                sampled_rows=int(row["max_num_seqs"]),
+            ).tokens
+            assert tokens == pytest.approx(int(row["kv_tokens"]), rel=CAPACITY_ERROR_MAX), row
+            compared += 1
+    assert compared >= 5
+
+
+def test_capacity_divides_the_memory_without_remainder_lost() -> None:
+    c = kv_capacity(load_model("qwen3-8b"), load_gpu("h200"))
+    assert c.tokens == c.pages * c.page_tokens
+    used = c.weights_bytes + c.activation_bytes + c.runtime_bytes + c.state_bytes + c.kv_bytes
+    assert 0 <= c.usable_bytes - used < c.kv_bytes_per_token * c.page_tokens
+
+
+def test_capacity_grows_with_ranks_and_shrinks_with_kv_width() -> None:
+    model, gpu = load_model("llama-3.1-70b"), load_gpu("h100")
+    tokens = [kv_capacity(model, gpu, tp).tokens for tp in (4, 8)]
+    assert tokens[1] > 2 * tokens[0]  # more ranks also free weight memory
+    fp8 = kv_capacity(model, gpu, 4, kv_dtype="fp8").tokens
+    assert fp8 == pytest.approx(2 * tokens[0], rel=1e-3)
+
+
+def test_a_model_that_does_not_fit_is_one_clear_error() -> None:
+    with pytest.raises(CapacityError) as caught:
+        kv_capacity(load_model("llama-3.1-70b"), load_gpu("h100"))
+    message = str(caught.value)
+    assert "llama-3.1-70b does not fit on 1 x H100-SXM" in message
+    assert "weights 141.1" in message
+    assert "raise --tp" in message
+
+
+def test_linear_state_is_reserved_per_request() -> None:
+    model, gpu = load_model("qwen3.5-27b"), load_gpu("h200")
+    none, many = (kv_capacity(model, gpu, state_rows=rows) for rows in (0, 200))
+    assert many.state_bytes == 200 * model.state_bytes_per_request()
+    assert none.kv_bytes - many.kv_bytes == pytest.approx(many.state_bytes, rel=1e-3)
+
+
+# --- CPU lane -------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_lane_is_a_line_in_rows() -> None:
+    cpu = CpuModel()
+    assert cpu.plan_us(decode_shape(256, 100)) == pytest.approx(120 + 64)
+    assert cpu.result_us(1024) == pytest.approx(40 + 256)
+    assert CpuModel(plan_fixed_us=10, plan_row_us=0).plan_us(extend_shape(5)) == 10
+    assert json.loads(json.dumps(cpu.describe()))["arrival_us"] == cpu.arrival_us
+    with pytest.raises(ValueError, match="`plan_row_us` must be at least 0 and finite, got `-1`"):
+        CpuModel(plan_row_us=-1)
