@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -370,11 +369,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         open_workload(str(tmp_path / "absent.csv"), seed=1)
     with pytest.raises(WorkloadError, match="cannot be read"):
         open_workload(str(tmp_path), seed=1)
-
-
-def test_errors_survive_the_way_between_processes() -> None:
-    error = WorkloadError("trace.csv, line 3", "expected more", "try again")
-    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "trace.csv, line 3: expected more\nhint: try again"
 
 
 # --- summary

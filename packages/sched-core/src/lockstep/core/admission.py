@@ -51,7 +51,7 @@ class NewTokenRatio:
 
 
 def running_reserve(remaining: NDArray[np.int32], ignores_eos: NDArray[np.bool_], ratio: float) -> int:
-    """Tokens that running requests will still want: int32 [n] tokens to come, bool [n] whether they run to the limit."""
+    """Tokens that running requests will still want: int32 [n] still to come, bool [n] whether they run to the limit."""
     clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS)
     certain = int(clipped[ignores_eos].sum())
     return certain + int((int(clipped.sum()) - certain) * ratio)

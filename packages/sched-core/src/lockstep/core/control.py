@@ -1,8 +1,8 @@
 """Requests about the engine itself: flush, pause, resume, drain, restart. Each is answered exactly once.
 
-    running --Pause--> paused --Resume--> running      a second Pause changes the mode only by doing more
-    open --Drain--> draining --everything ended--> answered; Resume, or a Pause that keeps work, ends the wait unanswered
-                                                   by what was asked: it is answered with ok=False
+running --Pause--> paused --Resume--> running      a second Pause changes the mode only by doing more
+open --Drain--> draining --everything ended--> answered; Resume, or a Pause that keeps work, ends the wait unanswered
+                                               by what was asked: it is answered with ok=False
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def apply(engine: Engine, event: ControlRequested, step: Step) -> None:
-    """Do what was asked, or refuse with the reason; every path answers, except a Drain that has something to wait for."""
+    """Do what was asked, or refuse with the reason; every path answers, except a Drain with something to wait for."""
     match event.control:
         case Flush():
             _flush(engine, event.control_id, step)

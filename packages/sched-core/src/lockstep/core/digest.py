@@ -29,15 +29,14 @@ def step_digest(previous: bytes, step: Step) -> bytes:
     for event in step.decided:
         parts.append(_decided_bytes(event))
     for command in step.commands:
-        kind = type(command)
-        if kind is StreamTokens:
+        if isinstance(command, StreamTokens):
             parts.append(_stream_head(b"s", len(command.offsets)))
             parts.append(command.request_ids.tobytes())
             parts.append(command.offsets.tobytes())
             parts.append(command.token_counts.tobytes())
-        elif kind is LaunchBatch:
+        elif isinstance(command, LaunchBatch):
             _add_plan(parts, command.plan)
-        elif kind is ControlAnswered:
+        elif isinstance(command, ControlAnswered):
             parts.append(_encode(("answer", command.control_id, command.ok)))
     return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 

@@ -10,7 +10,7 @@ Who holds a page, at any moment exactly one of:
 
 **Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
 leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
-that names the row has been collected. Rows of a plan whose request has left are *dead* in it: their results are dropped.
+that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are dropped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ from lockstep.core.requests import (
 from lockstep.core.retraction import choose_victim, pages_needed
 from lockstep.core.support import refusal
 
-
 NO_FENCE: BatchId = -1
 
 RetractReason = Literal["pages", "forced", "pause", "restart"]
@@ -125,7 +124,7 @@ class Rewrite(NamedTuple):
     """Entries of a row's page table that changed outside a launch; the next plan tells the device."""
 
     row: int
-    index: int
+    first: int  # page index
     pages: Int32s
 
 
@@ -172,7 +171,7 @@ class Engine:
 
         self.tokens_discarded = 0  # sampled for rows that were dead by then
 
-    # ---------------------------------------------------------------------------------------------------- the policy
+    # ------------------------------------------------------------------------------------------------------ the policy
 
     def step(self, event: Observed) -> Step:
         """Take in one fact; return what was decided and what the host must do now.
@@ -227,7 +226,7 @@ class Engine:
             self.in_flight.append(batch)
             step.commands.append(LaunchBatch(batch.plan))
 
-    # ------------------------------------------------------------------------------------------ arrivals and departures
+    # ----------------------------------------------------------------------------------------- arrivals and departures
 
     def _enqueue(self, event: RequestArrived, step: Step) -> None:
         """Accept a request into the waiting line, or reject what can never run."""
@@ -325,7 +324,9 @@ class Engine:
             due, request_id = self.timers[0]
             request = self.requests.get(request_id)
             never_ran = request is not None and request.cached_tokens < 0
-            relevant = request is not None and (due == request.finish_by_us or (due == request.deadline_us and never_ran))
+            relevant = request is not None and (
+                due == request.finish_by_us or (due == request.deadline_us and never_ran)
+            )
             if relevant and due > self.now_us:
                 return
             heappop(self.timers)
@@ -344,7 +345,7 @@ class Engine:
         if self.drains and not self.in_flight:
             control.answer_drains(self, step, ok=True)
 
-    # ------------------------------------------------------------------------------------------------------------ prefill
+    # --------------------------------------------------------------------------------------------------------- prefill
 
     def _plan_extend(self, step: Step) -> InFlight | None:
         """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
@@ -354,7 +355,9 @@ class Engine:
         remaining = self.cohort.limits - self.positions - 1
         reserve = running_reserve(remaining, self.cohort.ignores_eos, self.ratio.value)
         available = self.available_pages * config.page_size
-        budget = PrefillBudget(available, reserve, config.max_prefill_tokens, config.chunked_prefill_size, config.page_size)
+        budget = PrefillBudget(
+            available, reserve, config.max_prefill_tokens, config.chunked_prefill_size, config.page_size
+        )
 
         parts: list[Part] = []
         if self.prefilling is not None:
@@ -374,7 +377,7 @@ class Engine:
         return self._extend_batch(parts, step) if parts else None
 
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
-        """The next chunk goes first and past the total budget, since its end is what frees memory; it needs pages only."""
+        """The next chunk goes first and past the total budget, since its end is what frees memory; it needs but pages."""
         page_size = self.config.page_size
         start, whole = request.computed, extend_stop(request)
         take = chunk_tokens(whole - start, budget, first=True, may_split=True)
@@ -493,7 +496,7 @@ class Engine:
             self._set_cohort(self.cohort.joined_by(decoding), np.concatenate((self.positions, joining)))
         return InFlight(plan, requests, samplers, ending)
 
-    # ------------------------------------------------------------------------------------------------------------- decode
+    # ---------------------------------------------------------------------------------------------------------- decode
 
     def _plan_decode(self, step: Step) -> InFlight | None:
         """One more token for the whole cohort, after retracting whom it takes to make that fit."""
@@ -578,7 +581,7 @@ class Engine:
         return fenced + leased + ending
 
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
-        """Pages that become available when a row of `computed` positions is released: its own, and those only it locks."""
+        """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
         return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
 
     def _end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
@@ -600,7 +603,7 @@ class Engine:
         to_length = int((cohort.limits - positions).min()) - 1
         self.horizon = min(to_length, self.table.tokens.shape[1] - 1 - furthest)
 
-    # ------------------------------------------------------------------------------------------------------------ results
+    # --------------------------------------------------------------------------------------------------------- results
 
     def _collect(self, event: BatchFinished, step: Step) -> None:
         """Take in a batch's tokens: record, stream, finish; publish prompts it completed; lift the fences it held."""
@@ -686,7 +689,7 @@ class Engine:
         offsets = last[due] + 1 - lengths
         step.commands.append(StreamTokens(samplers.request_ids[due], offsets, lengths, np.concatenate(pieces)))
 
-    # ------------------------------------------------------------------------------------------------------------- memory
+    # ---------------------------------------------------------------------------------------------------------- memory
 
     @property
     def available_pages(self) -> int:
@@ -807,7 +810,7 @@ class Engine:
         self.batch_is_full = False
 
     def _publish(self, request: Request, computed: int) -> None:
-        """Share a prompt's completed KV: insert its whole pages, and read from then on the pages the tree already had."""
+        """Share a prompt's completed KV: insert its whole pages; where the tree had them already, use the tree's."""
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
         if radix is None or pages <= request.protected_pages:
@@ -841,7 +844,7 @@ class Engine:
         if self.radix is not None and self.radix.capacity_pages is not None:
             self.pool.free(self.radix.trim())
 
-    # ----------------------------------------------------------------------------------------------- where a request is
+    # ---------------------------------------------------------------------------------------------- where a request is
 
     def computed_of(self, request: Request) -> int:
         """Positions of the request whose KV is launched."""
@@ -857,7 +860,8 @@ class Engine:
             return request.outputs
         sampled = self.computed_of(request) + 1 - request.prompt_tokens
         return sampled - sum(
-            request.row not in batch.dead and bool((batch.samplers.rows == request.row).any()) for batch in self.in_flight
+            request.row not in batch.dead and bool((batch.samplers.rows == request.row).any())
+            for batch in self.in_flight
         )
 
 
@@ -892,7 +896,7 @@ def unsent(outputs: int, every: int, *, ends: bool) -> int:
 def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
     """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
     rows = [np.full(rewrite.pages.size, rewrite.row, np.int32) for rewrite in rewrites]
-    index = [np.arange(r.index, r.index + r.pages.size, dtype=np.int32) for r in rewrites]
+    index = [np.arange(r.first, r.first + r.pages.size, dtype=np.int32) for r in rewrites]
     return PageDeltas(
         np.concatenate((*rows, deltas.rows)),
         np.concatenate((*index, deltas.index)),

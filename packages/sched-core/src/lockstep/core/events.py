@@ -356,7 +356,9 @@ ObservedEvent = (
 
 # ------------------------------------------------------------------------------------------------------------- decided
 
-FinishReason = Literal["length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "error"]
+FinishReason = Literal[
+    "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "error"
+]
 """Precedence per token: cancelled, invalid, (min_new_tokens holds the rest back), text_stop, stop, grammar, length."""
 
 DeferReason = Literal["running_limit", "rows", "kv_budget", "prefill_budget", "pages", "paused"]

@@ -133,7 +133,9 @@ def _pages(engine: Engine) -> None:
             engine, request.row, request.protected_pages, engine.computed_of(request)
         ).tolist()
     for lease in engine.leases:
-        owners[f"lease of row {lease.row}"] = _private(engine, lease.row, lease.protected_pages, lease.computed).tolist()
+        owners[f"lease of row {lease.row}"] = _private(
+            engine, lease.row, lease.protected_pages, lease.computed
+        ).tolist()
     for i, (fence, pages) in enumerate(engine.fenced_pages):
         owners[f"fence {i} of batch {fence}"] = pages.tolist()
     _partition("S1 pages", range(engine.config.pages), owners)
@@ -170,7 +172,7 @@ def _locks(engine: Engine) -> None:
 
 
 def _in_flight(engine: Engine) -> None:
-    """S5, S24: at most depth + 1 batches; every page a batch in flight touches is still owned by a row, lease or fence."""
+    """S5, S24: at most depth + 1 batches; what a batch in flight touches still belongs to a row, lease or fence."""
     config = engine.config
     if len(engine.in_flight) > config.overlap_depth + 1:
         _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
@@ -200,7 +202,7 @@ def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
     stuck = engine.launch_found_nothing and not engine.in_flight and not engine.paused and engine.requests
     if stuck:
-        _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight and nothing was launched")
+        _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 
 
 def _row_holders(engine: Engine) -> list[Request]:

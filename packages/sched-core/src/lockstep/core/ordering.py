@@ -29,7 +29,7 @@ def longest_prefix_match(waiting: list[Request], radix: RadixCache | None) -> li
 
 
 def matched_pages(request: Request, radix: RadixCache) -> int:
-    """Pages of the request's prefix in the radix cache, at most one token short of all; looked up once per tree epoch."""
+    """Pages of its prefix in the radix cache, at most one token short of all; looked up once per tree epoch."""
     epoch, pages = request.matched
     if epoch != radix.epoch:
         most = (len(request.tokens) // 4 - 1) // radix.page_tokens

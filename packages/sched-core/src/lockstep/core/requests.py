@@ -171,7 +171,7 @@ def expand_runs(runs: tuple[int, ...]) -> Int32s:
     firsts, counts = pairs[0::2], pairs[1::2]
     ends = np.cumsum(counts)
     total = int(ends[-1]) if ends.size else 0
-    ids = np.arange(total, dtype=np.int64) + np.repeat(firsts - (ends - counts), counts)
+    ids: Int64s = np.arange(total, dtype=np.int64) + np.repeat(firsts - (ends - counts), counts)
     return ids.astype(np.int32)
 
 

@@ -1,7 +1,7 @@
 """The whole state of an engine as bytes, so that recovery need not fold a journal from its first event.
 
-`restore(dump(engine))` behaves as `engine` does, to the last page id, and dumps to the same bytes. A snapshot is trusted
-only beside the digest that the journal recorded for the same event.
+`restore(dump(engine))` behaves as `engine` does, to the last page id, and dumps to the same bytes. A snapshot is
+trusted only beside the digest that the journal recorded for the same event.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def dump(engine: Engine) -> bytes:
         in_flight=[_batch_image(batch) for batch in engine.in_flight],
         leases=[_lease_image(engine, lease) for lease in engine.leases],
         fenced_pages=[(fence, pages.tobytes()) for fence, pages in engine.fenced_pages],
-        rewrites=[(rewrite.row, rewrite.index, rewrite.pages.tobytes()) for rewrite in engine.rewrites],
+        rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in engine.rewrites],
         ratio=engine.ratio.value,
         batch_is_full=engine.batch_is_full,
         decode_owed=engine.decode_owed,
@@ -198,9 +198,7 @@ def restore(data: bytes) -> Engine:
         engine.table.holders[lease.row] = GONE
         handle = nodes[lease.handle] if lease.handle is not None else None
         engine.leases.append(
-            Lease(
-                lease.fence, lease.row, lease.namespace, handle, lease.protected_pages, lease.computed, lease.publish
-            )
+            Lease(lease.fence, lease.row, lease.namespace, handle, lease.protected_pages, lease.computed, lease.publish)
         )
     engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
@@ -209,7 +207,7 @@ def restore(data: bytes) -> Engine:
     engine.active = sum(request.row >= 0 for request in engine.requests.values())
     engine.in_flight = deque(_batch(engine, batch) for batch in image.in_flight)
     engine.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
-    engine.rewrites = [Rewrite(row, index, np.frombuffer(pages, np.int32)) for row, index, pages in image.rewrites]
+    engine.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
     engine.ratio.value = image.ratio
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "

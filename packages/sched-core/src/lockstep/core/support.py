@@ -47,7 +47,8 @@ def _malformed(event: RequestArrived) -> Refusal | None:
     if event.max_new_tokens < 1:
         return "bad_request", f"`max_new_tokens` must be at least 1, got {event.max_new_tokens}"
     if not 0 <= event.min_new_tokens <= event.max_new_tokens:
-        return "bad_request", f"`min_new_tokens` must be between 0 and {event.max_new_tokens}, got {event.min_new_tokens}"
+        most = event.max_new_tokens
+        return "bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}"
     for token in event.stop_token_ids:
         if token < 0:
             return "bad_request", f"`stop_token_ids` holds a negative token id, {token}"

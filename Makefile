@@ -1,0 +1,29 @@
+# Every target is one call of dev.py, which makes .venv on first use. Without make: `python3 dev.py TASK`.
+# Pass arguments with ARGS, another interpreter with PYTHON: make test PYTHON=python3.12 ARGS="-k retraction"
+
+PYTHON ?= python3
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo check test scenarios swarm bench
+
+help:       ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo:       ## watch the scheduler think, in the simulator; no GPU, no torch
+	@$(PYTHON) dev.py demo $(ARGS)
+
+check:      ## ruff, its formatter, and mypy --strict on core and simulator
+	@$(PYTHON) dev.py check $(ARGS)
+
+test:       ## the whole test suite
+	@$(PYTHON) dev.py test $(ARGS)
+
+scenarios:  ## run the golden stories and write their expected part; then read the diff
+	@$(PYTHON) dev.py scenarios $(ARGS)
+
+swarm:      ## random runs with every invariant checked
+	@$(PYTHON) dev.py swarm $(ARGS)
+
+bench:      ## the benchmarks
+	@$(PYTHON) dev.py bench $(ARGS)

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Run a task of this repository in a virtual environment that is made on first use.
+
+    python3 dev.py demo               watch the scheduler think, in the simulator
+    python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
+    python3 dev.py test ARGS          pytest
+    python3 dev.py check              ruff, its formatter, and mypy --strict on core and simulator
+    python3 dev.py scenarios ARGS     run the golden stories and write their expected part
+    python3 dev.py swarm ARGS         random runs with every invariant checked
+    python3 dev.py bench ARGS         the benchmarks
+    python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
+    python3 dev.py install            only make the environment
+
+`--runtime` right after the task also installs the GPU runtime with torch, which is a large download.
+Needs Python 3.11 or later with venv and pip, and nothing else. The environment is .venv; deleting it is safe.
+"""
+
+import sys
+
+# Everything below must at least compile on any Python 3, or an old one shows a SyntaxError instead of this advice.
+
+if sys.version_info < (3, 11):  # noqa: UP036 - anyone may start this file, with whatever `python3` is
+    print(
+        "dev.py needs Python 3.11 or later, this is {}.{} ({})\n"
+        "hint: python3.12 dev.py ..., or make PYTHON=python3.12 ...".format(*sys.version_info[:2], sys.executable),
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+STAMP = VENV / "lockstep-stamp.json"
+CONSTRAINTS = ROOT / "constraints.txt"
+
+# Three install sets, each containing the one before, all in the same environment:
+#   demo     what runs the simulator and looks into its journals; no torch.
+#   dev      and what the tests and checks need, with the serving package.
+#   runtime  and the GPU runtime, whose torch is a gigabyte. It has its own set so that nobody pays for it unasked.
+SETS = ("demo", "dev", "runtime")
+PACKAGES = {
+    "demo": ("packages/sched-core", "packages/sim", "tools"),
+    "dev": ("packages/api",),
+    "runtime": ("packages/gpu-runtime",),
+}
+
+
+def main(argv):
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(__doc__.strip())
+        return 0
+    task, *args = argv
+    if task not in TASKS:
+        return fail(f"dev.py: no task `{task}`; tasks are {', '.join(TASKS)}", 2)
+    install_set, run_task = TASKS[task]
+    if args[:1] == ["--runtime"]:
+        install_set, args = "runtime", args[1:]
+    status = ensure_environment(install_set)
+    return status or run_task(args)
+
+
+def demo(args):
+    return call(BIN / "lockstep", "demo", *args)
+
+
+def lockstep(args):
+    return call(BIN / "lockstep", *args)
+
+
+def test(args):
+    return call(PYTHON, "-m", "pytest", *args)
+
+
+def check(args):
+    """All checks run even if the first fails, so that one round shows everything there is to mend."""
+    if args:
+        return fail(f"dev.py check takes no arguments, got {' '.join(args)}", 2)
+    checks = {
+        "ruff check": (BIN / "ruff", "check"),
+        "ruff format --check": (BIN / "ruff", "format", "--check"),
+        "mypy": (BIN / "mypy",),  # strict, on the files named in pyproject.toml
+    }
+    failed = []
+    for name, command in checks.items():
+        print(f"== {name}", flush=True)
+        if call(*command) != 0:
+            failed.append(name)
+    if failed:
+        return fail(f"dev.py check: failed: {', '.join(failed)}", 1)
+    print("dev.py check: all passed")
+    return 0
+
+
+def scenarios(args):
+    return call(PYTHON, "-m", "pytest", "tests/test_scenarios.py", "--update", *args)
+
+
+def swarm(args):
+    return call(PYTHON, "tests/swarm.py", *args)
+
+
+def bench(args):
+    return call(PYTHON, "benchmarks/run.py", *args)
+
+
+def run(args):
+    if not args:
+        return fail("dev.py run needs a command, e.g. `python3 dev.py run python`", 2)
+    return call(shutil.which(args[0], path=environment()["PATH"]) or args[0], *args[1:])
+
+
+def install(args):
+    return fail(f"dev.py install takes no arguments, got {' '.join(args)}", 2) if args else 0
+
+
+TASKS = {
+    "demo": ("demo", demo),
+    "lockstep": ("demo", lockstep),
+    "test": ("dev", test),
+    "check": ("dev", check),
+    "scenarios": ("dev", scenarios),
+    "swarm": ("dev", swarm),
+    "bench": ("demo", bench),
+    "run": ("dev", run),
+    "install": ("dev", install),
+}
+
+
+def ensure_environment(install_set):
+    """Make or update .venv unless its stamp says that it holds at least `install_set` of these very files."""
+    wanted = {"root": str(ROOT), "python": sys.version.split()[0], "files": files_digest()}
+    stamp = read_stamp()
+    usable = PYTHON.exists() and all(stamp.get(key) == wanted[key] for key in ("root", "python"))
+    if usable and stamp.get("files") == wanted["files"] and SETS.index(stamp["set"]) >= SETS.index(install_set):
+        return 0
+    if usable:  # a set once installed stays installed
+        install_set = max(install_set, stamp["set"], key=SETS.index)
+
+    began = time.monotonic()
+    doing = "updating" if usable else "making"
+    about = "a few minutes" if install_set == "runtime" else "about half a minute"
+    print(f"dev.py: {doing} .venv for `{install_set}`, {about} ...", file=sys.stderr, flush=True)
+    if not usable:
+        # No stamp means a stranger's, a moved or a half-made environment: start afresh.
+        status = make_venv()
+        if status:
+            return status
+    held = stamp["set"] if usable else "demo"
+    STAMP.write_text(json.dumps({**wanted, "set": held, "files": "being installed"}))  # so a failure is noticed
+    status = pip_install(install_set)
+    if status:
+        return fail("dev.py: pip failed, see above\nhint: run again; if it fails again, delete .venv first", status)
+    STAMP.write_text(json.dumps({**wanted, "set": install_set}))
+    print(f"dev.py: .venv is ready, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return 0
+
+
+def make_venv():
+    if VENV.is_symlink() or (VENV.exists() and not VENV.is_dir()):
+        return fail(f"dev.py: {VENV} is not a folder of this repository\nhint: remove it", 1)
+    base = getattr(sys, "_base_executable", sys.executable)  # not an activated .venv that is about to be replaced
+    shutil.rmtree(VENV, ignore_errors=True)
+    made = subprocess.run([base, "-m", "venv", str(VENV)], capture_output=True, text=True)
+    if made.returncode == 0 and PYTHON.exists():
+        return 0
+    shutil.rmtree(VENV, ignore_errors=True)
+    return fail(
+        f"{made.stdout}{made.stderr}".strip() + f"\ndev.py: `{base} -m venv` failed, see above\n"
+        "hint: on Debian and Ubuntu, `apt install python3-venv`; elsewhere a Python from python.org, pyenv or conda",
+        1,
+    )
+
+
+def pip_install(install_set):
+    """One call for everything: pip must see all editable packages together, or it looks for them in the index."""
+    sets = SETS[: SETS.index(install_set) + 1]
+    requirements = []
+    for name in sets:
+        for package in PACKAGES[name]:
+            requirements += ["--editable", str(ROOT / package)]
+    if "dev" in sets:
+        requirements += tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    return subprocess.call([*pip, "--constraint", str(CONSTRAINTS), *requirements], cwd=ROOT, stdout=sys.stderr)
+
+
+def files_digest():
+    digest = hashlib.sha256()
+    packages = [ROOT / package for names in PACKAGES.values() for package in names]
+    for path in [Path(__file__), CONSTRAINTS, *(folder / "pyproject.toml" for folder in [ROOT, *packages])]:
+        digest.update(path.read_bytes())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def read_stamp():
+    try:
+        stamp = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) and stamp.get("set") in SETS else {}
+
+
+def environment():
+    path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, "VIRTUAL_ENV": str(VENV)}
+
+
+def call(*command):
+    """Run a command in the environment, from the root of the repository, and return its exit status."""
+    try:
+        return subprocess.call([str(part) for part in command], cwd=ROOT, env=environment())
+    except FileNotFoundError:
+        return fail(f"dev.py: there is no {command[0]}\nhint: delete .venv and run again", 127)
+
+
+def fail(message, status):
+    print(message, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,211 @@
+"""The one command, `lockstep`. Its subcommands come from the installed packages; only the one asked for is imported.
+
+A package contributes a subcommand with an entry point in the group `lockstep.commands`. The entry point names a click
+command, or any callable that takes a list of arguments and returns an exit status or None. This file needs neither
+click nor any of the packages: it finds the entry point, imports it, and hands over the rest of the command line.
+
+Exit status: the subcommand's own; 1 when it cannot be imported; 2 for a command line or a setting that cannot work;
+130 after Ctrl-C; 141 when the reader of stdout went away. 130 and 141 are what a shell reports for SIGINT and SIGPIPE.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import ConfigError
+
+GROUP = "lockstep.commands"
+ABOUT = "Lockstep: LLM serving whose scheduler is a deterministic function of a journal."
+
+EXIT_CANNOT_LOAD = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one `lockstep` command line and return its exit status; `argv` is without the program's name."""
+    try:
+        status = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a broken pipe can still be handled, and not while the interpreter shuts down
+        return status
+    except ConfigError as error:
+        return _fail(f"ConfigError: {error}", EXIT_USAGE)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _send_stdout_nowhere()
+        return EXIT_BROKEN_PIPE
+
+
+def _dispatch(argv: list[str]) -> int:
+    match argv:
+        case [] | ["-h" | "--help" | "help", *_]:
+            print(_help())
+            return 0
+        case ["-V" | "--version", *_]:
+            print(_versions())
+            return 0
+        case [option, *_] if option.startswith("-"):
+            return _fail(f"lockstep: no option `{option}` before the command\n{_hint_help()}", EXIT_USAGE)
+        case [name, *rest]:
+            return _run_named(name, rest)
+    raise AssertionError(argv)
+
+
+def _run_named(name: str, argv: list[str]) -> int:
+    entries = [entry for entry in _entries() if entry.name == name]
+    if not entries:
+        return _fail(_unknown(name), EXIT_USAGE)
+    if len(entries) > 1:
+        givers = " and ".join(_giver(entry) for entry in entries)
+        return _fail(f"lockstep: `{name}` is given by {givers}\nhint: uninstall one of them", EXIT_USAGE)
+    (entry,) = entries
+    try:
+        target = entry.load()
+    except Exception as error:
+        return _fail(
+            f"lockstep: `{name}` from {_giver(entry)} cannot be loaded: {type(error).__name__}: {error}\n"
+            f"hint: `python -c 'import {entry.module}'` shows where it fails",
+            EXIT_CANNOT_LOAD,
+        )
+    return _call(target, name, argv)
+
+
+def _call(target: Any, name: str, argv: list[str]) -> int:
+    """Run a click command or a plain callable, and give its exit status back instead of leaving the interpreter."""
+    try:
+        if hasattr(target, "make_context"):
+            result = _invoke_click(target, name, argv)
+        elif callable(target):
+            result = target(argv)
+        else:
+            return _fail(f"lockstep: `{name}` is of type {type(target).__name__}, not a command", EXIT_CANNOT_LOAD)
+    except SystemExit as leaving:
+        # rich leaves with 1 after a broken pipe; what happened is still in the chain.
+        for cause in _causes(leaving):
+            if isinstance(cause, KeyboardInterrupt | BrokenPipeError):
+                raise cause from None
+        if isinstance(leaving.code, str):
+            return _fail(leaving.code, 1)
+        return leaving.code or 0
+    return result if type(result) is int else 0
+
+
+def _invoke_click(command: Any, name: str, argv: list[str]) -> object:
+    """Do what click's own `main` does, except that Ctrl-C and a broken pipe come out as they are and not as a 1."""
+    click: Any = sys.modules["click"]  # imported by the command's module; the core does not depend on it
+    try:
+        with command.make_context(f"lockstep {name}", argv) as context:
+            return command.invoke(context)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return _fail("Aborted!", 1)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _entries() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _giver(entry)))
+
+
+def _giver(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
+
+
+def _help() -> str:
+    rows = [(entry.name, _summary(entry), entry.dist.name if entry.dist else "") for entry in _entries()]
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    summary_width = max((len(summary) for _, summary, _ in rows), default=0)
+    lines = ["usage: lockstep COMMAND [OPTIONS]", "", ABOUT, ""]
+    if rows:
+        lines.append("commands:")
+        for name, summary, giver in rows:
+            lines.append(f"  {name:{name_width}}  {summary:{summary_width}}  {giver}".rstrip())
+    else:
+        lines.append("No commands are installed: lockstep-sim and lockstep-tools bring the first ones.")
+    lines += ["", "`lockstep COMMAND --help` explains one command; `lockstep --version` lists the installed packages."]
+    return "\n".join(lines)
+
+
+def _summary(entry: EntryPoint) -> str:
+    """The first line of a command's docstring, read from its source so that listing commands imports none of them.
+
+    A command without a docstring there (help given as an argument, no source at hand) is imported after all.
+    """
+    source = _source_of(entry.module)
+    if source is not None:
+        with contextlib.suppress(SyntaxError, ValueError, OSError):
+            for node in ast.parse(source.read_bytes()).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == entry.attr:
+                    docstring = ast.get_docstring(node)
+                    if docstring:
+                        return docstring.splitlines()[0]
+    try:
+        target = entry.load()
+    except Exception:
+        return "(cannot be loaded; run it to see why)"
+    texts = (getattr(target, attribute, None) for attribute in ("short_help", "help", "__doc__"))
+    return str(next(filter(None, texts), "")).strip().partition("\n")[0]
+
+
+def _source_of(module: str) -> Path | None:
+    """The file of `module`, found without importing the packages around it; None if it is not a plain file."""
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        base = Path(folder, *rest)
+        for candidate in (base.with_name(base.name + ".py"), base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _versions() -> str:
+    versions = {dist.name: dist.version for dist in distributions() if (dist.name or "").startswith("lockstep-")}
+    width = max(map(len, versions), default=0)
+    return "\n".join(f"{name:{width}}  {version}" for name, version in sorted(versions.items()))
+
+
+def _unknown(name: str) -> str:
+    from difflib import get_close_matches  # 6 ms that only a typo should cost
+
+    near = get_close_matches(name, [entry.name for entry in _entries()])
+    message = f"lockstep: no command `{name}`"
+    if near:
+        message += "; did you mean " + " or ".join(f"`{match}`" for match in near) + "?"
+    return f"{message}\n{_hint_help()}"
+
+
+def _hint_help() -> str:
+    return "hint: `lockstep --help` lists the commands of the installed packages"
+
+
+def _fail(message: str, status: int) -> int:
+    print(message, file=sys.stderr)
+    return status
+
+
+def _send_stdout_nowhere() -> None:
+    """Point stdout at the null device, so that what is still buffered cannot fail again at shutdown."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout is not a file, as under a test's capture
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

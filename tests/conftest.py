@@ -1,0 +1,29 @@
+"""What every test shares: how hard Hypothesis tries, the `--update` option of golden files, and one header line."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from hypothesis import settings
+
+# No deadline: a slow machine is not a bug. The blob in a failure reruns exactly that example.
+settings.register_profile("lockstep", deadline=None, print_blob=True)
+settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
+settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="write the expected part of golden files, to read as a diff")
+
+
+def pytest_report_header() -> str:
+    parts = []
+    for name in ("core", "sim", "tools", "api", "runtime"):
+        try:
+            parts.append(f"{name} {version(f'lockstep-{name}')}")
+        except PackageNotFoundError:
+            parts.append(f"{name} not installed")
+    folders = [f"{name}={os.environ.get(name) or 'unset'}" for name in ("LOCKSTEP_DATA", "LOCKSTEP_PEERS")]
+    return f"lockstep: {', '.join(parts)}; {', '.join(folders)}"
