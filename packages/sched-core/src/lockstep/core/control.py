@@ -94,15 +94,15 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     Tokens delivered so far are kept; those sampled in flight are drawn again. Results of older generations are void.
     """
     running = [request for request in engine.requests.values() if request.row >= 0]
-    engine.in_flight.clear()
-    engine.generation = event.generation
     line = engine.waiting
     engine.waiting = []
     for request in running:
         engine.retract(request, "restart", step)
+    engine.in_flight.clear()
+    engine.generation = event.generation
     engine.waiting = sorted(engine.waiting, key=lambda request: request.request_id) + line
     for lease in engine.leases:
-        engine.release(lease)
+        engine.release(lease, step)
     engine.leases = []
     for _, pages in engine.fenced_pages:
         engine.pool.free(pages)

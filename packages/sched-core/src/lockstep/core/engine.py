@@ -215,6 +215,7 @@ class Engine:
         if event.microbatch:
             raise ContractError(f"LaneReady for microbatch {event.microbatch}: this engine has no pipeline stages")
         self.now_us = event.time_us
+        self._expire(step)  # nobody is admitted past its deadline
         if self.paused or len(self.in_flight) > self.config.overlap_depth:
             return
         if self.decode_owed and self.cohort.size:
@@ -282,7 +283,7 @@ class Engine:
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
-            self._leave(request, publish=reason not in ("invalid", "error"))
+            self._leave(request, step, publish=reason not in ("invalid", "error"))
         del self.requests[request.request_id]
         cached = max(request.cached_tokens, 0)
         finished = RequestFinished(self.now_us, request.request_id, reason, outputs, cached)
@@ -299,7 +300,7 @@ class Engine:
         request.outputs = outputs
         pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
         retracted = RequestRetracted(self.now_us, request.request_id, outputs, pages, sampled - outputs, reason)
-        self._leave(request, publish=False)
+        self._leave(request, step, publish=False)
         request.advance(retracted)
         request.waiting_since_us = self.now_us
         if self.config.retracted_requeue == "front":
@@ -377,7 +378,7 @@ class Engine:
         return self._extend_batch(parts, step) if parts else None
 
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
-        """The next chunk goes first and past the total budget, since its end is what frees memory; it needs but pages."""
+        """The next chunk goes first and past the total budget, since its end frees memory; it needs only pages."""
         page_size = self.config.page_size
         start, whole = request.computed, extend_stop(request)
         take = chunk_tokens(whole - start, budget, first=True, may_split=True)
@@ -548,7 +549,7 @@ class Engine:
             if needed <= available:
                 break
             if needed <= available + returning:
-                self.decode_owed = retracted > 0 or self.decode_owed
+                self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             if self.cohort.size > 1:
@@ -556,6 +557,7 @@ class Engine:
             elif self.prefilling is not None:
                 self.retract(self.prefilling, "pages", step)
             elif self.in_flight:
+                self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             else:
@@ -575,8 +577,9 @@ class Engine:
         leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases)
         ending = 0
         for batch in self.in_flight:
-            for request in (batch.samplers.requests[i] for i in batch.ending):
-                if request.state is RequestState.RUNNING and request.row not in batch.dead:
+            for i in batch.ending:
+                request, row = batch.samplers.requests[i], int(batch.samplers.rows[i])
+                if request.row == row and row not in batch.dead:
                     ending += self._freed_by(request.computed, request.protected_pages, request.handle)
         return fenced + leased + ending
 
@@ -625,12 +628,14 @@ class Engine:
         if plan.mode == "extend" and self.radix is not None:
             for request, row, stop in zip(batch.requests, plan.rows.tolist(), plan.stops.tolist(), strict=True):
                 if request.row == row and row not in batch.dead:
-                    self._publish(request, stop)
+                    self._publish(request, stop, step)
         if self.leases or self.fenced_pages:
-            self._lift_fences(plan.batch_id)
+            self._lift_fences(plan.batch_id, step)
 
     def _fail(self, batch: InFlight, step: Step) -> None:
         """The device could not run the batch: its requests end with an error, the others do not notice."""
+        failed = batch.plan.rows.tolist()
+        self.leases = [lease._replace(publish=lease.publish and lease.row not in failed) for lease in self.leases]
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self.finish(request, "error", step)
@@ -743,7 +748,7 @@ class Engine:
             generation=self.generation,
         )
 
-    def _leave(self, request: Request, *, publish: bool) -> None:
+    def _leave(self, request: Request, step: Step, *, publish: bool) -> None:
         """Take a request off its row. What work in flight still uses stays behind as a Lease."""
         row, fence = request.row, None
         lease_computed = self.computed_of(request)
@@ -774,21 +779,21 @@ class Engine:
         self.active -= 1
         self.batch_is_full = False
         if fence is None:
-            self.release(lease)
+            self.release(lease, step)
         else:
             self.leases.append(lease)
 
-    def _lift_fences(self, batch_id: BatchId) -> None:
+    def _lift_fences(self, batch_id: BatchId, step: Step) -> None:
         """Batch `batch_id` is collected: give back what waited for it."""
         for lease in [lease for lease in self.leases if lease.fence <= batch_id]:
             self.leases.remove(lease)
-            self.release(lease)
+            self.release(lease, step)
         for fence, pages in self.fenced_pages:
             if fence <= batch_id:
                 self.pool.free(pages)
         self.fenced_pages = [entry for entry in self.fenced_pages if entry[0] > batch_id]
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, step: Step) -> None:
         """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
         page_size = self.config.page_size
         row, kept = lease.row, lease.protected_pages
@@ -805,11 +810,11 @@ class Engine:
                 self.radix.unlock(lease.handle)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
-        self._trim()
+        self._trim(step)
         self.table.free_row(row)
         self.batch_is_full = False
 
-    def _publish(self, request: Request, computed: int) -> None:
+    def _publish(self, request: Request, computed: int, step: Step) -> None:
         """Share a prompt's completed KV: insert its whole pages; where the tree had them already, use the tree's."""
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
@@ -829,7 +834,7 @@ class Engine:
             radix.unlock(request.handle)
         request.handle = node
         request.protected_pages = pages
-        self._trim()
+        self._trim(step)
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
         """Free pages of a row once the last plan in flight that may read them is collected."""
@@ -839,10 +844,13 @@ class Engine:
         else:
             self.pool.free(pages)
 
-    def _trim(self) -> None:
+    def _trim(self, step: Step) -> None:
         """Hold the radix cache to its cap."""
         if self.radix is not None and self.radix.capacity_pages is not None:
-            self.pool.free(self.radix.trim())
+            trimmed = self.radix.trim()
+            if trimmed.size:
+                self.pool.free(trimmed)
+                step.decided.append(PagesEvicted(self.now_us, trimmed.size, "capacity"))
 
     # ---------------------------------------------------------------------------------------------- where a request is
 

@@ -719,9 +719,10 @@ class Journal:
 
 def _list_segments(folder: Path) -> list[Path]:
     names = sorted(path.name for path in folder.glob("*.log"))
-    for segment, name in enumerate(names):
+    for name in names:
         if not _SEGMENT_NAME.fullmatch(name):
-            raise JournalCorrupt(str(folder / name), 0, "segment name", f"expected one like {segment_name(segment)}")
+            raise JournalCorrupt(str(folder / name), 0, "segment name", f"expected one like {segment_name(0)}")
+    for segment, name in enumerate(names):
         if name != segment_name(segment):
             raise JournalCorrupt(str(folder / segment_name(segment)), 0, "missing segment", f"the next one is {name}")
     return [folder / name for name in names]

@@ -193,14 +193,14 @@ def _newest_snapshot(journal: Journal, until: int | None) -> Snapshot | None:
 
 # ------------------------------------------------------------------------------------------------------ events in text
 
-_TEXT_MAX = 60  # characters of a string, and of bytes in hexadecimal
+_TEXT_MAX = 60  # characters
 _ITEMS_MAX = 8
 
 
 def event_line(event: ObservedEvent) -> str:
     """An event in one bounded line: its name and the fields that are not at their default, `time_us` left out.
 
-    Long text, bytes and tuples are counted, not shown, so that a prompt does not end up in a log by way of an error.
+    Bytes, long text and long tuples are counted, not shown: a prompt must not end up in a log by way of an error.
     """
     return _struct_line(event, skip=("time_us",))
 
@@ -210,7 +210,8 @@ def _struct_line(value: msgspec.Struct, skip: tuple[str, ...] = ()) -> str:
     for field in msgspec.structs.fields(value):
         content = getattr(value, field.name)
         if field.name not in skip and content != field.default:
-            parts.append(f"{field.name}={_value_text(content)}")
+            text = content.hex()[:8] if field.name == "digest" else _value_text(content)
+            parts.append(f"{field.name}={text}")
     return " ".join(parts)
 
 
@@ -218,7 +219,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, msgspec.Struct):
         return f"({_struct_line(value)})"
     if isinstance(value, bytes):
-        return value.hex() if len(value) * 2 <= _TEXT_MAX else f"<{len(value)} bytes>"
+        return f"<{len(value)} bytes>"
     if isinstance(value, str):
         return repr(value) if len(value) <= _TEXT_MAX else f"<{len(value)} characters>"
     if isinstance(value, tuple):

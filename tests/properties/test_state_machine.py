@@ -1,0 +1,111 @@
+"""Any order of arrivals, cancels, results, clock, control and restarts keeps every invariant, and everything ends.
+
+Hypothesis builds histories rule by rule and shrinks a failing one to its shortest form. For volume see tests/swarm.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.support.driver import CONTROLS, STOP_TOKEN, Driver, random_config
+
+small = st.integers(min_value=0, max_value=25)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Small rules over one engine; the driver checks invariants, streams and the tagged KV after each event."""
+
+    driver: Driver | None = None
+
+    @initialize(seed=st.integers(min_value=0, max_value=2**32))
+    def start(self, seed: int) -> None:
+        self.driver = Driver(random_config(random.Random(seed)))
+
+    def do(self, *action: object) -> None:
+        assert self.driver is not None
+        self.driver.do(action)
+
+    @rule(
+        base=st.sampled_from([1, 2, 1001]),
+        tokens=st.integers(min_value=1, max_value=40),
+        max_new=st.integers(min_value=1, max_value=20),
+        stream=st.booleans(),
+        ignore_eos=st.booleans(),
+        stops_at=st.none() | st.integers(min_value=0, max_value=8),
+    )
+    def arrive(
+        self, base: int, tokens: int, max_new: int, stream: bool, ignore_eos: bool, stops_at: int | None
+    ) -> None:
+        options = {"stream": stream, "ignore_eos": ignore_eos, "stops_at": stops_at}
+        if stops_at is not None and not ignore_eos:
+            options["stop_token_ids"] = (STOP_TOKEN,)
+        self.do("arrive", base, tokens, max_new, options)
+
+    @rule(deadline=small, finish=small)
+    def arrive_in_a_hurry(self, deadline: int, finish: int) -> None:
+        self.do("arrive", 1, 10, 5, {"deadline_in_us": deadline, "finish_in_us": finish})
+
+    @rule()
+    def ready(self) -> None:
+        self.do("ready")
+
+    @rule()
+    def finish(self) -> None:
+        self.do("finish")
+
+    @rule(times=st.integers(min_value=2, max_value=12))
+    def run_a_while(self, times: int) -> None:
+        for _ in range(times):
+            self.do("ready")
+            self.do("finish")
+
+    @precondition(lambda self: self.driver is not None and self.driver.kv.stream)
+    @rule(trouble=st.sampled_from(["error", "invalid", "text_stop"]), choice=small)
+    def finish_in_trouble(self, trouble: str, choice: int) -> None:
+        self.do("finish", trouble, choice)
+
+    @precondition(lambda self: self.driver is not None and self.driver.engine.requests)
+    @rule(choice=small)
+    def cancel(self, choice: int) -> None:
+        self.do("cancel", choice)
+
+    @rule(choice=small)
+    def cancel_again(self, choice: int) -> None:
+        self.do("cancel_again", choice)
+
+    @rule(us=small)
+    def clock(self, us: int) -> None:
+        self.do("clock", us)
+
+    @rule(us=small)
+    def wait(self, us: int) -> None:
+        self.do("wait", us)
+
+    @rule(index=st.integers(min_value=0, max_value=len(CONTROLS) - 1))
+    def control(self, index: int) -> None:
+        self.do("control", index)
+
+    @rule()
+    def restart(self) -> None:
+        self.do("restart")
+
+    @rule()
+    def late_result(self) -> None:
+        self.do("late")
+
+    @rule()
+    def snapshot(self) -> None:
+        self.do("snapshot")
+
+    def teardown(self) -> None:
+        if self.driver is not None:
+            self.driver.settle()
+            self.driver.replayed()
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

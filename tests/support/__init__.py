@@ -1,0 +1,1 @@
+"""What tests share: the scenario runner, fakes of the host's parts, and builders."""

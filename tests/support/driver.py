@@ -1,0 +1,428 @@
+"""Drives an engine through a list of actions and checks everything that can be checked after each of them.
+
+An *action* says what happens next ("finish the oldest batch", "cancel the third live request"); one that is impossible
+at the moment does nothing. So every list of actions is a legal history, and a failing one stays legal while it is cut
+down. The swarm draws lists from a seed; the Hypothesis machine builds them rule by rule.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lockstep.core import invariants, snapshot
+from lockstep.core.commands import (
+    BatchPlan,
+    ControlAnswered,
+    FinishRequest,
+    RejectRequest,
+    Step,
+    StreamTokens,
+)
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.events import (
+    BatchFinished,
+    ClockAdvanced,
+    Control,
+    ControlRequested,
+    DecodeSkipped,
+    Drain,
+    EngineRestarted,
+    Flush,
+    LaneReady,
+    Observed,
+    PagesEvicted,
+    Pause,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestRejected,
+    RequestRetracted,
+    Resume,
+    TokenRuns,
+)
+from tests.support.tagged_kv import TaggedKv
+
+Action = tuple[Any, ...]
+
+STOP_TOKEN = 7
+TOKEN_BASE = 1_000_000
+CONTROLS: tuple[Control, ...] = (Flush(), Pause("in_place"), Pause("retract"), Pause("cancel"), Resume(), Drain())
+QUIESCENCE_STEPS_MAX = 20_000
+
+
+def output_token(request_id: int, number: int, stops_at: int | None) -> int:
+    """Output `number` of a request: a pure function, so that every schedule must stream the same text."""
+    if stops_at is not None and number == stops_at:
+        return STOP_TOKEN
+    return TOKEN_BASE + (request_id * 7919 + number * 104729) % 900_000
+
+
+@dataclass
+class Story:
+    """What the world knows of one request: what it asked and what it was sent."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    stops_at: int | None  # the number of the output that is STOP_TOKEN
+    heeds_stop: bool  # STOP_TOKEN ends it
+    sent: list[int] = field(default_factory=list)
+    ended: str = ""
+
+
+class Driver:
+    """One engine, a tagged KV pool behind it, and the stories of its requests."""
+
+    def __init__(self, config: SchedConfig, *, check: bool = True) -> None:
+        self.engine = Engine(config)
+        self.kv = TaggedKv(config, self.token_at)
+        self.check = check
+        self.now_us = 0
+        self.steps = 0
+        self.stories: dict[int, Story] = {}
+        self.voided: list[BatchPlan] = []  # in flight when the device was lost; their results may still come
+        self.controls: dict[int, str] = {}
+        self.next_control = 0
+        self.events: list[tuple[Observed, bytes]] = []
+        self.marks: set[str] = set()
+
+    def token_at(self, request_id: int, position: int) -> int:
+        """What the device samples for the position of a request."""
+        story = self.stories[request_id]
+        return output_token(request_id, position - story.prompt_tokens, story.stops_at)
+
+    # -------------------------------------------------------------------------------------------------------- actions
+
+    def do(self, action: Action) -> None:
+        """Carry out one action if it is possible now."""
+        name, *values = action
+        getattr(self, name)(*values)
+
+    def arrive(self, base: int, tokens: int, max_new: int, options: dict[str, Any]) -> None:
+        request_id = self.engine.last_request_id + 1
+        options = dict(options)
+        stops_at = options.pop("stops_at", None)
+        deadline = options.pop("deadline_in_us", None)
+        if deadline is not None:
+            options["deadline_us"] = self.now_us + deadline
+        finish_by = options.pop("finish_in_us", None)
+        if finish_by is not None:
+            options["finish_by_us"] = self.now_us + finish_by
+        eos = () if options.get("ignore_eos") else self.engine.config.eos_token_ids
+        heeds_stop = STOP_TOKEN in (*eos, *options.get("stop_token_ids", ()))
+        self.stories[request_id] = Story(tokens, max_new, stops_at, heeds_stop)
+        prompt = TokenRuns((base, tokens) if tokens else ())
+        self.fold(
+            RequestArrived(time_us=self.now_us, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **options)
+        )
+
+    def cancel(self, choice: int) -> None:
+        live = list(self.engine.requests)
+        if live:
+            request = self.engine.requests[live[choice % len(live)]]
+            self.marks.add(f"cancelled while {request.state.name}")
+            self.fold(RequestCancelled(self.now_us, request.request_id))
+
+    def cancel_again(self, choice: int) -> None:
+        """A late echo: the request has ended, or never was."""
+        ended = [request_id for request_id in self.stories if request_id not in self.engine.requests]
+        self.fold(RequestCancelled(self.now_us, ended[choice % len(ended)] if ended else 10**9))
+
+    def ready(self) -> None:
+        self.fold(LaneReady(self.now_us))
+
+    def finish(self, trouble: str = "", choice: int = 0) -> None:
+        """Deliver the oldest batch in flight; with trouble, its execution or one of its tokens went wrong."""
+        if not self.kv.stream:
+            return
+        rows = len(self.kv.stream[0].plan.sample_rows)
+        if trouble == "error":
+            self.fold(self.kv.finished(self.now_us, error="the device says no"))
+            return
+        odd = (choice % rows,) if rows and trouble else ()
+        event = self.kv.finished(self.now_us)
+        if trouble == "invalid":
+            event = msgspec.structs.replace(event, invalid=odd)
+        elif trouble == "text_stop":
+            event = msgspec.structs.replace(event, text_stops=odd)
+        self.fold(event)
+
+    def clock(self, us: int) -> None:
+        self.now_us += us
+        self.fold(ClockAdvanced(self.now_us))
+
+    def wait(self, us: int) -> None:
+        self.now_us += us
+
+    def control(self, index: int) -> None:
+        self.controls[self.next_control] = type(CONTROLS[index]).__name__
+        self.next_control += 1
+        self.fold(ControlRequested(self.now_us, self.next_control - 1, CONTROLS[index]))
+
+    def restart(self) -> None:
+        """The device and everything in flight on it are gone."""
+        self.marks.add("restart with work in flight" if self.kv.stream else "restart")
+        self.voided += [launched.plan for launched in self.kv.stream]
+        self.fold(EngineRestarted(self.now_us, self.engine.generation + 1))
+
+    def late(self) -> None:
+        """A result from before a restart arrives after all; it is void."""
+        if self.voided:
+            plan = self.voided.pop(0)
+            tokens = np.zeros(len(plan.sample_rows), np.int32).tobytes()
+            self.marks.add("result of an older generation ignored")
+            self.fold(BatchFinished(self.now_us, plan.batch_id, tokens, generation=plan.generation))
+
+    def snapshot(self) -> None:
+        """Go on with a restored copy."""
+        image = snapshot.dump(self.engine)
+        self.engine = snapshot.restore(image)
+        assert snapshot.dump(self.engine) == image, "a restored engine dumps to other bytes"
+
+    # ----------------------------------------------------------------------------------------------------------- checks
+
+    def fold(self, event: Observed) -> None:
+        """Give the engine one event; hold its Step against the stories."""
+        chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
+        step = self.engine.step(event)
+        self.steps += 1
+        self.events.append((event, step.digest))
+        for command in step.commands:
+            match command:
+                case StreamTokens():
+                    self._streamed(command)
+                case FinishRequest():
+                    self._ended(command.request_id, command.reason, command.output_tokens)
+                case RejectRequest():
+                    self._ended(command.request_id, "rejected", 0)
+                case ControlAnswered(control_id):
+                    assert self.controls.pop(control_id, None), f"control {control_id} was answered twice"
+        self.kv.observe(event, step)
+        self._mark(step, chunked)
+        if self.check:
+            invariants.check(self.engine)
+
+    def _streamed(self, command: StreamTokens) -> None:
+        """S20: in order, no gap, no duplicate, and the very tokens of the request."""
+        at = 0
+        for request_id, offset, count in zip(
+            command.request_ids.tolist(), command.offsets.tolist(), command.token_counts.tolist(), strict=True
+        ):
+            story = self.stories[request_id]
+            assert not story.ended, f"r{request_id} got tokens after its end"
+            assert offset == len(story.sent), f"r{request_id} got output {offset} after {len(story.sent)}"
+            tokens = command.tokens[at : at + count].tolist()
+            expected = [output_token(request_id, offset + i, story.stops_at) for i in range(count)]
+            assert tokens == expected, f"r{request_id} got {tokens} at {offset}, its tokens are {expected}"
+            story.sent += tokens
+            at += count
+
+    def _ended(self, request_id: int, reason: str, outputs: int) -> None:
+        """S16: once; and everything produced was sent before."""
+        story = self.stories[request_id]
+        assert not story.ended, f"r{request_id} ended twice: {story.ended}, {reason}"
+        story.ended = reason
+        if reason in ("length", "stop", "text_stop"):
+            assert len(story.sent) == outputs, f"r{request_id} ended with {outputs} outputs, {len(story.sent)} sent"
+        if reason == "stop":
+            assert story.sent[-1] == STOP_TOKEN
+            assert story.heeds_stop
+        if reason == "length" and story.heeds_stop and story.stops_at is not None:
+            assert outputs <= story.stops_at, f"r{request_id} ran past its stop token"
+
+    def _mark(self, step: Step, chunked: int | None) -> None:
+        """Rare branches that a campaign must reach, or it was too tame."""
+        for event in step.decided:
+            match event:
+                case RequestRetracted(_, request_id, _, _, discarded, reason):
+                    self.marks.add(f"retracted ({reason})")
+                    if discarded:
+                        self.marks.add(f"retraction with {discarded} tokens in flight")
+                    if request_id == chunked:
+                        self.marks.add("retraction of a chunked request")
+                case PagesEvicted(_, _, reason):
+                    self.marks.add(f"evicted ({reason})")
+                case RequestRejected(_, _, reason, _):
+                    self.marks.add(f"rejected ({reason})")
+                case RequestFinished(_, _, reason):
+                    self.marks.add(f"finished ({reason})")
+                case DecodeSkipped():
+                    self.marks.add("decode waits for fenced pages")
+        if self.engine.leases:
+            self.marks.add("row leased to work in flight")
+        if self.engine.fenced_pages:
+            self.marks.add("duplicate pages fenced")
+
+    def settle(self) -> None:
+        """Liveness mode: faults and arrivals stop, completions flow; everything must end, and leave nothing behind."""
+        self.do(("control", CONTROLS.index(Resume())))
+        for _ in range(QUIESCENCE_STEPS_MAX):
+            if invariants.is_idle(self.engine):
+                break
+            self.now_us += 1
+            self.ready()
+            if len(self.kv.stream) > self.engine.config.overlap_depth or self.engine.launch_found_nothing:
+                self.finish()
+        assert invariants.is_idle(self.engine), (
+            f"L1: after {QUIESCENCE_STEPS_MAX} steps {list(self.engine.requests)} have not ended"
+        )
+        invariants.check_quiescent(self.engine)
+        assert not self.controls, f"L8: never answered: {self.controls}"
+        unended = [request_id for request_id, story in self.stories.items() if not story.ended]
+        assert not unended, f"L1: no terminal event for {unended}"
+
+    def replayed(self) -> None:
+        """S35: the recorded events give the same digests in a fresh engine."""
+        engine = Engine(self.engine.config)
+        for number, (event, digest) in enumerate(self.events):
+            assert engine.step(event).digest == digest, f"S35: replay differs at event {number}, {event}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the swarm
+
+
+def random_config(rng: random.Random) -> SchedConfig:
+    """Settings that favour 0, 1, the edge and one beyond it."""
+    page_size = rng.choice([1, 1, 2, 4, 16, 64])
+    chunk = rng.choice([None, page_size, 3 * page_size, max(page_size, 64)])
+    radix = rng.random() < 0.85
+    return SchedConfig(
+        page_size=page_size,
+        pages=rng.choice([2, 3, rng.randint(2, 12), rng.randint(8, 80), max(2, 150 // page_size)]),
+        radix_cache=radix,
+        radix_capacity_pages=rng.choice([None, None, 1, 5]) if radix else None,
+        context_tokens_max=rng.choice([8, 60, 200, 10**6]),
+        max_running_requests=rng.choice([1, 2, 4, 16]),
+        max_queued_requests=rng.choice([None, None, 1, 4]),
+        waiting_timeout_us=rng.choice([None, None, 40]),
+        running_timeout_us=rng.choice([None, None, 90]),
+        schedule_policy=rng.choice(["fcfs", "lpm"]) if radix else "fcfs",
+        schedule_conservativeness=rng.choice([0.02, 0.02, 0.3, 1.0, 2.0]),
+        max_prefill_tokens=rng.choice([page_size, page_size + 1, 64, 4096]),
+        chunked_prefill_size=chunk,
+        retracted_requeue=rng.choice(["tail", "front"]),
+        retract_every=rng.choice([0, 0, 0, 1, 3]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        stream_interval=rng.choice([1, 1, 3]),
+        force_stream_interval=rng.choice([2, 50]),
+        eos_token_ids=rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8)]),
+    )
+
+
+def pressed_config(rng: random.Random) -> SchedConfig:
+    """Settings under which running requests outgrow the pool: little reserve, short prompts, long outputs."""
+    page_size = rng.choice([1, 2, 4])
+    return SchedConfig(
+        page_size=page_size,
+        pages=rng.randint(40, 80) // page_size,
+        max_running_requests=rng.choice([4, 8]),
+        schedule_conservativeness=0.02,
+        retracted_requeue=rng.choice(["tail", "front"]),
+        chunked_prefill_size=rng.choice([None, 4, 8]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        radix_cache=rng.random() < 0.7,
+    )
+
+
+def pressed_actions(rng: random.Random, count: int) -> list[Action]:
+    """A steady trickle of requests that all want much of the pool."""
+    names = rng.choices(["arrive", "ready", "finish", "cancel", "snapshot"], [1, 6, 5, 0.1, 0.1], k=count)
+    return [
+        ("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), {})
+        if name == "arrive"
+        else _random_action(rng, name, 3, 3, 1)
+        for name in names
+    ]
+
+
+def random_actions(rng: random.Random, count: int) -> list[Action]:
+    """A history with random features left out altogether: features suppress one another (Groce et al., ISSTA 2012)."""
+    weights = {
+        "arrive": rng.choice([0.3, 0.7, 2, 6]),
+        "ready": rng.choice([4, 8]),
+        "finish": rng.choice([2, 5, 8]),
+        "wait": rng.choice([0, 1, 3]),
+        "clock": rng.choice([0, 0, 1]),
+        "cancel": rng.choice([0, 0, 1, 3]),
+        "cancel_again": rng.choice([0, 0, 0.3]),
+        "trouble": rng.choice([0, 0, 0.5]),
+        "control": rng.choice([0, 0, 0.5, 1]),
+        "restart": rng.choice([0, 0, 0, 0.2]),
+        "late": 0.1,
+        "snapshot": rng.choice([0, 0, 0.3]),
+    }
+    longest = rng.choice([3, 3, 20, 70])
+    most_outputs = rng.choice([3, 40, 120])
+    bases = rng.choice([1, 2, 50])
+    names = rng.choices(list(weights), list(weights.values()), k=count)
+    return [_random_action(rng, name, longest, most_outputs, bases) for name in names]
+
+
+def _random_action(rng: random.Random, name: str, longest: int, most_outputs: int, bases: int) -> Action:
+    match name:
+        case "arrive":
+            options: dict[str, Any] = {"stream": rng.random() < 0.8, "ignore_eos": rng.random() < 0.2}
+            if rng.random() < 0.3:
+                options["stops_at"] = rng.randint(0, 10)
+                options["stop_token_ids"] = rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8, 9)])
+                if options["ignore_eos"]:
+                    options["stop_token_ids"] = ()
+            if rng.random() < 0.1:
+                options["deadline_in_us"] = rng.randint(0, 30)
+            if rng.random() < 0.1:
+                options["finish_in_us"] = rng.randint(0, 60)
+            if rng.random() < 0.1:
+                options["namespace"] = rng.choice(["tenant-a", "tenant-b"])
+            tokens = rng.randint(0 if rng.random() < 0.02 else 1, longest)
+            max_new = rng.choice([1, rng.randint(1, most_outputs), rng.randint(1, most_outputs)])
+            return ("arrive", 1 + 1000 * rng.randrange(bases), tokens, max_new, options)
+        case "cancel" | "cancel_again":
+            return (name, rng.randrange(100))
+        case "trouble":
+            return ("finish", rng.choice(["error", "invalid", "text_stop"]), rng.randrange(100))
+        case "wait" | "clock":
+            return (name, rng.randint(0, 25))
+        case "control":
+            return (name, rng.choice([*range(len(CONTROLS)), CONTROLS.index(Resume()), CONTROLS.index(Resume())]))
+        case _:
+            return (name,)
+
+
+def run_actions(config: SchedConfig, actions: list[Action], *, replay: bool = False) -> Driver:
+    """Safety mode through all actions, then liveness mode. Raises AssertionError (or InvariantError, which is one)."""
+    driver = Driver(config)
+    for action in actions:
+        driver.do(action)
+    driver.settle()
+    driver.kv.check_plans_unchanged()
+    if replay:
+        driver.replayed()
+    return driver
+
+
+def shrunk(config: SchedConfig, actions: list[Action]) -> list[Action]:
+    """A shorter list that still fails, by delta debugging: drop ever smaller stretches while the failure stays."""
+    size = max(1, len(actions) // 2)
+    while size >= 1:
+        at = 0
+        while at < len(actions):
+            candidate = actions[:at] + actions[at + size :]
+            if _fails(config, candidate):
+                actions = candidate
+            else:
+                at += size
+        size //= 2
+    return actions
+
+
+def _fails(config: SchedConfig, actions: list[Action]) -> bool:
+    try:
+        run_actions(config, actions)
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,343 @@
+"""A fake executor that knows what every KV cell must hold, and checks every cell that a batch reads.
+
+It folds plans exactly as a real executor does: page tables from deltas, a reset for every row that changes hands, the
+newest sampled token by row. Instead of keys and values a cell holds a *prefix id*: a number interned from (the prefix
+id before it, the token), starting from the namespace. Equal ids mean equal tokens at equal positions behind equal
+prefixes, which is what attention needs. So one comparison per cell finds pages shared wrongly, freed too early, read
+before they were written, or written by two requests.
+
+    launch(plan)  checks what can be checked at once, and queues the plan: the stream
+    execute()     runs the oldest queued plan: the device; returns the tokens it sampled
+    deliver(id)   the host hands the result to the core: whatever the batch used is no longer fenced
+
+Tokens are a pure function of (request, position), so a token drawn again after a retraction is the same one.
+A test that scripts tokens gives `sample` its own function.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from lockstep.core.commands import BatchPlan, LaunchBatch, Step
+from lockstep.core.config import SchedConfig
+from lockstep.core.events import (
+    BatchFinished,
+    BatchId,
+    EngineRestarted,
+    Observed,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestRetracted,
+)
+from lockstep.core.requests import Int32s, prompt_bytes
+
+Sample = Callable[[RequestId, int], int]
+
+NOTHING = -1  # a cell, or a table entry, that was never written
+GARBAGE = -2  # a cell written by a row whose inputs failed; nobody may read it
+
+
+class KvError(AssertionError):
+    """A plan reads, writes or claims something that cannot be right."""
+
+
+def pure_token(request_id: RequestId, position: int) -> int:
+    """The default output token: readable in small tests, distinct nearly everywhere in large ones."""
+    return 1000 * (request_id % 1_000_000 + 1) + position % 1000
+
+
+@dataclass
+class Row:
+    """What the device keeps for one row of the request table."""
+
+    request_id: RequestId
+    epoch: int
+    table: list[int] = field(default_factory=list)
+    reach: int = 0  # positions that plans have claimed so far
+    live: bool = True  # its request has not left yet
+    newest: tuple[int, int] | None = None  # position and token of the newest sample
+    failed: bool = False  # a batch that named it failed; what it computes from then on is garbage
+
+
+@dataclass
+class Story:
+    """What a request's tokens are, known to the executor from what it was told and what it sampled."""
+
+    namespace: str
+    tokens: list[int]
+    prefix_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Launched:
+    """A plan on the stream, with a copy of its arrays from the moment of its launch."""
+
+    plan: BatchPlan
+    copy: bytes
+    pages: dict[int, set[int]]  # by row: every page its positions use
+    tables: dict[int, list[int]]  # by row: its page table as this plan must see it
+    executed: bool = False
+    tokens: Int32s | None = None
+
+
+class TaggedKv:
+    """A device for one engine. Feed it every observed event and its Step, in order, with `observe`."""
+
+    def __init__(self, config: SchedConfig, sample: Sample = pure_token, *, eager: bool = False) -> None:
+        """With `eager`, a plan runs when it is launched; otherwise as late as possible, right before its delivery."""
+        self.config = config
+        self.sample = sample
+        self.eager = eager
+        self.generation = 0
+        self.weights = 0  # version of the weights; part of every prefix id
+        self.forwards = 0
+        self.rows: dict[int, Row] = {}
+        self.stories: dict[RequestId, Story] = {}
+        self.cells: Int32s = np.full(config.pages * config.page_size, NOTHING, np.int32)
+        self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
+        self.launched: list[Launched] = []  # all of them, for the comparison at the end
+        self.last_batch = -1
+        self._interned: dict[tuple[object, int], int] = {}
+
+    # ---- what the host does
+
+    def observe(self, event: Observed, step: Step) -> None:
+        """Take in an event the engine has folded, and the Step that followed."""
+        match event:
+            case RequestArrived():
+                self.arrived(event)
+            case EngineRestarted():
+                self.restart(event.generation)
+            case BatchFinished() if event.generation == self.generation:
+                self.deliver(event.batch_id)
+        for decided in step.decided:
+            if isinstance(decided, RequestFinished | RequestRetracted):
+                self.leave(decided.request_id)
+        for command in step.commands:
+            if isinstance(command, LaunchBatch):
+                self.launch(command.plan)
+
+    def arrived(self, event: RequestArrived) -> None:
+        """Learn a request's prompt."""
+        try:
+            tokens = np.frombuffer(prompt_bytes(event.prompt), np.int32).tolist()
+        except ValueError:
+            return  # malformed; the engine rejects it
+        self.stories[event.request_id] = Story(event.namespace, tokens)
+
+    def leave(self, request_id: RequestId) -> None:
+        """A request left its row; plans in flight may still name it, new ones may not."""
+        for row in self.rows.values():
+            if row.request_id == request_id:
+                row.live = False
+
+    def restart(self, generation: int) -> None:
+        """The device's memory is gone, and what was on the stream with it."""
+        self.generation = generation
+        self.rows.clear()
+        self.stream.clear()
+        self.cells.fill(NOTHING)
+
+    def launch(self, plan: BatchPlan) -> None:
+        """Put a plan on the stream, after folding its changes to rows and page tables."""
+        self._check_head(plan)
+        for taken in plan.rows_taken:
+            if (old := self.rows.get(taken.row)) is not None and old.live:
+                raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while r{old.request_id} still has it")
+            if any(taken.row in launched.pages for launched in self.stream):
+                raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while a batch in flight still names it")
+            self.rows[taken.row] = Row(taken.request_id, taken.epoch)
+        self._apply_deltas(plan)
+        pages, tables = {}, {}
+        for i, row in enumerate(plan.rows.tolist()):
+            pages[row] = self._check_row(plan, i, row)
+            tables[row] = list(self.rows[row].table)
+        self._check_writers(plan, pages)
+        launched = Launched(plan, snapshot_of(plan), pages, tables)
+        self.stream.append(launched)
+        self.launched.append(launched)
+        if len(self.stream) > self.config.overlap_depth + 1:
+            raise KvError(f"{len(self.stream)} batches on the stream at overlap depth {self.config.overlap_depth}")
+        if self.eager:
+            self.execute()
+
+    def execute(self) -> Int32s:
+        """Run the oldest plan that has not run. Returns the tokens it sampled, in the order of its sample_rows."""
+        launched = next(launched for launched in self.stream if not launched.executed)
+        plan, page_size = launched.plan, self.config.page_size
+        at = 0
+        for i, row_index in enumerate(plan.rows.tolist()):
+            row, start, stop = self.rows[row_index], int(plan.starts[i]), int(plan.stops[i])
+            story = self.stories[row.request_id]
+            table = np.array(launched.tables[row_index], np.int64)
+            if i < plan.extend_rows:
+                new = plan.token_ids[at : at + stop - start].tolist()
+                at += stop - start
+            else:
+                new = [] if row.failed else [self._newest(plan, row, start)]
+            if not row.failed:
+                if new != story.tokens[start:stop]:
+                    raise KvError(f"b{plan.batch_id}: r{row.request_id}[{start}:{stop}] is given the tokens {new}, "
+                                  f"its own are {story.tokens[start:stop]}")  # fmt: skip
+                self._check_reads(plan, row, table, start)
+            positions = np.arange(start, stop)
+            cells = table[positions // page_size] * page_size + positions % page_size
+            self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(story, stop)[start:stop]
+        tokens = [self._sample(plan, i) for i in plan.sample_rows.tolist()]
+        launched.executed, launched.tokens = True, np.array(tokens, np.int32)
+        self.forwards += 1
+        return launched.tokens
+
+    def finished(self, time_us: int, *, error: str = "") -> BatchFinished:
+        """The event for the oldest batch on the stream, running it first if it has not run. Does not deliver it."""
+        launched = self.stream[0]
+        batch_id = launched.plan.batch_id
+        if error:
+            launched.executed = True
+            self._spoil(launched.plan)
+            return BatchFinished(time_us, batch_id, generation=self.generation, error=error)
+        tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute()
+        return BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
+
+    def deliver(self, batch_id: BatchId) -> None:
+        """The engine took in the result of the oldest batch: its fence is lifted."""
+        if not self.stream or self.stream[0].plan.batch_id != batch_id:
+            raise KvError(f"b{batch_id} is delivered, but it is not the oldest on the stream")
+        self.stream.popleft()
+
+    def check_plans_unchanged(self) -> None:
+        """Every plan still is what it was when it was launched. Call at the end of a run."""
+        for launched in self.launched:
+            if snapshot_of(launched.plan) != launched.copy:
+                raise KvError(f"the plan of b{launched.plan.batch_id} changed after its launch")
+
+    # ---- what is checked
+
+    def _check_head(self, plan: BatchPlan) -> None:
+        if plan.batch_id <= self.last_batch:
+            raise KvError(f"b{plan.batch_id} is launched after b{self.last_batch}")
+        if plan.generation != self.generation:
+            raise KvError(f"b{plan.batch_id} is of generation {plan.generation}, the device of {self.generation}")
+        self.last_batch = plan.batch_id
+        columns = (plan.rows, plan.request_ids, plan.starts, plan.stops)
+        if not len(plan.rows) or len({len(column) for column in columns}) != 1:
+            raise KvError(f"b{plan.batch_id} has columns of {[len(column) for column in columns]} rows")
+        if len(set(plan.rows.tolist())) != len(plan.rows):
+            raise KvError(f"b{plan.batch_id} names a row twice: {plan.rows.tolist()}")
+        if plan.mode == "decode" and plan.extend_rows or plan.mode == "extend" and plan.extend_rows != len(plan.rows):
+            raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(plan.rows)} rows extending")
+        new_tokens = int((plan.stops - plan.starts)[: plan.extend_rows].sum())
+        if new_tokens != len(plan.token_ids):
+            raise KvError(f"b{plan.batch_id} has {len(plan.token_ids)} token ids for {new_tokens} new tokens")
+
+    def _apply_deltas(self, plan: BatchPlan) -> None:
+        deltas = plan.deltas
+        for row, index, page in zip(deltas.rows.tolist(), deltas.index.tolist(), deltas.pages.tolist(), strict=True):
+            if row not in self.rows or not self.rows[row].live:
+                raise KvError(f"b{plan.batch_id} changes the page table of row {row}, which nobody has")
+            if not 0 <= page < self.config.pages:
+                raise KvError(f"b{plan.batch_id} gives row {row} page {page} of {self.config.pages}")
+            table = self.rows[row].table
+            table.extend([NOTHING] * (index + 1 - len(table)))
+            table[index] = page
+
+    def _check_row(self, plan: BatchPlan, i: int, row_index: int) -> set[int]:
+        """A row is whom the plan says, has a whole page table, and goes on where it stood. Returns its pages."""
+        start, stop, request_id = int(plan.starts[i]), int(plan.stops[i]), int(plan.request_ids[i])
+        row = self.rows.get(row_index)
+        if row is None or row.request_id != request_id or not row.live:
+            raise KvError(f"b{plan.batch_id} runs r{request_id} in row {row_index}, which it does not have")
+        if not 0 <= start < stop:
+            raise KvError(f"b{plan.batch_id} has the empty span r{request_id}[{start}:{stop}]")
+        if i >= plan.extend_rows and stop != start + 1:
+            raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}], not one token")
+        if row.reach and start != row.reach:
+            raise KvError(f"b{plan.batch_id} runs r{request_id} from {start}, but it stands at {row.reach}")
+        row.reach = stop
+        held = row.table[: -(-stop // self.config.page_size)]
+        if len(held) * self.config.page_size < stop or NOTHING in held:
+            raise KvError(f"b{plan.batch_id}: the page table of r{request_id}, {held}, does not reach {stop}")
+        return set(held)
+
+    def _check_writers(self, plan: BatchPlan, pages: dict[int, set[int]]) -> None:
+        """No page that this plan writes is anybody else's: live rows, rows of this plan, plans on the stream (S5)."""
+        page_size = self.config.page_size
+        for i, row_index in enumerate(plan.rows.tolist()):
+            first, last = int(plan.starts[i]) // page_size, -(-int(plan.stops[i]) // page_size)
+            written = set(self.rows[row_index].table[first:last])
+            for other_index, other in self.rows.items():
+                if other_index == row_index or not other.live:
+                    continue
+                if shared := written & set(other.table[: -(-other.reach // page_size)]):
+                    raise KvError(f"b{plan.batch_id} writes pages {sorted(shared)} of r{other.request_id}")
+            for launched in self.stream:
+                for other_index, used in launched.pages.items():
+                    if other_index != row_index and (shared := written & used):
+                        raise KvError(f"b{plan.batch_id} writes pages {sorted(shared)}, which row {other_index} of "
+                                      f"b{launched.plan.batch_id} in flight uses")  # fmt: skip
+
+    def _check_reads(self, plan: BatchPlan, row: Row, table: np.ndarray[tuple[int], np.dtype[np.int64]], stop: int) -> None:
+        """Every cell below `stop` holds exactly this request's prefix."""
+        page_size = self.config.page_size
+        positions = np.arange(stop)
+        found = self.cells[table[positions // page_size] * page_size + positions % page_size]
+        expected = np.array(self._prefix_ids(self.stories[row.request_id], stop)[:stop], np.int32)
+        wrong = np.flatnonzero(found != expected)
+        if wrong.size:
+            position = int(wrong[0])
+            what = {NOTHING: "nothing was ever written", GARBAGE: "a failed batch wrote"}.get(
+                int(found[position]), "another prefix was written"
+            )
+            raise KvError(f"b{plan.batch_id}: r{row.request_id} reads position {position} in page "
+                          f"{table[position // page_size]}, where {what}")  # fmt: skip
+
+    def _spoil(self, plan: BatchPlan) -> None:
+        """A batch failed: what its requests computed in it, and in batches behind it, is garbage."""
+        failed = set(plan.rows.tolist())
+        page_size = self.config.page_size
+        for row in failed:
+            self.rows[row].failed = True
+        for launched in self.stream:
+            for i, row in enumerate(launched.plan.rows.tolist()):
+                if row in failed and launched.executed:
+                    table = np.array(launched.tables[row], np.int64)
+                    positions = np.arange(int(launched.plan.starts[i]), int(launched.plan.stops[i]))
+                    self.cells[table[positions // page_size] * page_size + positions % page_size] = GARBAGE
+
+    def _newest(self, plan: BatchPlan, row: Row, position: int) -> int:
+        if row.newest is None or row.newest[0] != position:
+            raise KvError(f"b{plan.batch_id} decodes r{row.request_id} at {position}; its newest sample is {row.newest}")
+        return row.newest[1]
+
+    def _sample(self, plan: BatchPlan, i: int) -> int:
+        row, position = self.rows[int(plan.rows[i])], int(plan.stops[i])
+        story = self.stories[row.request_id]
+        token = self.sample(row.request_id, position)
+        if row.failed:
+            return token
+        if position > len(story.tokens):
+            raise KvError(f"b{plan.batch_id} samples r{row.request_id} at {position}, its tokens end at {len(story.tokens)}")
+        if position == len(story.tokens):
+            story.tokens.append(token)
+        elif story.tokens[position] != token:
+            raise KvError(f"r{row.request_id} drew {token} at {position}, and {story.tokens[position]} before")
+        row.newest = (position, token)
+        return token
+
+    def _prefix_ids(self, story: Story, stop: int) -> list[int]:
+        ids = story.prefix_ids
+        for token in story.tokens[len(ids) : stop]:
+            before: object = ids[-1] if ids else (story.namespace, self.weights)
+            ids.append(self._interned.setdefault((before, token), len(self._interned)))
+        return ids
+
+
+def snapshot_of(plan: BatchPlan) -> bytes:
+    """All of a plan in bytes, to compare it with itself later."""
+    return msgspec.msgpack.encode(plan, enc_hook=lambda array: array.tobytes())

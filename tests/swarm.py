@@ -1,0 +1,173 @@
+"""Random histories under random settings, every invariant checked after every event.
+
+    python tests/swarm.py --seconds 600            a campaign on all cores, fresh seeds
+    python tests/swarm.py --seed 1234              one history again
+    python tests/swarm.py --plant double_free      prove that the detectors detect
+
+A failure prints its seed, commit and settings, the line that runs it again, and a shortened history as a test to paste.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.driver import (
+    Action,
+    pressed_actions,
+    pressed_config,
+    random_actions,
+    random_config,
+    run_actions,
+    shrunk,
+)
+from tests.support.plants import PLANTS
+
+SEEDS_PER_TASK = 20
+EXPECTED_MARKS = (
+    "cancelled while PREFILLING",
+    "cancelled while RUNNING",
+    "cancelled while WAITING",
+    "decode waits for fenced pages",
+    "duplicate pages fenced",
+    "evicted (admission)",
+    "evicted (capacity)",
+    "evicted (decode)",
+    "evicted (flush)",
+    "finished (cancelled)",
+    "finished (error)",
+    "finished (invalid)",
+    "finished (length)",
+    "finished (stop)",
+    "finished (text_stop)",
+    "finished (timeout)",
+    "rejected (bad_request)",
+    "rejected (deadline)",
+    "rejected (draining)",
+    "rejected (queue_full)",
+    "rejected (too_long)",
+    "restart with work in flight",
+    "result of an older generation ignored",
+    "retracted (forced)",
+    "retracted (pages)",
+    "retracted (pause)",
+    "retracted (restart)",
+    "retraction of a chunked request",
+    "retraction with 1 tokens in flight",
+    "retraction with 2 tokens in flight",
+    "row leased to work in flight",
+)
+"""Branches a campaign must reach, or its histories are too tame."""
+
+
+def history(seed: int) -> tuple[Any, list[Action]]:
+    """Settings and actions of one seed."""
+    rng = random.Random(seed)
+    if rng.random() < 0.2:
+        return pressed_config(rng), pressed_actions(rng, 300)
+    return random_config(rng), random_actions(rng, rng.choice([20, 100, 300, 500]))
+
+
+def run_seeds(first: int, count: int) -> tuple[int, Counter[str], tuple[int, str] | None]:
+    """Run consecutive seeds. Returns steps, marks, and the first failing seed with its error."""
+    steps, marks = 0, Counter[str]()
+    for seed in range(first, first + count):
+        config, actions = history(seed)
+        try:
+            driver = run_actions(config, actions, replay=seed % 20 == 0)
+        except Exception as error:  # any exception is a finding
+            return steps, marks, (seed, f"{type(error).__name__}: {error}")
+        steps += driver.steps
+        marks.update(driver.marks)
+    return steps, marks, None
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "no commit"
+
+
+def explain(seed: int, error: str) -> None:
+    """Print what somebody needs to reproduce a failure."""
+    config, actions = history(seed)
+    short = shrunk(config, actions)
+    print(f"\nFAILED seed {seed} at commit {commit()}: {error}")
+    print(f"again: python tests/swarm.py --seed {seed}")
+    print(f"settings: {config}")
+    print(f"shortened from {len(actions)} to {len(short)} actions; as a test:\n")
+    print(f"def test_seed_{seed}() -> None:\n    run_actions(\n        {config!r},\n        {short!r},\n    )")
+
+
+def campaign(seconds: float, first: int, processes: int, *, quiet: bool = False) -> tuple[int, Counter[str], Any]:
+    """Run until time is up or something fails. Returns steps, marks and the failure."""
+    start, steps, marks, seeds, seed = time.monotonic(), 0, Counter[str](), 0, first
+    with ProcessPoolExecutor(processes) as pool:
+        while time.monotonic() - start < seconds:
+            tasks = [pool.submit(run_seeds, seed + i * SEEDS_PER_TASK, SEEDS_PER_TASK) for i in range(processes * 4)]
+            seed += len(tasks) * SEEDS_PER_TASK
+            for task in tasks:
+                more, found, failure = task.result()
+                steps, seeds = steps + more, seeds + SEEDS_PER_TASK
+                marks.update(found)
+                if failure:
+                    return steps, marks, failure
+            if not quiet:
+                elapsed = time.monotonic() - start
+                print(f"\r{seeds:,} seeds, {steps:,} steps, {elapsed:,.0f} s", end="", file=sys.stderr, flush=True)
+    return steps, marks, None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
+    parser.add_argument("--seed", type=int, help="run this seed only")
+    parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
+    parser.add_argument("--processes", type=int, default=cpu_count() or 1)
+    parser.add_argument("--plant", choices=sorted(PLANTS), help="plant a bug; success is to find it")
+    options = parser.parse_args()
+    if options.seed is not None:
+        with PLANTS[options.plant]() if options.plant else nullcontext():  # type: ignore[attr-defined]
+            steps, _, failure = run_seeds(options.seed, 1)
+        print(f"seed {options.seed}: {failure[1]}" if failure else f"seed {options.seed}: {steps:,} steps, all well")
+        return 1 if failure else 0
+    first = options.first if options.first is not None else time.time_ns() % 10**12
+    print(f"first seed {first}, commit {commit()}, {options.processes} processes", file=sys.stderr)
+    if options.plant:
+        start = time.monotonic()
+        with PLANTS[options.plant]():  # type: ignore[attr-defined]
+            for seed in range(first, first + 10_000):
+                _, _, failure = run_seeds(seed, 1)
+                if failure:
+                    took = time.monotonic() - start
+                    print(f"{options.plant} found after {seed - first + 1} seeds, {took:.1f} s: {failure[1]}")
+                    return 0
+        print(f"{options.plant} was NOT found")
+        return 1
+    steps, marks, failure = campaign(options.seconds, first, options.processes)
+    print(file=sys.stderr)
+    if failure:
+        explain(*failure)
+        return 1
+    print(f"{steps:,} steps, no invariant broken")
+    for mark in sorted(marks.keys() | set(EXPECTED_MARKS)):
+        print(f"  {marks[mark]:>8,} seeds  {mark}")
+    missed = [mark for mark in EXPECTED_MARKS if not marks[mark]]
+    if missed and options.seconds >= 300:
+        print(f"too tame: never reached {', '.join(missed)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

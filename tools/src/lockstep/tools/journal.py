@@ -1,0 +1,356 @@
+"""Look into a journal, check it, replay it.
+
+    lockstep journal info RUN      who wrote it, how many events of each type, how it ends
+    lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
+    lockstep journal check RUN     framing and chain only; --repair cuts a torn tail off
+    lockstep journal verify RUN    replay every event and compare every digest
+
+RUN is a run folder or the `journal` folder in it. Results go to stdout and everything else to stderr; --json is for
+machines. Steps are counted from 0, and spans are half-open: `--from 5 --until 8` is steps 5, 6 and 7.
+
+Exit status: 0 all well; 1 a torn tail (check); 2 corrupt, unreadable or no journal; 3 the replay diverged (verify).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import msgspec
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.journal import (
+    EndRecord,
+    EventRecord,
+    HeaderRecord,
+    JournalCorrupt,
+    JournalError,
+    JournalHeader,
+    Record,
+    Snapshot,
+    SnapshotRecord,
+    Tail,
+    UnsealedRecord,
+    read_journal,
+)
+from lockstep.core.replay import Divergence, event_line, replay
+
+EXIT_TORN = 1
+EXIT_UNREADABLE = 2
+EXIT_DIVERGED = 3
+
+_RUN = click.argument("run", type=click.Path(path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+
+
+class _Unreadable(click.ClickException):
+    """A journal that cannot be read, shown in the error's own words."""
+
+    exit_code = EXIT_UNREADABLE
+
+    def __init__(self, error: JournalError) -> None:
+        super().__init__(str(error))
+        self.name = type(error).__name__
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message on stderr."""
+        click.echo(f"{self.name}: {self.message}", file=file or sys.stderr)
+
+
+@click.group(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
+def journal() -> None:
+    """Look into a journal, check it, replay it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- info
+
+
+@journal.command()
+@_RUN
+@_JSON
+def info(run: Path, as_json: bool) -> None:
+    """Show header, event counts, duration, bytes and tail."""
+    try:
+        opened = read_journal(run)
+        counts: Counter[str] = Counter()
+        others: Counter[str] = Counter()
+        first_us: int | None = None
+        last_us = 0
+        end = ""
+        for record in opened.records():
+            if isinstance(record, EventRecord):
+                counts[type(record.event).__name__] += 1
+                last_us = record.event.time_us
+                first_us = last_us if first_us is None else first_us
+            else:
+                others[type(record).__name__.removesuffix("Record").lower()] += 1
+                end = record.reason if isinstance(record, EndRecord) else ""
+        size_bytes = sum(path.stat().st_size for path in opened.segments)
+        tail = opened.tail
+    except JournalError as error:
+        raise _Unreadable(error) from error
+
+    duration_us = last_us - first_us if first_us is not None else 0
+    if as_json:
+        _print_json(
+            {
+                "folder": str(opened.folder),
+                "header": _header_json(opened.header),
+                "segments": len(opened.segments),
+                "bytes": size_bytes,
+                "records": tail.records,
+                "events": counts.total(),
+                "events_by_type": dict(counts.most_common()),
+                "other_records": dict(others),
+                "duration_us": duration_us,
+                "end_reason": end if tail.closed else None,
+                "tail": _tail_json(tail),
+            }
+        )
+        return
+    header = opened.header
+    rows = [
+        ("journal", f"{opened.folder}: {_count(len(opened.segments), 'segment')}, {size_bytes:,} bytes"),
+        ("written by", f"core {header.core_version}, format {header.format_version}"),
+        ("flags", ", ".join(header.behaviour_flags) or "none"),
+        ("seed", str(header.seed)),
+        ("model", header.model_digest or "not recorded"),
+        ("tokenizer", header.tokenizer_digest or "not recorded"),
+        *((f"host {name}" if not i else f"     {name}", str(v)) for i, (name, v) in enumerate(header.host.items())),
+        ("config", _config_text(header.config)),
+        ("duration", f"{duration_us / 1e6:.6f} s from first to last event"),
+        ("events", f"{counts.total():,} in {tail.records:,} records"),
+        *((f"  {name}", f"{count:,}") for name, count in counts.most_common()),
+        *((f"  ({name})", f"{count:,}") for name, count in others.items() if name in ("unsealed", "snapshot")),
+        ("tail", _tail_text(tail, end)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        click.echo(f"{name:{width}}  {text}")
+
+
+def _config_text(config: SchedConfig) -> str:
+    """The settings that are not at their default; --json has all of them."""
+    changed = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in msgspec.structs.fields(config)
+        if getattr(config, field.name) != field.default
+    ]
+    return ", ".join(changed) or "all defaults"
+
+
+def _tail_text(tail: Tail, end: str = "") -> str:
+    if tail.verdict == "torn":
+        return f"torn: {tail.segment} is whole up to offset {tail.offset}, then {tail.torn_bytes} bytes ({tail.reason})"
+    if tail.closed:
+        return f"clean, ended: {end}" if end else "clean, closed"
+    return "clean, not closed: the writer died, or is still writing"
+
+
+def _tail_json(tail: Tail) -> dict[str, object]:
+    return {**msgspec.structs.asdict(tail), "chain": tail.chain.hex()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- dump
+
+
+@journal.command()
+@_RUN
+@click.option("--from", "start", type=click.IntRange(0), default=0, help="First step to show, counted from 0.")
+@click.option("--until", "stop", type=click.IntRange(0), help="Step to stop before.")
+@click.option("--jsonl", is_flag=True, help="One JSON object per record, content in full; bytes are base64.")
+def dump(run: Path, start: int, stop: int | None, jsonl: bool) -> None:
+    """Print one line per record.
+
+    A line has sequence, step, time in ms, event, and the first bytes of the Step's digest. It counts prompts and
+    outputs instead of showing them; --jsonl shows them.
+    """
+    try:
+        opened = read_journal(run)
+        if not jsonl:
+            click.echo(f"{'record':>8} {'step':>8} {'t_ms':>12}  event")
+        steps = 0  # events before this record
+        for record in opened.records():
+            if stop is not None and steps >= stop:
+                break
+            if start <= steps:
+                click.echo(_json_line(record) if jsonl else _text_line(record))
+            steps += isinstance(record, EventRecord)
+        else:
+            tail = opened.tail
+            if tail.verdict == "torn":
+                click.echo(f"tail {_tail_text(tail)}", err=True)
+    except JournalError as error:
+        raise _Unreadable(error) from error
+
+
+def _text_line(record: Record) -> str:
+    place = f"{record.sequence:>8}"
+    match record:
+        case EventRecord(step=step, event=event, digest=digest):
+            time_ms = f"{event.time_us / 1e3:.3f}"
+            return f"{place} {step:>8} {time_ms:>12}  {event_line(event)}  -> {digest[:4].hex()}"
+        case UnsealedRecord(event=event):
+            time_ms = f"{event.time_us / 1e3:.3f}"
+            return f"{place} {'-':>8} {time_ms:>12}  {event_line(event)}  -> its step raised"
+        case HeaderRecord(header=header):
+            text = f"segment {header.segment} of core {header.core_version}, format {header.format_version}"
+        case SnapshotRecord(snapshot=snapshot):
+            text = f"snapshot after {snapshot.steps} steps in {snapshot.file}"
+        case EndRecord(reason=reason):
+            text = f"end: {reason}"
+        case _:
+            raise AssertionError(record)
+    return f"{place} {'-':>8} {'-':>12}  {text}"
+
+
+def _json_line(record: Record) -> str:
+    content: dict[str, object] = {"sequence": record.sequence, "segment": record.segment, "offset": record.offset}
+    match record:
+        case EventRecord(step=step, event=event, digest=digest):
+            content |= {"kind": "event", "step": step, **_event_json(event), "digest": digest.hex()}
+        case UnsealedRecord(event=event):
+            content |= {"kind": "unsealed", **_event_json(event)}
+        case HeaderRecord(header=header):
+            content |= {"kind": "header", "header": _header_json(header)}
+        case SnapshotRecord(snapshot=snapshot):
+            content |= {"kind": "snapshot", "snapshot": _snapshot_json(snapshot)}
+        case EndRecord(reason=reason):
+            content |= {"kind": "end", "reason": reason}
+        case _:
+            raise AssertionError(record)
+    return msgspec.json.encode(content).decode()
+
+
+def _event_json(event: msgspec.Struct) -> dict[str, object]:
+    return {"type": type(event).__name__, "fields": _named(event)}
+
+
+def _named(value: object) -> object:
+    """A struct as a dict of its fields: on the wire it is an array, which a reader of JSON cannot make sense of."""
+    if isinstance(value, msgspec.Struct):
+        fields = {field.name: _named(getattr(value, field.name)) for field in msgspec.structs.fields(value)}
+        tag = value.__struct_config__.tag
+        return {"type": tag, **fields} if tag is not None and "type" not in fields else fields
+    if isinstance(value, tuple):
+        return [_named(item) for item in value]
+    return value
+
+
+def _header_json(header: JournalHeader) -> dict[str, object]:
+    return {**msgspec.structs.asdict(header), "previous_chain": header.previous_chain.hex()}
+
+
+def _snapshot_json(snapshot: Snapshot) -> dict[str, object]:
+    return {
+        **msgspec.structs.asdict(snapshot),
+        "bytes_digest": snapshot.bytes_digest.hex(),
+        "state_digest": snapshot.state_digest.hex(),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+@journal.command()
+@_RUN
+@click.option("--repair", is_flag=True, help="Cut a torn tail off. Corruption is never touched.")
+@_JSON
+def check(run: Path, repair: bool, as_json: bool) -> None:
+    """Check framing and chain of every record.
+
+    Exit status: 0 clean; 1 torn tail, not repaired; 2 corrupt, with the offset.
+    """
+    try:
+        tail = read_journal(run).tail
+        repaired = repair and tail.verdict == "torn"
+        if repaired:
+            read_journal(run, repair=True)
+    except JournalCorrupt as error:
+        if as_json:
+            _print_json(
+                {"verdict": "corrupt", "segment": error.segment, "offset": error.offset, "reason": error.reason}
+            )
+        raise _Unreadable(error) from error
+    except JournalError as error:
+        raise _Unreadable(error) from error
+
+    if as_json:
+        _print_json({**_tail_json(tail), "repaired": repaired})
+    else:
+        click.echo(f"{_tail_text(tail)}; {_count(tail.records, 'record')}, {_count(tail.steps, 'event')}")
+        if repaired:
+            click.echo(f"repaired: cut {tail.torn_bytes} bytes off {tail.segment}")
+    if tail.verdict == "torn" and not repaired:
+        click.echo(f"hint: lockstep journal check {run} --repair cuts it off; no whole record is lost", err=True)
+        sys.exit(EXIT_TORN)
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+@journal.command()
+@_RUN
+@click.option("--until", type=click.IntRange(0), help="Step to stop before; all by default.")
+@_JSON
+def verify(run: Path, until: int | None, as_json: bool) -> None:
+    """Replay every event, compare every digest.
+
+    A torn tail is verified up to its last whole record. Exit status: 0 equal; 3 diverged.
+    """
+    try:
+        done = replay(run, until=until)
+    except Divergence as error:
+        if as_json:
+            _print_json(
+                {
+                    "verdict": "diverged",
+                    "step": error.step,
+                    "sequence": error.sequence,
+                    "expected_digest": error.expected_digest.hex(),
+                    "got_digest": error.got_digest.hex() if error.got_digest is not None else None,
+                    "flags": error.flags,
+                }
+            )
+        click.echo(f"Divergence: {error}", err=True)
+        sys.exit(EXIT_DIVERGED)
+    except JournalError as error:
+        raise _Unreadable(error) from error
+
+    torn = done.tail is not None and done.tail.verdict == "torn"
+    if as_json:
+        _print_json(
+            {
+                "verdict": "equal",
+                "events": done.events,
+                "steps": done.steps,
+                "batches": done.batches,
+                "unsealed": done.unsealed,
+                "digest": done.digest.hex(),
+                "torn_tail": torn,
+            }
+        )
+        return
+    click.echo(
+        f"equal: {_count(done.events, 'event')}, {_count(done.steps, 'step')}, {_count(done.batches, 'batch', 'es')}, "
+        f"final digest {done.digest.hex() or 'none'}"
+    )
+    if done.unsealed:
+        click.echo(f"not replayed: {_count(done.unsealed, 'event')} whose step had raised")
+    if torn and done.tail is not None:
+        click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def _print_json(content: dict[str, object]) -> None:
+    click.echo(msgspec.json.encode(content).decode())
+
+
+if __name__ == "__main__":
+    journal()
