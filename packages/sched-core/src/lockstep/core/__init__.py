@@ -8,4 +8,41 @@ The whole host, simulated or real:
         journal.append(event, step.digest)      # written before anything of it leaves the process
         for command in step.commands:
             host.perform(command)               # sim: a timeout; runtime: kernels on a stream
+
+Public names, loaded when first asked for: `Engine`, `SchedConfig`, `Step`, the errors, `JournalWriter`, `read_journal`.
+Events are in `lockstep.core.events`, commands in `lockstep.core.commands`, replay in `lockstep.core.replay`.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.core.commands import Step as Step
+    from lockstep.core.config import SchedConfig as SchedConfig
+    from lockstep.core.engine import Engine as Engine
+    from lockstep.core.errors import ConfigError as ConfigError
+    from lockstep.core.errors import ContractError as ContractError
+    from lockstep.core.errors import InvariantError as InvariantError
+    from lockstep.core.errors import LockstepError as LockstepError
+    from lockstep.core.journal import JournalWriter as JournalWriter
+    from lockstep.core.journal import read_journal as read_journal
+
+_HOME = {
+    "Engine": "engine",
+    "SchedConfig": "config",
+    "Step": "commands",
+    "ConfigError": "errors",
+    "ContractError": "errors",
+    "InvariantError": "errors",
+    "LockstepError": "errors",
+    "JournalWriter": "journal",
+    "read_journal": "journal",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"lockstep.core has no `{name}`; it has {', '.join(sorted(_HOME))}")
+    return getattr(import_module(f"lockstep.core.{_HOME[name]}"), name)

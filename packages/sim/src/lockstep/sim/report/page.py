@@ -1,0 +1,114 @@
+"""Puts the page together: one file with everything in it, and a policy that lets it load nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from lockstep.sim.report.answer import answer
+from lockstep.sim.report.comparison import comparison, comparison_payload, switch
+from lockstep.sim.report.details import details
+from lockstep.sim.report.payload import Json, run_payload
+from lockstep.sim.report.report_run import ReportRun
+
+PAGE_BYTES_MAX = 8_000_000
+SPANS_MAX = 60_000  # of the GPU and as many of the CPU, in one run; all runs of a page share twice as many
+SPANS_MIN = 500
+
+
+def write_report(
+    path: str | Path, runs: Sequence[ReportRun], *, title: str, subtitle: str = "", headline: str | None = None
+) -> Path:
+    """Write the report of `runs` to `path`. Several make a comparison, with a switch to look at each.
+
+    `headline` is the answer in a sentence: "Meets the SLOs up to 8 req/s on 1 x H200". Without it, the numbers make
+    one. Raises ValueError without runs.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_report(runs, title=title, subtitle=subtitle, headline=headline), "utf-8", newline="\n")
+    return path
+
+
+def render_report(
+    runs: Sequence[ReportRun],
+    *,
+    title: str,
+    subtitle: str = "",
+    headline: str | None = None,
+    bytes_max: int = PAGE_BYTES_MAX,
+) -> str:
+    """The page as text, its timelines merged until it has at most `bytes_max` bytes or little is left of them."""
+    if not runs:
+        raise ValueError("a report needs at least one run, got none")
+    spans_max = max(min(SPANS_MAX, 2 * SPANS_MAX // len(runs)), SPANS_MIN)
+    while True:
+        text = _render(runs, title, subtitle, headline, spans_max)
+        if len(text.encode()) <= bytes_max or spans_max == SPANS_MIN:
+            return text
+        spans_max = max(spans_max // 2, SPANS_MIN)
+
+
+def _render(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None, spans_max: int) -> str:
+    payloads = [run_payload(run, spans_max) for run in runs]
+    data: Json = {"runs": payloads, "first": _first_shown(runs)}
+    alone = len(runs) == 1
+    body = [answer(runs, title, subtitle, headline)]
+    if not alone:
+        data["compare"] = comparison_payload(runs)
+        body += [comparison(runs), switch(runs)]
+    body += [details(run, payloads[key], key, alone=alone) for key, run in enumerate(runs)]
+    body.append(_footer(runs))
+    script, style = _script(), _asset("vendor/uplot/uPlot.min.css") + "\n" + _asset("report/page.css")
+    values = {
+        "csp": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
+        "title": escape(title),
+        "style": style,
+        "body": "\n".join(body),
+        # No "<" is left in the data, so no label can end the element that holds it.
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "script": script,
+    }
+    # One pass: what is put in is not looked at again, so a label that looks like a place stays a label.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("report/page.html"))
+
+
+def _first_shown(runs: Sequence[ReportRun]) -> int:
+    """The run to open with: the last one that meets its SLOs, else the first."""
+    return max((key for key, run in enumerate(runs) if run.meets_slos), default=0)
+
+
+def _footer(runs: Sequence[ReportRun]) -> str:
+    version = next((str(run.facts["version"]) for run in runs if "version" in run.facts), "")
+    by = f"Lockstep {version}".strip()
+    return (
+        f"<footer>Written by {escape(by)}. Times are simulated. Charts by uPlot (MIT license, in this file).</footer>"
+    )
+
+
+def _source(text: str) -> str:
+    """How a Content-Security-Policy names one inline script or style: by its hash, so that no other one runs."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def _asset(name: str) -> str:
+    place = files("lockstep.sim")
+    for part in name.split("/"):
+        place = place / part
+    return place.read_text(encoding="utf-8").replace("\r\n", "\n")
+
+
+@cache
+def _script() -> str:
+    parts = ("vendor/uplot/uPlot.iife.min.js", "report/charts.js", "report/timeline.js", "report/page.js")
+    notice = f"/*\n{_asset('vendor/uplot/LICENSE')}\n*/"
+    return "\n".join([notice, *(_asset(part) for part in parts)])

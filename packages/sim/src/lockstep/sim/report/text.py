@@ -1,0 +1,50 @@
+"""Numbers as people read them: three digits and a unit, and a dash where there is nothing to say."""
+
+from __future__ import annotations
+
+import math
+
+NOTHING = "–"  # noqa: RUF001  a dash that is read as "no value"
+
+
+def digits(value: float | None, significant: int = 3) -> str:
+    """`significant` digits, thousands apart: 0.0123, 4.56, 789, 12,345."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (significant - 1):
+        return f"{round(value):,}"
+    decimals = significant - 1 - math.floor(math.log10(abs(value)))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def duration(us: float | None) -> str:
+    """A length of time in the unit that suits it. Missing times are None, NaN or negative."""
+    if us is None or not math.isfinite(us) or us < 0:
+        return NOTHING
+    for limit_us, unit_us, unit in (
+        (999.5, 1, "µs"),
+        (999.5e3, 1e3, "ms"),
+        (119.95e6, 1e6, "s"),
+        (119.95 * 60e6, 60e6, "min"),
+    ):
+        if us < limit_us:
+            return f"{digits(us / unit_us)} {unit}"
+    return f"{digits(us / 3600e6)} h"
+
+
+def percent(fraction: float | None) -> str:
+    """A share of one as a percentage."""
+    if fraction is None or not math.isfinite(fraction):
+        return NOTHING
+    return f"{digits(100 * fraction)} %"
+
+
+def count(number: float | None, noun: str = "") -> str:
+    """A whole number with its noun, which takes an s unless there is just one."""
+    if number is None or not math.isfinite(number):
+        return NOTHING
+    text = f"{round(number):,}"
+    return f"{text} {noun}{'' if round(number) == 1 else 's'}" if noun else text
