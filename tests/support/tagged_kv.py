@@ -35,7 +35,7 @@ from lockstep.core.events import (
     RequestId,
     RequestRetracted,
 )
-from lockstep.core.requests import Int32s, prompt_bytes
+from lockstep.core.requests import Int32s, Int64s, prompt_bytes
 
 Sample = Callable[[RequestId, int], int]
 
@@ -230,7 +230,8 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} has columns of {[len(column) for column in columns]} rows")
         if len(set(plan.rows.tolist())) != len(plan.rows):
             raise KvError(f"b{plan.batch_id} names a row twice: {plan.rows.tolist()}")
-        if plan.mode == "decode" and plan.extend_rows or plan.mode == "extend" and plan.extend_rows != len(plan.rows):
+        extending = {"decode": 0, "extend": len(plan.rows)}.get(plan.mode, plan.extend_rows)
+        if plan.extend_rows != extending:
             raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(plan.rows)} rows extending")
         new_tokens = int((plan.stops - plan.starts)[: plan.extend_rows].sum())
         if new_tokens != len(plan.token_ids):
@@ -282,7 +283,7 @@ class TaggedKv:
                         raise KvError(f"b{plan.batch_id} writes pages {sorted(shared)}, which row {other_index} of "
                                       f"b{launched.plan.batch_id} in flight uses")  # fmt: skip
 
-    def _check_reads(self, plan: BatchPlan, row: Row, table: np.ndarray[tuple[int], np.dtype[np.int64]], stop: int) -> None:
+    def _check_reads(self, plan: BatchPlan, row: Row, table: Int64s, stop: int) -> None:
         """Every cell below `stop` holds exactly this request's prefix."""
         page_size = self.config.page_size
         positions = np.arange(stop)
@@ -312,7 +313,9 @@ class TaggedKv:
 
     def _newest(self, plan: BatchPlan, row: Row, position: int) -> int:
         if row.newest is None or row.newest[0] != position:
-            raise KvError(f"b{plan.batch_id} decodes r{row.request_id} at {position}; its newest sample is {row.newest}")
+            raise KvError(
+                f"b{plan.batch_id} decodes r{row.request_id} at {position}, its newest sample is {row.newest}"
+            )
         return row.newest[1]
 
     def _sample(self, plan: BatchPlan, i: int) -> int:
@@ -322,7 +325,7 @@ class TaggedKv:
         if row.failed:
             return token
         if position > len(story.tokens):
-            raise KvError(f"b{plan.batch_id} samples r{row.request_id} at {position}, its tokens end at {len(story.tokens)}")
+            raise KvError(f"b{plan.batch_id} samples r{row.request_id} at {position}, beyond {len(story.tokens)}")
         if position == len(story.tokens):
             story.tokens.append(token)
         elif story.tokens[position] != token:

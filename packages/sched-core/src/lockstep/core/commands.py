@@ -90,6 +90,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     The first `extend_rows` rows find their new tokens in `token_ids`, end to end. Every row behind them computes one
     token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
+    A row named in `starts_after` stands somewhere in between: `starts` has the least it can be, `stops` the most.
     """
 
     batch_id: BatchId

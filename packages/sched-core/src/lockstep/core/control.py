@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.core.commands import ControlAnswered, Step
+from lockstep.core.errors import ContractError
 from lockstep.core.events import (
     ControlRequested,
     Drain,
@@ -93,6 +94,9 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
 
     Tokens delivered so far are kept; those sampled in flight are drawn again. Results of older generations are void.
     """
+    if event.generation <= engine.generation:
+        raise ContractError(f"restart into generation {event.generation}, but this is generation {engine.generation}")
+    engine.now_us = event.time_us
     running = [request for request in engine.requests.values() if request.row >= 0]
     line = engine.waiting
     engine.waiting = []

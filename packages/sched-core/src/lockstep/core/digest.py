@@ -7,65 +7,71 @@ on disk or wire. A field added to a decided event later leaves old digests alone
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from struct import Struct
+from typing import Any, get_args
 
 import msgspec
 
-from lockstep.core.commands import BatchPlan, ControlAnswered, LaunchBatch, Step, StreamTokens
+from lockstep.core.commands import BatchPlan, ControlAnswered, LaunchBatch, Mode, Step, StreamTokens
 from lockstep.core.events import Decided
 
 DIGEST_BYTES = 16
 EMPTY_DIGEST = bytes(DIGEST_BYTES)
+MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
 
 _encode = msgspec.msgpack.Encoder().encode
-_plan_head = Struct("<cqqiiiii").pack
+_plan_head = Struct("<cBqqiiiii").pack
 _stream_head = Struct("<ci").pack
 
 
 def step_digest(previous: bytes, step: Step) -> bytes:
     """The chain value after this Step: BLAKE2b-128 of the one before and the Step's decisions. 16 bytes."""
-    parts = [previous]
+    chain = blake2b(previous, digest_size=DIGEST_BYTES)
+    add: Callable[[Any], None] = chain.update  # takes arrays as they are
     for event in step.decided:
-        parts.append(_decided_bytes(event))
+        add(_decided_bytes(event))
     for command in step.commands:
         if isinstance(command, StreamTokens):
-            parts.append(_stream_head(b"s", len(command.offsets)))
-            parts.append(command.request_ids.tobytes())
-            parts.append(command.offsets.tobytes())
-            parts.append(command.token_counts.tobytes())
+            add(_stream_head(b"s", len(command.offsets)))
+            add(command.request_ids)
+            add(command.offsets)
+            add(command.token_counts)
         elif isinstance(command, LaunchBatch):
-            _add_plan(parts, command.plan)
+            _add_plan(add, command.plan)
         elif isinstance(command, ControlAnswered):
-            parts.append(_encode(("answer", command.control_id, command.ok)))
-    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+            add(_encode(("answer", command.control_id, command.ok)))
+    return chain.digest()
 
 
-def _add_plan(parts: list[bytes], plan: BatchPlan) -> None:
+def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     deltas = plan.deltas
-    parts.append(
+    rows, sampling, changes = len(plan.rows), len(plan.sample_rows), len(deltas.rows)
+    add(
         _plan_head(
             b"b",
+            MODES[plan.mode],
             plan.batch_id,
             plan.generation,
             plan.microbatch,
-            len(plan.rows),
+            rows,
             plan.extend_rows,
-            len(plan.sample_rows),
-            len(deltas.rows),
+            sampling,
+            changes,
         )
     )
-    parts.append(plan.mode.encode())
-    parts.append(plan.rows.tobytes())
-    parts.append(plan.request_ids.tobytes())
-    parts.append(plan.starts.tobytes())
-    parts.append(plan.stops.tobytes())
-    if len(plan.sample_rows) != len(plan.rows):
-        parts.append(plan.sample_rows.tobytes())
-    if len(deltas.rows):
-        parts.append(deltas.rows.tobytes())
-        parts.append(deltas.index.tobytes())
-        parts.append(deltas.pages.tobytes())
+    add(plan.rows)
+    add(plan.request_ids)
+    add(plan.starts)
+    if plan.extend_rows:
+        add(plan.stops)
+    if sampling != rows:
+        add(plan.sample_rows)
+    if changes:
+        add(deltas.rows)
+        add(deltas.index)
+        add(deltas.pages)
 
 
 def _decided_bytes(event: Decided) -> bytes:

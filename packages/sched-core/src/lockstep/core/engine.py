@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heappop, heappush
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -76,12 +77,16 @@ from lockstep.core.requests import (
     Request,
     RequestState,
     RequestTable,
-    prompt_bytes,
 )
-from lockstep.core.retraction import choose_victim, pages_needed
-from lockstep.core.support import refusal
+from lockstep.core.retraction import choose_victim, members_growing
+from lockstep.core.support import Refused, accepted_prompt
 
 NO_FENCE: BatchId = -1
+ONE = np.int32(1)
+EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
+
+ENDS_BETWEEN_TOKENS: tuple[FinishReason, ...] = ("invalid", "error", "timeout", "out_of_kv")
+"""Ends that come with no new token, so that tokens held back by a cadence are still to be sent."""
 
 RetractReason = Literal["pages", "forced", "pause", "restart"]
 
@@ -137,6 +142,7 @@ class Engine:
         self.generation = 0
         self.digest = EMPTY_DIGEST
 
+        self.page_shift = config.page_size.bit_length() - 1  # positions >> page_shift: the page they lie in
         self.table = RequestTable(config.rows_max, config.page_size)
         self.pool = PagePool(config.pages)
         self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
@@ -160,6 +166,7 @@ class Engine:
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.horizon = 0  # decode launches until a member ends by length or outgrows the token table
         self.decode_launches = 0
+        self.forced_at = -1  # decode launches when a retraction was last forced
         self.launch_found_nothing = False  # this step had a free slot and nothing to launch
         self.next_batch_id = 0
         self.last_request_id = -1
@@ -181,13 +188,13 @@ class Engine:
         """
         if event.time_us < self.now_us:
             raise ContractError(f"time ran backwards: {event.time_us} us after {self.now_us} us; the host must clamp")
-        self.launch_found_nothing = False
+        found_nothing = False
         step = Step()
         match event:
             case BatchFinished():
                 self._collect(event, step)
             case LaneReady():
-                self._launch(event, step)
+                found_nothing = self._launch(event, step)
             case RequestArrived():
                 self._enqueue(event, step)
             case RequestCancelled():
@@ -196,12 +203,12 @@ class Engine:
                 self.now_us = event.time_us
                 control.apply(self, event, step)
             case EngineRestarted():
-                self.now_us = event.time_us
                 control.restart(self, event, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
             case _:
                 raise ContractError(f"{type(event).__name__} belongs to a feature this engine does not have yet")
+        self.launch_found_nothing = found_nothing
         if self.timers:
             self._expire(step)
             step.wake_at_us = self.timers[0][0] if self.timers else None
@@ -210,22 +217,26 @@ class Engine:
         self.digest = step.digest = step_digest(self.digest, step)
         return step
 
-    def _launch(self, event: LaneReady, step: Step) -> None:
-        """Prefill first, then decode; but a decode that others gave pages up for goes before any prefill."""
+    def _launch(self, event: LaneReady, step: Step) -> bool:
+        """Prefill first, then decode; but a decode that others gave pages up for goes before any prefill.
+
+        Returns: whether a slot was free and there was nothing to launch.
+        """
         if event.microbatch:
             raise ContractError(f"LaneReady for microbatch {event.microbatch}: this engine has no pipeline stages")
         self.now_us = event.time_us
         self._expire(step)  # nobody is admitted past its deadline
         if self.paused or len(self.in_flight) > self.config.overlap_depth:
-            return
+            return False
         if self.decode_owed and self.cohort.size:
             batch = self._plan_decode(step)
         else:
             batch = self._plan_extend(step) or self._plan_decode(step)
-        self.launch_found_nothing = batch is None
-        if batch is not None:
-            self.in_flight.append(batch)
-            step.commands.append(LaunchBatch(batch.plan))
+        if batch is None:
+            return True
+        self.in_flight.append(batch)
+        step.commands.append(LaunchBatch(batch.plan))
+        return False
 
     # ----------------------------------------------------------------------------------------- arrivals and departures
 
@@ -236,12 +247,12 @@ class Engine:
         self.now_us = event.time_us
         self.last_request_id = event.request_id
         config = self.config
-        verdict = refusal(event, config) or self._line_closed()
-        if verdict is not None:
-            self._reject(event.request_id, *verdict, step)
+        try:
+            self._refuse_newcomers()
+            tokens = accepted_prompt(event, config)
+        except Refused as refused:
+            self._reject(event.request_id, refused.reason, refused.message, step)
             return
-
-        tokens = prompt_bytes(event.prompt)
         stops = event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
         most = config.request_tokens_max - len(tokens) // 4
         request = Request(event, tokens, min(event.max_new_tokens, most), stops)
@@ -253,13 +264,12 @@ class Engine:
         step.decided.append(queued)
         self._set_timers(request)
 
-    def _line_closed(self) -> tuple[RejectReason, str] | None:
+    def _refuse_newcomers(self) -> None:
         if self.draining:
-            return "draining", "the engine is draining and takes no new requests"
+            raise Refused("draining", "the engine is draining and takes no new requests")
         limit = self.config.max_queued_requests
         if limit is not None and len(self.waiting) >= limit:
-            return "queue_full", f"{len(self.waiting)} requests wait already (max_queued_requests {limit})"
-        return None
+            raise Refused("queue_full", f"{len(self.waiting)} requests wait already (max_queued_requests {limit})")
 
     def _reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
         rejected = RequestRejected(self.now_us, request_id, reason, message)
@@ -280,6 +290,8 @@ class Engine:
     def finish(self, request: Request, reason: FinishReason, step: Step) -> None:
         """End a request: free what it holds, keep its computed KV for others, close its stream."""
         outputs = self.outputs_of(request)
+        if reason in ENDS_BETWEEN_TOKENS:
+            self._flush_stream(request, outputs, step)
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
@@ -290,6 +302,17 @@ class Engine:
         request.advance(finished)
         step.decided.append(finished)
         step.commands.append(FinishRequest(request.request_id, reason, request.prompt_tokens, outputs, cached))
+
+    def _flush_stream(self, request: Request, outputs: int, step: Step) -> None:
+        """Send what its cadence has held back so far."""
+        every = request.stream_every if request.streams else -request.stream_every
+        sent = sent_by(outputs, every)
+        if sent == outputs:
+            return
+        known = np.frombuffer(request.tokens, np.int32) if request.row == NO_ROW else self.table.tokens[request.row]
+        held_back = known[request.prompt_tokens + sent : request.prompt_tokens + outputs].copy()
+        ids, offsets = np.array([request.request_id], np.int64), np.array([sent], np.int32)
+        step.commands.append(StreamTokens(ids, offsets, np.array([held_back.size], np.int32), held_back))
 
     def retract(self, request: Request, reason: RetractReason, step: Step) -> None:
         """Take a running request's pages back. It waits again and keeps every token delivered so far."""
@@ -303,8 +326,12 @@ class Engine:
         self._leave(request, step, publish=False)
         request.advance(retracted)
         request.waiting_since_us = self.now_us
+        request.matched = (-1, 0)
         if self.config.retracted_requeue == "front":
-            self.waiting.insert(0, request)
+            ahead = takewhile(
+                lambda other: other.cached_tokens >= 0 and other.request_id < request.request_id, self.waiting
+            )
+            self.waiting.insert(len(list(ahead)), request)
         else:
             self.waiting.append(request)
         step.decided.append(retracted)
@@ -429,6 +456,8 @@ class Engine:
         if match is not None and match.pages:
             self.rewrites.append(Rewrite(row, 0, self.table.pages[row, : match.pages].copy()))
         waited_us = self.now_us - request.waiting_since_us
+        if self.deferred is not None and self.deferred[0] == request.request_id:
+            self.deferred = None
         admitted = RequestAdmitted(self.now_us, request.request_id, row, cached, new_tokens, waited_us)
         request.advance(admitted)
         step.decided.append(admitted)
@@ -490,11 +519,13 @@ class Engine:
             token_ids=np.concatenate([table.tokens[p.request.row, p.start : p.stop] for p in parts]),
             sample_rows=sample_rows,
         )
-        ending = np.flatnonzero(stops[sample_rows] + 1 >= samplers.limits).tolist()
-        decoding = [request for i, request in enumerate(samplers.requests) if i not in ending]
-        if decoding:
-            joining = np.array([request.computed for request in decoding], np.int32)
-            self._set_cohort(self.cohort.joined_by(decoding), np.concatenate((self.positions, joining)))
+        joining, positions = samplers, stops[sample_rows]
+        ends = positions + 1 >= samplers.limits
+        ending: list[int] = ends.nonzero()[0].tolist()
+        if ending:
+            joining, positions = samplers.only(~ends), positions[~ends]
+        if joining.size:
+            self._set_cohort(self.cohort.joined_by(joining), np.concatenate((self.positions, positions)))
         return InFlight(plan, requests, samplers, ending)
 
     # ---------------------------------------------------------------------------------------------------------- decode
@@ -505,13 +536,14 @@ class Engine:
             self.decode_owed = False
             return None
         config = self.config
-        if config.retract_every and self.cohort.size > 1 and (self.decode_launches + 1) % config.retract_every == 0:
+        if self._forced_retraction_due() and self.cohort.size > 1:
+            self.forced_at = self.decode_launches
             self.retract(self.cohort.requests[choose_victim(self.cohort, self.positions)], "forced", step)
-        growing = pages_needed(self.positions, config.page_size)
+        growing = members_growing(self.positions, config.page_size)
         if growing.size > self.available_pages:
             if not self._make_room(step):
                 return None if self.cohort.size else self._plan_extend(step)
-            growing = pages_needed(self.positions, config.page_size)
+            growing = members_growing(self.positions, config.page_size)
         self.decode_owed = False
         self.decode_launches += 1
         self.ratio.decoded()
@@ -519,10 +551,10 @@ class Engine:
         cohort, starts = self.cohort, self.positions
         deltas = NO_DELTAS
         if growing.size:
-            rows, index = cohort.rows[growing], starts[growing] // config.page_size
+            rows, index = cohort.rows[growing], starts[growing] >> self.page_shift
             deltas = PageDeltas(rows, index, self._alloc(growing.size, "decode", step))
             self.table.pages[rows, index] = deltas.pages
-        stops = starts + np.int32(1)
+        stops = starts + ONE
         plan = self._plan(
             "decode",
             rows=cohort.rows,
@@ -539,12 +571,17 @@ class Engine:
             ending = self._end_of_horizon(cohort, stops)
         return InFlight(plan, cohort.requests, cohort, ending)
 
+    def _forced_retraction_due(self) -> bool:
+        """For testing: before every `retract_every`-th decode launch, once."""
+        every = self.config.retract_every
+        return every > 0 and (self.decode_launches + 1) % every == 0 and self.forced_at != self.decode_launches
+
     def _make_room(self, step: Step) -> bool:
         """Retract until the next decode fits. False when it has to wait for pages that work in flight gives back."""
         page_size = self.config.page_size
         retracted = 0
         while True:
-            needed = pages_needed(self.positions, page_size).size
+            needed = members_growing(self.positions, page_size).size
             available, returning = self.available_pages, self._returning_pages()
             if needed <= available:
                 break
@@ -610,7 +647,9 @@ class Engine:
 
     def _collect(self, event: BatchFinished, step: Step) -> None:
         """Take in a batch's tokens: record, stream, finish; publish prompts it completed; lift the fences it held."""
-        if event.generation != self.generation:
+        if event.generation > self.generation:
+            raise ContractError(f"a result of generation {event.generation}, but this is generation {self.generation}")
+        if event.generation < self.generation:
             self.now_us = event.time_us  # from before a restart: void
             return
         batch = self._delivered(event)
@@ -618,7 +657,11 @@ class Engine:
         plan, samplers = batch.plan, batch.samplers
         if event.error:
             self._fail(batch, step)
-        elif samplers.size:
+        for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
+            if samplers.requests[i].row == samplers.rows[i]:
+                self.finish(samplers.requests[i], "invalid", step)
+        self.in_flight.popleft()
+        if samplers.size and not event.error:
             tokens = np.frombuffer(event.tokens, np.int32)
             self.table.tokens[samplers.rows, batch.sampled_at] = tokens
             verdicts = self._verdicts(event, batch, tokens)
@@ -641,14 +684,24 @@ class Engine:
                 self.finish(request, "error", step)
 
     def _delivered(self, event: BatchFinished) -> InFlight:
-        """Match a result with the oldest batch in flight. Raises ContractError, changing nothing, when they differ."""
+        """The batch in flight that a result is of. Raises ContractError, changing nothing, when they do not match."""
         if not self.in_flight or self.in_flight[0].plan.batch_id != event.batch_id:
             expected = f"batch {self.in_flight[0].plan.batch_id}" if self.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
-        wanted = 0 if event.error else 4 * self.in_flight[0].samplers.size
-        if len(event.tokens) != wanted:
-            raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {wanted}")
-        return self.in_flight.popleft()
+        batch = self.in_flight[0]
+        sampled = 0 if event.error else batch.samplers.size
+        if len(event.tokens) != 4 * sampled:
+            raise ContractError(
+                f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {4 * sampled}"
+            )
+        for i in (*event.invalid, *event.text_stops):
+            if not 0 <= i < sampled:
+                raise ContractError(f"batch {event.batch_id} names sampling row {i} of {sampled}")
+        if event.accepted or event.grammar_ended or event.logprobs:
+            raise ContractError(
+                f"batch {event.batch_id} reports accepted counts, grammars or logprobs; none were asked for"
+            )
+        return batch
 
     def _verdicts(self, event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:
         """Samplers that end with this batch, and why. Precedence per token: see events.FinishReason."""
@@ -662,8 +715,6 @@ class Engine:
         for i in event.text_stops:
             if batch.sampled_at[i] + 1 - samplers.prompts[i] >= samplers.min_new[i]:
                 verdicts[i] = "text_stop"
-        for i in event.invalid:
-            verdicts[i] = "invalid"
         for row in batch.dead:
             for i in np.flatnonzero(samplers.rows == row).tolist():
                 self.tokens_discarded += 1
@@ -682,7 +733,8 @@ class Engine:
         for i, newest in enumerate(last.tolist()):
             if int(samplers.rows[i]) in batch.dead:
                 continue
-            count = unsent(newest + 1, int(samplers.every[i]), ends=i in verdicts)
+            every = int(samplers.every[i])
+            count = (newest + 1 if i in verdicts else sent_by(newest + 1, every)) - sent_by(newest, every)
             if count:
                 due.append(i)
                 counts.append(count)
@@ -706,8 +758,9 @@ class Engine:
         """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
         missing = pages - self.pool.free_count
         if missing > 0 and self.radix is not None:
-            self.pool.free(self.radix.evict(missing))
-            step.decided.append(PagesEvicted(self.now_us, missing, reason))
+            evicted = self.radix.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE))
+            self.pool.free(evicted)
+            step.decided.append(PagesEvicted(self.now_us, evicted.size, reason))
         return self.pool.alloc(pages)
 
     def _plan(
@@ -887,18 +940,14 @@ def extend_stop(request: Request) -> int:
     return request.prompt_tokens + request.outputs
 
 
-def unsent(outputs: int, every: int, *, ends: bool) -> int:
-    """Output tokens to send now: what came since the last message, or 0 if none is due yet.
+def sent_by(outputs: int, every: int) -> int:
+    """Output tokens sent by the time there are `outputs` of them and more to come.
 
     A streaming request sends its first token at once and then every `every` tokens. One that does not stream
     (`every` negative) sends after every whole -`every`, to show that it lives.
     """
     first, interval = (1, every) if every > 0 else (-every, -every)
-    if not ends and (outputs < first or (outputs - first) % interval):
-        return 0
-    before = outputs - 1
-    sent = 0 if before < first else before - (before - first) % interval
-    return outputs - sent
+    return 0 if outputs < first else outputs - (outputs - first) % interval
 
 
 def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:

@@ -357,11 +357,23 @@ ObservedEvent = (
 # ------------------------------------------------------------------------------------------------------------- decided
 
 FinishReason = Literal[
-    "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "error"
+    "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "transfer", "error"
 ]
 """Precedence per token: cancelled, invalid, (min_new_tokens holds the rest back), text_stop, stop, grammar, length."""
 
-DeferReason = Literal["running_limit", "rows", "kv_budget", "prefill_budget", "pages", "paused"]
+DeferReason = Literal[
+    "running_limit",
+    "rows",
+    "kv_budget",
+    "prefill_budget",
+    "pages",
+    "grammar",
+    "adapter",
+    "transfer",
+    "prefetch",
+    "media",
+    "proposal_undone",
+]
 RejectReason = Literal["too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported"]
 
 

@@ -41,6 +41,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 NO_ROW = -1
+NO_IDS = np.empty(0, np.int32)
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 
 
@@ -165,14 +166,10 @@ def prompt_bytes(prompt: Prompt) -> bytes:
 
 def expand_runs(runs: tuple[int, ...]) -> Int32s:
     """Spell out (first, count, first, count, ...) as int32 ids. Raises ValueError for a malformed list."""
-    pairs = np.asarray(runs, np.int64)
-    if pairs.size % 2 or (pairs[1::2] < 1).any():
+    if len(runs) % 2 or (runs and min(runs[1::2]) < 1):
         raise ValueError("token runs must be pairs of first id and a count of at least 1")
-    firsts, counts = pairs[0::2], pairs[1::2]
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    ids: Int64s = np.arange(total, dtype=np.int64) + np.repeat(firsts - (ends - counts), counts)
-    return ids.astype(np.int32)
+    pieces = [np.arange(first, first + count, dtype=np.int32) for first, count in zip(*[iter(runs)] * 2, strict=True)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate((NO_IDS, *pieces))
 
 
 class RequestTable:
@@ -313,14 +310,13 @@ class Cohort:
             stops,
         )
 
-    def joined_by(self, requests: list[Request]) -> Cohort:
-        """This cohort with more members behind it."""
-        other = Cohort.of(requests)
+    def joined_by(self, other: Cohort) -> Cohort:
+        """This cohort with another's members behind it."""
         if not self.size:
             return other
         widest = max(self.stops.shape[1], other.stops.shape[1])
         return Cohort(
-            self.requests + requests,
+            self.requests + other.requests,
             np.concatenate((self.rows, other.rows)),
             np.concatenate((self.request_ids, other.request_ids)),
             np.concatenate((self.prompts, other.prompts)),

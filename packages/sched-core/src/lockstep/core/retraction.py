@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.requests import Cohort, Int32s
 
@@ -15,6 +16,7 @@ def choose_victim(cohort: Cohort, positions: Int32s) -> int:
     return int(np.lexsort((-cohort.request_ids, -cohort.prompts, outputs))[0])
 
 
-def pages_needed(positions: Int32s, page_size: int) -> Int32s:
+def members_growing(positions: Int32s, page_size: int) -> NDArray[np.intp]:
     """Members whose next token opens a new page: every one whose last page is exactly full. Indices into the cohort."""
-    return np.flatnonzero(positions & (page_size - 1) == 0).astype(np.int32)
+    growing: NDArray[np.intp] = (positions & (page_size - 1) == 0).nonzero()[0]
+    return growing

@@ -1,0 +1,392 @@
+"""The text form of everything: decided events, commands, plans, and the state of an engine.
+
+Prompt, log and test show the same words, and this file is where they come from. Nothing here decides or prints; every
+function returns text. Requests go by their label, or r and their id; batches by b and theirs; spans are half-open, so
+`a[12:13]` is position 12 of a.
+
+    retracted b after 5 output tokens, 3 pages back
+    launch b8 decode a[12:13]
+    pages 2/6 free
+
+`debug_line` is what a host prints under LOCKSTEP_DEBUG=1: one line per step, one letter per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lockstep.core.commands import (
+    BatchPlan,
+    Command,
+    ControlAnswered,
+    FinishRequest,
+    LaunchBatch,
+    RejectRequest,
+    Step,
+    StreamTokens,
+)
+from lockstep.core.engine import Engine
+from lockstep.core.events import (
+    AdmissionDeferred,
+    BatchFinished,
+    ControlRequested,
+    Decided,
+    DecodeSkipped,
+    EngineRestarted,
+    Observed,
+    PagesEvicted,
+    PrefillCompleted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestId,
+    RequestQueued,
+    RequestRejected,
+    RequestRetracted,
+)
+from lockstep.core.radix import RadixCache, RadixNode
+from lockstep.core.requests import Request, RequestState
+
+TOKENS_SHOWN = 8  # of one edge of the radix tree, before it is cut short
+REQUESTS_SHOWN = 40  # columns of a debug line, before it counts instead
+BAR_WIDTH = 8  # characters of the pages bar
+
+_DEFER_WORDS = {
+    "running_limit": "max_running_requests run already",
+    "rows": "no row is free",
+    "kv_budget": "it does not fit beside what runs",
+    "prefill_budget": "this extend is full",
+    "pages": "no page is free now",
+    "grammar": "its grammar is being compiled",
+    "adapter": "its adapter is not loaded",
+    "transfer": "its KV is on the way",
+    "prefetch": "its prefix is being fetched",
+    "media": "its media are being encoded",
+    "proposal_undone": "the ranks agreed on something else",
+}
+
+
+class Names:
+    """What requests and control requests are called: a fold over observed events."""
+
+    def __init__(self) -> None:
+        self._requests: dict[RequestId, str] = {}
+        self._controls: dict[int, str] = {}
+
+    def observe(self, event: Observed) -> None:
+        """Learn the names an event brings."""
+        match event:
+            case RequestArrived():
+                if event.label:
+                    self._requests[event.request_id] = event.label
+            case ControlRequested():
+                self._controls[event.control_id] = type(event.control).__name__.removesuffix("Control").lower()
+
+    def request(self, request_id: RequestId) -> str:
+        return self._requests.get(request_id) or f"r{request_id}"
+
+    def control(self, control_id: int) -> str:
+        return f"{self._controls.get(control_id, 'control')} {control_id}"
+
+
+# ------------------------------------------------------------------------------------------------------------ one line
+
+
+def decided_line(event: Decided, names: Names) -> str:
+    """A decided event in one line."""
+    match event:
+        case RequestQueued():
+            prompt, most = _count(event.prompt_tokens, "prompt token"), _count(event.max_new_tokens, "output token")
+            return f"queued {names.request(event.request_id)} with {prompt}, at most {most}"
+        case RequestRejected():
+            return f"rejected {names.request(event.request_id)} ({event.reason}): {event.message}"
+        case RequestAdmitted():
+            waited = f" after {_ms(event.waited_us)}" if event.waited_us else ""
+            cached = f", {_count(event.cached_tokens, 'token')} cached" if event.cached_tokens else ""
+            return f"admitted {names.request(event.request_id)}{waited}{cached}"
+        case AdmissionDeferred():
+            memory = event.reason in ("kv_budget", "pages")
+            why = _DEFER_WORDS[event.reason]
+            if memory:
+                why += f", {event.available_tokens} tokens left for its {event.needed_tokens} and output"
+            return f"deferred {names.request(event.request_id)} ({event.reason}): {why}"
+        case PrefillCompleted():
+            return f"prefilled {names.request(event.request_id)} in {_count(event.chunks, 'chunk')}"
+        case RequestRetracted():
+            why = "" if event.reason == "pages" else f" ({event.reason})"
+            discarded = f", {_count(event.tokens_discarded, 'token')} discarded" if event.tokens_discarded else ""
+            outputs, pages = _count(event.output_tokens, "output token"), _count(event.pages_freed, "page")
+            return f"retracted {names.request(event.request_id)} after {outputs}, {pages} back{discarded}{why}"
+        case RequestFinished():
+            outputs = _count(event.output_tokens, "output token")
+            return f"finished {names.request(event.request_id)} with {outputs} ({event.reason})"
+        case PagesEvicted():
+            return f"evicted {_count(event.pages, 'page')} ({event.reason})"
+        case DecodeSkipped():
+            needed = _count(event.needed_pages, "page")
+            return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
+    return _fields(event)
+
+
+def command_line(command: Command, names: Names) -> str:
+    """A command in one line."""
+    match command:
+        case LaunchBatch(plan, sample):
+            return f"launch {plan_text(plan, names)}" + (", sampling deferred" if sample == "deferred" else "")
+        case StreamTokens():
+            return "stream " + ", ".join(_stream_parts(command, names))
+        case FinishRequest():
+            return f"close {names.request(command.request_id)} ({command.reason})"
+        case RejectRequest():
+            return f"refuse {names.request(command.request_id)} ({command.reason})"
+        case ControlAnswered():
+            verdict = "done" if command.ok else f"refused, {command.message}"
+            return f"answered {names.control(command.control_id)}: {verdict}"
+    return _fields(command)
+
+
+def observed_line(event: Observed, names: Names) -> str:
+    """An observed event in one line."""
+    match event:
+        case RequestArrived():
+            return f"arrived {names.request(event.request_id)}"
+        case RequestCancelled():
+            return f"cancelled {names.request(event.request_id)}"
+        case BatchFinished():
+            return f"batch b{event.batch_id} finished" + (f" with error: {event.error}" if event.error else "")
+        case ControlRequested():
+            return f"asked {names.control(event.control_id)}"
+        case EngineRestarted():
+            return f"restarted as generation {event.generation}"
+    return _fields(event)
+
+
+def plan_text(plan: BatchPlan, names: Names) -> str:
+    """What a plan computes: `b8 decode a[12:13]`. Says who samples unless everybody does."""
+    ids, starts, stops = plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()
+    spans = [f"{names.request(r)}[{start}:{stop}]" for r, start, stop in zip(ids, starts, stops, strict=True)]
+    text = f"b{plan.batch_id} {plan.mode} {' '.join(spans)}".rstrip()
+    if len(plan.sample_rows) == len(plan.rows):
+        return text
+    samplers = [names.request(ids[i]) for i in plan.sample_rows.tolist()]
+    return f"{text}, samples {' '.join(samplers) or 'nobody'}"
+
+
+def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
+    """A whole plan: rows, what changed about them, page-table changes and new tokens."""
+    lines = [f"plan {plan_text(plan, names)}"]
+    for taken in plan.rows_taken:
+        lines.append(f"  row {taken.row} taken by {names.request(taken.request_id)}, epoch {taken.epoch}")
+    deltas = plan.deltas
+    for row in dict.fromkeys(deltas.rows.tolist()):
+        mine = deltas.rows == row
+        entries = zip(deltas.index[mine].tolist(), deltas.pages[mine].tolist(), strict=True)
+        lines.append(f"  row {row} table " + " ".join(f"{index}:{page}" for index, page in entries))
+    at = 0
+    for i in range(plan.extend_rows):
+        count = int(plan.stops[i] - plan.starts[i])
+        lines.append(f"  row {plan.rows[i]} new tokens {runs(plan.token_ids[at : at + count].tolist())}")
+        at += count
+    for i in range(plan.extend_rows, len(plan.rows)):
+        lines.append(f"  row {plan.rows[i]} newest sampled token")
+    for after in plan.starts_after:
+        lines.append(f"  row {plan.rows[after.index]} starts where b{after.batch_id} leaves row {after.row}")
+    return lines
+
+
+def _stream_parts(command: StreamTokens, names: Names) -> list[str]:
+    parts, at = [], 0
+    columns = (command.request_ids, command.offsets, command.token_counts)
+    for request_id, offset, count in zip(*(column.tolist() for column in columns), strict=True):
+        parts.append(f"{names.request(request_id)} {offset}: {runs(command.tokens[at : at + count].tolist())}")
+        at += count
+    return parts
+
+
+# ----------------------------------------------------------------------------------------------------------- the state
+
+
+def pages_line(engine: Engine) -> str:
+    """How the pool stands. Cached pages are those of the radix cache that nobody holds; they can be had at once."""
+    cached = engine.radix.evictable_pages if engine.radix is not None else 0
+    text = f"pages {engine.pool.free_count}/{engine.config.pages} free"
+    return f"{text}, {cached} cached" if cached else text
+
+
+def page_owner_lines(engine: Engine, names: Names) -> list[str]:
+    """Every page and who owns it: the pool, the radix cache, a request, or work in flight."""
+    page_size = engine.config.page_size
+    owners: dict[str, list[int]] = {"free": engine.pool.free_ids().tolist(), "radix cache": []}
+    if engine.radix is not None:
+        owners["radix cache"] = [page for node in engine.radix.walk() for page in node.pages.tolist()]
+    for request in _with_rows(engine):
+        held = -(-engine.computed_of(request) // page_size)
+        private = engine.table.pages[request.row, request.protected_pages : held].tolist()
+        owners[names.request(request.request_id)] = private
+    for lease in engine.leases:
+        held = -(-lease.computed // page_size)
+        private = engine.table.pages[lease.row, lease.protected_pages : held].tolist()
+        owners[f"left behind in row {lease.row} until b{lease.fence}"] = private
+    for fence, pages in engine.fenced_pages:
+        owners.setdefault(f"duplicates until b{fence}", []).extend(pages.tolist())
+    return [f"pages of {owner}: {runs(sorted(pages))}" for owner, pages in owners.items() if pages]
+
+
+def table_lines(engine: Engine, names: Names) -> list[str]:
+    """The request table: one line per row in use. `*` marks pages that the radix cache owns."""
+    page_size, lines = engine.config.page_size, []
+    for request in sorted(_with_rows(engine), key=lambda request: request.row):
+        computed = engine.computed_of(request)
+        table = engine.table.pages[request.row, : -(-computed // page_size)].tolist()
+        pages = [f"{page}*" if i < request.protected_pages else f"{page}" for i, page in enumerate(table)]
+        lines.append(
+            f"row {request.row} {names.request(request.request_id)} {request.state.name.lower()} "
+            f"computed {computed} outputs {engine.outputs_of(request)} pages {' '.join(pages) or 'none'}"
+        )
+    for lease in sorted(engine.leases, key=lambda lease: lease.row):
+        lines.append(f"row {lease.row} left behind until b{lease.fence}, computed {lease.computed}")
+    return lines or ["table is empty"]
+
+
+def queue_line(engine: Engine, names: Names) -> str:
+    """The waiting line, first to be considered first."""
+    waiting = [names.request(request.request_id) for request in engine.waiting]
+    return "waiting " + (" ".join(waiting) or "nobody")
+
+
+def in_flight_lines(engine: Engine, names: Names) -> list[str]:
+    """Batches launched and not collected, oldest first; rows whose request has left are named dead."""
+    lines = []
+    for batch in engine.in_flight:
+        ids, rows = batch.plan.request_ids.tolist(), batch.plan.rows.tolist()
+        dead = [names.request(ids[i]) for i, row in enumerate(rows) if row in batch.dead]
+        lines.append(f"in flight {plan_text(batch.plan, names)}" + (f", dead {' '.join(dead)}" if dead else ""))
+    return lines or ["in flight nothing"]
+
+
+def tree_lines(radix: RadixCache | None) -> list[str]:
+    """The radix tree: tokens and pages of each edge, how often it is held, one level of indent per node."""
+    if radix is None:
+        return ["tree is off"]
+    lines: list[str] = []
+    roots = [node for node in radix.walk() if node.parent is None]
+    for root in roots:
+        if len(roots) > 1 or root.namespace:
+            lines.append(f"namespace {root.namespace!r}")
+        _tree(root, 0, lines)
+    return lines or ["tree is empty"]
+
+
+def _tree(node: RadixNode, depth: int, lines: list[str]) -> None:
+    if node.parent is not None:
+        tokens = np.frombuffer(node.key, np.int32).tolist()
+        held = f", held {node.lock_count}" if node.lock_count else ""
+        lines.append(f"{'  ' * (depth - 1)}[{runs(tokens)}] pages {runs(node.pages.tolist())}{held}")
+    for child in node.children.values():
+        _tree(child, depth + 1, lines)
+
+
+def _with_rows(engine: Engine) -> list[Request]:
+    return [request for request in engine.requests.values() if request.state is not RequestState.WAITING]
+
+
+# ------------------------------------------------------------------------------------------------------- watch it think
+
+
+def debug_header(engine: Engine, step: Step) -> str:
+    """What the columns of `debug_line` are, for the same step. Print it first, and again when it changes."""
+    letters = _letters(engine, step, None)
+    named = {request_id: request.name[:1] for request_id, request in engine.requests.items()}
+    columns = " ".join(named.get(request_id, "-") for request_id in letters)
+    return f"{'t_ms':>8}  {'batch':<18} {columns if len(letters) <= REQUESTS_SHOWN else 'requests':<9}  pages free"
+
+
+def debug_line(engine: Engine, event: Observed, step: Step) -> str:
+    """One step in one line: time, the batch launched, a letter per request in the order of their ids, and the pages.
+
+    w waiting, E extending, D decoding, : running and not in this batch, r retracted by this step, . ended by it.
+    The bar shows pages in use as #, cached as =, free as a dot. With many requests the letters become counts.
+    """
+    plan = step.launched()
+    batch = ""
+    if plan is not None:
+        batch = f"b{plan.batch_id} {plan.mode} {int((plan.stops - plan.starts).sum())}t"
+    letters = list(_letters(engine, step, plan).values())
+    if len(letters) > REQUESTS_SHOWN:
+        text = " ".join(f"{letter}{letters.count(letter)}" for letter in "EDw:r." if letter in letters)
+    else:
+        text = " ".join(letters)
+    free, total = engine.pool.free_count, engine.config.pages
+    return f"{event.time_us / 1000:8.1f}  {batch:<18} {text:<9}  {_bar(engine)} {free}/{total}"
+
+
+def debug_text(engine: Engine, event: Observed, step: Step, names: Names, level: int) -> list[str]:
+    """What LOCKSTEP_DEBUG shows of a step: 1 the line, 2 adds decisions, 3 the tables, 4 the pages."""
+    lines = [debug_line(engine, event, step)]
+    if level >= 2:
+        lines += [f"          {observed_line(event, names)}"]
+        lines += [f"          {decided_line(decided, names)}" for decided in step.decided]
+    if level >= 3:
+        lines += [f"          {queue_line(engine, names)}"]
+        lines += [f"          {line}" for line in table_lines(engine, names) + in_flight_lines(engine, names)]
+    if level >= 4:
+        lines += [f"          {line}" for line in page_owner_lines(engine, names) + tree_lines(engine.radix)]
+    return lines
+
+
+def _letters(engine: Engine, step: Step, plan: BatchPlan | None) -> dict[RequestId, str]:
+    """A letter for every request that lives or ended in this step, in the order of their ids."""
+    letters: dict[RequestId, str] = {}
+    for request_id, request in engine.requests.items():
+        letters[request_id] = "w" if request.state is RequestState.WAITING else ":"
+    if plan is not None:
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            letters[request_id] = "E" if i < plan.extend_rows else "D"
+    for decided in step.decided:
+        match decided:
+            case RequestRetracted():
+                letters[decided.request_id] = "r"
+            case RequestFinished() | RequestRejected():
+                letters[decided.request_id] = "."
+    return dict(sorted(letters.items()))
+
+
+def _bar(engine: Engine) -> str:
+    total = engine.config.pages
+    cached = engine.radix.evictable_pages if engine.radix is not None else 0
+    used = total - engine.pool.free_count - cached
+    width = min(BAR_WIDTH, total)
+    full = -(-used * width // total)
+    kept = min(-(-cached * width // total), width - full)
+    return ("#" * full + "=" * kept).ljust(width, ".")
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+def runs(numbers: Iterable[int], shown: int = TOKENS_SHOWN) -> str:
+    """Numbers with consecutive ones as `first..last`; past `shown` runs the rest is counted."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and parts[-1][1] + 1 == number:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    texts = [f"{first}" if first == last else f"{first}..{last}" for first, last in parts[:shown]]
+    rest = sum(last - first + 1 for first, last in parts[shown:])
+    return " ".join(texts) + (f" and {rest} more" if rest else "")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:g} ms"
+
+
+def _fields(record: object) -> str:
+    return repr(record)

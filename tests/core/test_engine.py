@@ -1,0 +1,337 @@
+"""Engine.step where a story would not say it as well: what it refuses, what it leaves alone, and what it resumes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from lockstep.core import snapshot
+from lockstep.core.commands import FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ContractError
+from lockstep.core.events import (
+    AdapterLoaded,
+    BatchFinished,
+    ControlRequested,
+    EngineRestarted,
+    ExpertLoadMeasured,
+    Grammar,
+    GrammarReady,
+    HostCopyFinished,
+    LaneReady,
+    MediaEncoded,
+    Observed,
+    OpenSession,
+    PrefetchFinished,
+    PromptSpan,
+    RanksAgreed,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestRejected,
+    TokenDigest,
+    TokenIds,
+    TokenRuns,
+    TransferAdvanced,
+)
+from tests.support.tagged_kv import TaggedKv
+
+CONFIG = SchedConfig(page_size=2, pages=16, overlap_depth=1)
+
+
+def arrived(request_id: int, prompt: int = 3, max_new: int = 4, time_us: int = 0, **fields: object) -> RequestArrived:
+    tokens = TokenRuns((100 * request_id + 1, prompt))
+    event = RequestArrived(time_us=time_us, request_id=request_id, prompt=tokens, max_new_tokens=max_new)
+    return msgspec.structs.replace(event, **fields)
+
+
+def decoding(config: SchedConfig = CONFIG) -> tuple[Engine, TaggedKv]:
+    """An engine at 100 us with r0 and r1 decoding, b0 delivered and b1 in flight."""
+    engine, kv = Engine(config), TaggedKv(config)
+    for event in (arrived(0), arrived(1), LaneReady(0), LaneReady(0)):
+        fold(engine, kv, event)
+    fold(engine, kv, kv.finished(100))
+    return engine, kv
+
+
+def fold(engine: Engine, kv: TaggedKv, event: Observed) -> Step:
+    step = engine.step(event)
+    kv.observe(event, step)
+    return step
+
+
+def run_to_end(engine: Engine, kv: TaggedKv) -> list[Step]:
+    """Launch while it launches, then collect, until nothing is in flight."""
+    steps = []
+    for _ in range(1000):
+        steps.append(fold(engine, kv, LaneReady(engine.now_us)))
+        while steps[-1].launched() is not None:
+            steps.append(fold(engine, kv, LaneReady(engine.now_us)))
+        if not kv.stream:
+            return steps
+        steps.append(fold(engine, kv, kv.finished(engine.now_us)))
+    raise AssertionError("the run did not come to an end")
+
+
+# ------------------------------------------------------------------------------------------- facts that cannot be
+
+TWO_TOKENS = np.zeros(2, np.int32).tobytes()
+
+IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
+    "time runs backwards": (LaneReady(99), "time ran backwards: 99 us after 100 us"),
+    "a result nobody launched": (BatchFinished(100, 2, TWO_TOKENS), "batch 2 finished, but batch 1 is next in flight"),
+    "a result that came already": (BatchFinished(100, 0, TWO_TOKENS), "batch 0 finished, but batch 1 is next"),
+    "too few tokens": (BatchFinished(100, 1, TWO_TOKENS[4:]), "batch 1 has 4 bytes of tokens, expected 8"),
+    "too many tokens": (BatchFinished(100, 1, TWO_TOKENS * 2), "batch 1 has 16 bytes of tokens, expected 8"),
+    "tokens of a failed batch": (BatchFinished(100, 1, TWO_TOKENS, error="lost"), "expected 0"),
+    "a request id again": (arrived(1, time_us=100), "request id 1 does not increase after 1"),
+    "a request id below": (arrived(0, time_us=100), "request id 0 does not increase after 1"),
+    "a microbatch": (LaneReady(100, microbatch=1), "no pipeline stages"),
+    "GrammarReady": (GrammarReady(100, b""), "GrammarReady belongs to a feature"),
+    "AdapterLoaded": (AdapterLoaded(100, "x", 1), "AdapterLoaded belongs to a feature"),
+    "TransferAdvanced": (TransferAdvanced(100, 1, "x", 0, 0, "done"), "TransferAdvanced belongs to a feature"),
+    "HostCopyFinished": (HostCopyFinished(100, 1, 1), "HostCopyFinished belongs to a feature"),
+    "PrefetchFinished": (PrefetchFinished(100, 1, 1), "PrefetchFinished belongs to a feature"),
+    "MediaEncoded": (MediaEncoded(100, b""), "MediaEncoded belongs to a feature"),
+    "RanksAgreed": (RanksAgreed(100, 0, ()), "RanksAgreed belongs to a feature"),
+    "ExpertLoadMeasured": (ExpertLoadMeasured(100, 1, b""), "ExpertLoadMeasured belongs to a feature"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_fact_is_refused_and_changes_nothing(name: str) -> None:
+    event, message = IMPOSSIBLE[name]
+    engine, _ = decoding()
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError, match=message):
+        engine.step(event)
+    assert snapshot.dump(engine) == before
+
+
+def test_result_of_an_older_generation_changes_nothing_but_the_clock() -> None:
+    engine, _ = decoding()
+    engine.step(EngineRestarted(100, generation=1))
+    step = engine.step(BatchFinished(101, 1, TWO_TOKENS, generation=0))
+    assert not step.decided
+    assert not step.commands
+    assert engine.now_us == 101
+
+
+def test_late_cancel_of_an_unknown_id_is_ignored() -> None:
+    engine, _ = decoding()
+    step = engine.step(RequestCancelled(100, 77))
+    assert not step.decided
+    assert not step.commands
+
+
+# ------------------------------------------------------------------------------------------------- admission
+
+
+def test_refused_admission_leaves_no_trace() -> None:
+    """An engine that refuses r2, whose prefix is cached, stays equal to one that never heard of r2."""
+    config = SchedConfig(page_size=2, pages=8, overlap_depth=0)
+    cached = TokenIds(np.array([1, 2, 3, 4], np.int32).tobytes())  # the prompt of r0
+    engines = []
+    for refuses in (False, True):
+        engine, kv = Engine(config), TaggedKv(config)
+        fold(engine, kv, arrived(0, prompt=4, max_new=1))
+        run_to_end(engine, kv)
+        fold(engine, kv, arrived(1, prompt=6, max_new=7, ignore_eos=True))
+        fold(engine, kv, LaneReady(0))
+        if refuses:
+            fold(engine, kv, msgspec.structs.replace(arrived(2, max_new=6), prompt=cached))
+        for _ in range(3):
+            fold(engine, kv, kv.finished(0))
+            step = fold(engine, kv, LaneReady(0))
+            assert step.launched() is not None
+        engines.append(engine)
+    without, refusing = engines
+    assert refusing.deferred == (2, "kv_budget")
+    assert traces(refusing) == traces(without)
+
+
+def traces(engine: Engine) -> list[object]:
+    """All that an admission changes."""
+    assert engine.radix is not None
+    return [
+        engine.pool.dump(),
+        engine.radix.dump(),
+        engine.table.free_rows,
+        engine.positions.tolist(),
+        [request.request_id for request in engine.cohort.requests],
+        engine.active,
+        engine.leases,
+        engine.rewrites,
+        engine.rows_taken,
+        engine.ratio.value,
+    ]
+
+
+UNSUPPORTED: dict[str, object] = {
+    "kind": "embed",
+    "grammar": Grammar("regex", "a+", b""),
+    "adapter": "law",
+    "session": "s",
+    "spans": (PromptSpan(0, 1, "image", b""),),
+    "parallel_samples": 2,
+    "priority": 0,
+    "logprob_start": 0,
+    "transfer_room": 0,
+    "prompt": TokenDigest(3, b""),
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_unsupported_field_is_rejected_by_its_name(field: str) -> None:
+    engine = Engine(CONFIG)
+    event = msgspec.structs.replace(arrived(0), **{field: UNSUPPORTED[field]})
+    step = engine.step(event)
+    (rejected,) = step.decided
+    assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "unsupported"
+    assert f"`{field}`" in rejected.message
+    assert [type(command) for command in step.commands] == [RejectRequest]
+    assert not engine.requests
+
+
+def test_unsupported_control_is_answered_with_its_name() -> None:
+    step = Engine(CONFIG).step(ControlRequested(0, 3, OpenSession("s", 100)))
+    (answer,) = step.commands
+    assert "OpenSession is not supported yet" in msgspec.structs.astuple(answer)
+
+
+# ------------------------------------------------------------------------------------------------- plans and memory
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1, 2])
+def test_plan_is_never_changed_after_its_launch(overlap_depth: int) -> None:
+    config = SchedConfig(page_size=2, pages=24, overlap_depth=overlap_depth, chunked_prefill_size=4)
+    engine, kv = Engine(config), TaggedKv(config)
+    for request_id in range(5):
+        fold(engine, kv, arrived(request_id, prompt=3 + request_id, max_new=3 + 2 * request_id))
+    run_to_end(engine, kv)
+    assert kv.forwards > 10
+    kv.check_plans_unchanged()
+
+
+def test_plan_arrays_are_not_those_the_engine_moves() -> None:
+    engine, kv = decoding()
+    plan = kv.launched[-1].plan
+    for moving in (engine.positions, engine.table.pages, engine.table.tokens):
+        for fixed in (plan.starts, plan.rows, plan.deltas.pages, plan.token_ids):
+            assert not np.shares_memory(moving, fixed)
+
+
+def test_last_request_that_outgrows_the_pool_ends_with_out_of_kv() -> None:
+    config = SchedConfig(page_size=2, pages=8, overlap_depth=0, radix_cache=False)
+    engine, kv = Engine(config), TaggedKv(config)
+    fold(engine, kv, arrived(0, prompt=2, max_new=12))
+    fold(engine, kv, LaneReady(0))
+    engine.pool.alloc(6)  # somebody else's fault: entry checked against a larger pool
+    reasons = [
+        event.reason for step in run_to_end(engine, kv) for event in step.decided if isinstance(event, RequestFinished)
+    ]
+    assert reasons == ["out_of_kv"]
+    assert not engine.requests
+
+    fold(engine, kv, arrived(1, prompt=2, max_new=2))  # and the engine lives
+    steps = run_to_end(engine, kv)
+    assert any(isinstance(command, FinishRequest) for step in steps for command in step.commands)
+
+
+# ------------------------------------------------------------------------------------------------- snapshots
+
+
+def events_of_a_busy_run() -> tuple[SchedConfig, list[Observed]]:
+    """A recorded run with chunks, stops, a cancel, a retraction and a restart."""
+    config = SchedConfig(page_size=2, pages=20, overlap_depth=2, chunked_prefill_size=4, retract_every=5)
+    engine, kv = Engine(config), TaggedKv(config)
+    events: list[Observed] = []
+
+    def take(event: Observed) -> Step:
+        events.append(event)
+        return fold(engine, kv, event)
+
+    for request_id in range(6):
+        take(arrived(request_id, prompt=2 + 2 * request_id, max_new=4 + request_id, stream=request_id % 2 == 0))
+    for turn in range(120):
+        take(LaneReady(turn))
+        if turn % 2 and kv.stream:
+            take(kv.finished(turn))
+        if turn == 9:
+            take(RequestCancelled(turn, 2))
+        if turn == 15:
+            take(EngineRestarted(turn, 1))
+    assert not engine.requests
+    return config, events
+
+
+def test_restored_engine_goes_on_with_equal_digests_from_every_point() -> None:
+    config, events = events_of_a_busy_run()
+    engine = Engine(config)
+    dumps, digests = [], []
+    for event in events:
+        dumps.append(snapshot.dump(engine))
+        digests.append(engine.step(event).digest)
+    for point in range(0, len(events), 7):
+        restored = snapshot.restore(dumps[point])
+        assert snapshot.dump(restored) == dumps[point]
+        assert [restored.step(event).digest for event in events[point:]] == digests[point:]
+
+
+def test_equal_events_give_equal_steps() -> None:
+    config, events = events_of_a_busy_run()
+    one, other = Engine(config), Engine(config)
+    for event in events:
+        assert one.step(event).digest == other.step(event).digest
+    assert snapshot.dump(one) == snapshot.dump(other)
+
+
+def test_streams_have_neither_gap_nor_double() -> None:
+    config, events = events_of_a_busy_run()
+    engine = Engine(config)
+    sent: dict[int, int] = {}
+    for event in events:
+        for command in engine.step(event).commands:
+            if isinstance(command, StreamTokens):
+                columns = (command.request_ids, command.offsets, command.token_counts)
+                for request_id, offset, count in zip(*(column.tolist() for column in columns), strict=True):
+                    assert offset == sent.get(request_id, 0)
+                    sent[request_id] = offset + count
+            if isinstance(command, FinishRequest):
+                assert command.output_tokens >= sent.get(command.request_id, 0)
+                if command.reason == "length":
+                    assert command.output_tokens == sent[command.request_id]
+
+
+def test_bytes_that_are_no_snapshot_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a snapshot"):
+        snapshot.restore(b"\x93\x01\x02")
+
+
+def test_fact_refused_on_an_idle_device_changes_nothing_either() -> None:
+    engine = Engine(CONFIG)
+    engine.step(LaneReady(5))
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError):
+        engine.step(GrammarReady(6, b""))
+    assert snapshot.dump(engine) == before
+
+
+@pytest.mark.parametrize("field", ["invalid", "text_stops"])
+def test_result_for_a_row_that_does_not_sample_is_refused(field: str) -> None:
+    engine, _ = decoding()
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError):
+        engine.step(msgspec.structs.replace(BatchFinished(100, 1, TWO_TOKENS), **{field: (2,)}))
+    assert snapshot.dump(engine) == before
+
+
+def test_restart_into_a_generation_that_was_is_refused() -> None:
+    engine, _ = decoding()
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError):
+        engine.step(EngineRestarted(100, generation=0))
+    assert snapshot.dump(engine) == before

@@ -1,0 +1,234 @@
+"""The words of render.py, for every decided event and command; scenarios show the rest."""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+import pytest
+
+from lockstep.core.commands import (
+    AfterBatch,
+    BatchPlan,
+    Command,
+    ControlAnswered,
+    FinishRequest,
+    LaunchBatch,
+    ProposeBatch,
+    RejectRequest,
+    Step,
+    StreamTokens,
+)
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.events import (
+    AdmissionDeferred,
+    BatchFinished,
+    ControlRequested,
+    Decided,
+    DecidedEvent,
+    DecodeSkipped,
+    DeferReason,
+    Drain,
+    EngineRestarted,
+    LaneReady,
+    Observed,
+    PagesEvicted,
+    PrefillCompleted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestQueued,
+    RequestRejected,
+    RequestRetracted,
+    TokenRuns,
+)
+from lockstep.core.render import (
+    Names,
+    command_line,
+    debug_header,
+    debug_line,
+    debug_text,
+    decided_line,
+    observed_line,
+    page_owner_lines,
+    plan_lines,
+    queue_line,
+    runs,
+    table_lines,
+)
+
+
+def names() -> Names:
+    known = Names()
+    for request_id, label in ((0, "a"), (1, "b"), (2, "")):
+        known.observe(arrived(request_id, label))
+    known.observe(ControlRequested(0, 4, Drain()))
+    return known
+
+
+def arrived(request_id: int, label: str = "", prompt: int = 3, max_new: int = 3) -> RequestArrived:
+    tokens = TokenRuns((10 * request_id + 1, prompt))
+    return RequestArrived(time_us=0, request_id=request_id, prompt=tokens, max_new_tokens=max_new, label=label)
+
+
+DECIDED = {
+    "queued a with 9 prompt tokens, at most 1 output token": RequestQueued(0, 0, 9, 1),
+    "rejected r2 (queue_full): too many": RequestRejected(0, 2, "queue_full", "too many"),
+    "admitted b": RequestAdmitted(0, 1, 0, 0, 9, 0),
+    "admitted b after 1.5 ms, 4 tokens cached": RequestAdmitted(0, 1, 0, 4, 9, 1500),
+    "deferred b (rows): no row is free": AdmissionDeferred(0, 1, "rows", 9, 3),
+    "prefilled a in 2 chunks": PrefillCompleted(0, 0, 2),
+    "retracted b after 5 output tokens, 3 pages back": RequestRetracted(0, 1, 5, 3, 0),
+    "retracted b after 1 output token, 1 page back, 2 tokens discarded (pause)": RequestRetracted(
+        0, 1, 1, 1, 2, "pause"
+    ),
+    "finished a with 7 output tokens (length)": RequestFinished(0, 0, "length", 7, 0),
+    "evicted 1 page (decode)": PagesEvicted(0, 1, "decode"),
+    "skipped a decode: 1 page short, 2 on the way back": DecodeSkipped(0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("text", DECIDED)
+def test_decided_event_in_one_line(text: str) -> None:
+    assert decided_line(DECIDED[text], names()) == text
+
+
+def test_every_decided_event_has_words() -> None:
+    assert {type(event) for event in DECIDED.values()} == set(typing.get_args(DecidedEvent))
+
+
+@pytest.mark.parametrize("reason", typing.get_args(DeferReason))
+def test_every_reason_to_defer_has_words(reason: DeferReason) -> None:
+    assert decided_line(AdmissionDeferred(0, 0, reason), names()).startswith(f"deferred a ({reason}): ")
+
+
+def plan(**fields: object) -> BatchPlan:
+    values: dict[str, typing.Any] = {
+        "batch_id": 8,
+        "mode": "decode",
+        "rows": np.array([0, 3], np.int32),
+        "request_ids": np.array([0, 1], np.int64),
+        "starts": np.array([12, 4], np.int32),
+        "stops": np.array([13, 5], np.int32),
+        "sample_rows": np.array([0, 1], np.int32),
+    }
+    return BatchPlan(**(values | fields))
+
+
+COMMANDS: dict[str, Command] = {
+    "launch b8 decode a[12:13] b[4:5]": LaunchBatch(plan()),
+    "launch b8 decode a[12:13] b[4:5], sampling deferred": LaunchBatch(plan(), sample="deferred"),
+    "launch b8 decode a[12:13] b[4:5], samples b": LaunchBatch(plan(sample_rows=np.array([1], np.int32))),
+    "launch b8 decode a[12:13] b[4:5], samples nobody": LaunchBatch(plan(sample_rows=np.array([], np.int32))),
+    "stream a 3: 7..8, r2 0: 5": StreamTokens(
+        np.array([0, 2], np.int64),
+        np.array([3, 0], np.int32),
+        np.array([2, 1], np.int32),
+        np.array([7, 8, 5], np.int32),
+    ),
+    "close a (stop)": FinishRequest(0, "stop", 3, 4, 0),
+    "refuse b (too_long)": RejectRequest(1, "too_long", "far too long"),
+    "answered drain 4: done": ControlAnswered(4, True),
+    "answered control 5: refused, not idle": ControlAnswered(5, False, "not idle"),
+    "ProposeBatch(round=1, counts=(3, 1, 1, 0))": ProposeBatch(1, (3, 1, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_command_in_one_line(text: str) -> None:
+    assert command_line(COMMANDS[text], names()) == text
+
+
+OBSERVED: dict[str, Observed] = {
+    "arrived a": arrived(0),
+    "cancelled b": RequestCancelled(0, 1),
+    "batch b3 finished": BatchFinished(0, 3),
+    "batch b3 finished with error: lost": BatchFinished(0, 3, error="lost"),
+    "asked drain 4": ControlRequested(0, 4, Drain()),
+    "restarted as generation 2": EngineRestarted(0, 2),
+    "LaneReady(time_us=0, microbatch=0)": LaneReady(0),
+}
+
+
+@pytest.mark.parametrize("text", OBSERVED)
+def test_observed_event_in_one_line(text: str) -> None:
+    assert observed_line(OBSERVED[text], names()) == text
+
+
+def test_plan_that_starts_after_a_batch_says_so() -> None:
+    waiting = plan(starts_after=(AfterBatch(index=1, batch_id=7, row=3),))
+    assert "  row 3 starts where b7 leaves row 3" in plan_lines(waiting, names())
+
+
+def test_numbers_are_shown_as_runs_and_long_lists_are_cut() -> None:
+    assert runs([1, 2, 3, 7, 9, 10]) == "1..3 7 9..10"
+    assert runs([]) == ""
+    assert runs(range(0, 100, 2)) == "0 2 4 6 8 10 12 14 and 42 more"
+
+
+# ------------------------------------------------------------------------------------------------- watch it think
+
+
+def engine_with(*requests: RequestArrived) -> tuple[Engine, list[str]]:
+    """An engine with these requests waiting, and the debug lines of a run of it."""
+    engine = Engine(SchedConfig(page_size=2, pages=8, overlap_depth=0, max_running_requests=2))
+    for event in requests:
+        engine.step(event)
+    lines = []
+    for turn in range(20):
+        ready = LaneReady(2800 * turn)
+        step = engine.step(ready)
+        lines.append(debug_line(engine, ready, step))
+        launched = step.launched()
+        if launched is None:
+            break
+        tokens = np.zeros(len(launched.sample_rows), np.int32).tobytes()
+        finished = BatchFinished(2800 * turn, launched.batch_id, tokens)
+        lines.append(debug_line(engine, finished, engine.step(finished)))
+    return engine, lines
+
+
+def test_debug_line_has_time_batch_letters_and_pages() -> None:
+    _, lines = engine_with(arrived(0, "a", max_new=2), arrived(1, "b", max_new=1), arrived(2, "c", max_new=1))
+    assert lines[0] == "     0.0  b0 extend 6t       E E w      ####.... 4/8"
+    assert lines[1].split()[1:4] == [":", ".", "w"]
+    assert lines[2].split()[:6] == ["2.8", "b1", "extend", "3t", ":", "E"]
+
+
+def test_debug_line_counts_when_there_are_too_many_to_show() -> None:
+    _, lines = engine_with(*(arrived(i, prompt=1, max_new=1) for i in range(60)))
+    assert "E2 w58" in lines[0]
+
+
+def test_debug_header_names_the_columns() -> None:
+    engine = Engine(SchedConfig())
+    for request_id, label in enumerate(["a", "b", ""]):
+        engine.step(arrived(request_id, label))
+    assert debug_header(engine, Step()).split() == ["t_ms", "batch", "a", "b", "r", "pages", "free"]
+
+
+def test_debug_levels_add_decisions_then_tables_then_pages() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=8))
+    engine.step(arrived(0, "a"))
+    event = LaneReady(0)
+    step = engine.step(event)
+    texts = [debug_text(engine, event, step, names(), level) for level in (1, 2, 3, 4)]
+    assert [len(lines) for lines in texts] == sorted({len(lines) for lines in texts})
+    assert any("admitted a" in line for line in texts[1])
+    assert any("row 0 a running" in line for line in texts[2])
+    assert any("pages of a" in line for line in texts[3])
+
+
+def test_state_of_an_empty_engine_reads_as_empty() -> None:
+    engine = Engine(SchedConfig(page_size=2, pages=4))
+    assert table_lines(engine, names()) == ["table is empty"]
+    assert queue_line(engine, names()) == "waiting nobody"
+    assert page_owner_lines(engine, names()) == ["pages of free: 0..3"]
+
+
+def test_decided_lines_never_raise_for_unknown_requests() -> None:
+    for event in DECIDED.values():
+        assert isinstance(event, Decided)
+        assert decided_line(event, Names())

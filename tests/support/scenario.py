@@ -1,0 +1,600 @@
+"""Scenarios: stories in text about one engine. This file reads them, runs them and says what came out.
+
+A scenario opens with a comment that says what it shows, then has blocks with blank lines between them. A block is
+commands, a line `----`, and what must be printed. A block without `----` is quiet set-up. Comments stay where they are.
+
+    # Both have just filled a page and none is free; b has less to lose.
+    finish 4
+    ----
+    retracted b after 5 output tokens, 3 pages back
+    launch b8 decode a[12:13]
+    pages 2/6 free
+
+Commands that are facts (each is one observed event, and `lockstep.core.invariants.check` runs after it):
+
+    config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8
+    add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
+                                  `prompt=a,9` is everything of a so far (prompt and output), then 9; other fields of
+                                  RequestArrived by name (tenant=x, adapter=y, ...)
+    step, steps 3                 LaneReady
+    collect [RESULT]              the oldest batch in flight is delivered
+    finish [N] [RESULT]           collect, then step, as a host does; N times
+    run [N]                       steps while they launch, then collect, until nothing is left; N rounds at most
+    cancel a, cancel r17          RequestCancelled, of the newest request of that name or of an id
+    at 5ms, clock 5ms             the next facts happen at 5 ms; the same and a ClockAdvanced
+    flush, drain, resume, pause [in_place|retract|cancel]        ControlRequested
+    restart                       EngineRestarted with the next generation
+    stale                         a result of the generation before arrives late
+    snapshot                      the engine is dumped, restored and goes on
+
+RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`. A token not
+given is a pure function of request and position: the third token of r0, at position 2, is 1002.
+
+Commands that print: pages, tree, table, queue, flight, owners, counts, plan (the newest). `show streams` (or queued,
+prefilled, closed, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
+
+`finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
+`finish N`.
+A block in which something happened ends with the state of the pool.
+
+Every scenario is run three times and must print the same: the device as late as it can be; as early as it can be;
+and with the engine dumped and restored before every event. At the end its events are folded once more by a new
+engine, whose digests must be the same; and an engine at rest must hold nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lockstep.core import invariants, snapshot
+from lockstep.core.commands import (
+    BatchPlan,
+    FinishRequest,
+    LaunchBatch,
+    RejectRequest,
+    Step,
+    StreamTokens,
+)
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.events import (
+    BatchFinished,
+    ClockAdvanced,
+    Control,
+    ControlRequested,
+    Decided,
+    Drain,
+    EngineRestarted,
+    Flush,
+    LaneReady,
+    Observed,
+    PagesEvicted,
+    Pause,
+    PrefillCompleted,
+    RequestArrived,
+    RequestCancelled,
+    RequestId,
+    RequestQueued,
+    Resume,
+    TokenIds,
+    TokenRuns,
+)
+from lockstep.core.render import (
+    Names,
+    command_line,
+    decided_line,
+    in_flight_lines,
+    page_owner_lines,
+    pages_line,
+    plan_lines,
+    queue_line,
+    table_lines,
+    tree_lines,
+)
+from tests.support.tagged_kv import TaggedKv, pure_token
+
+RULE = "----"
+ROUNDS_MAX = 2000
+WAITS_FOR = "waits for:"
+
+
+class ScenarioError(Exception):
+    """A scenario that cannot be read, or asks for what cannot be done. The message names the line."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+@dataclass
+class Block:
+    """Commands and what they print. `head` is everything above the rule, as written."""
+
+    head: list[str]
+    checked: bool  # it has a rule, so its output is compared
+    expected: list[str] = field(default_factory=list)
+    line: int = 1  # of its first line in the file
+
+    def commands(self) -> Iterator[tuple[int, str]]:
+        for i, text in enumerate(self.head):
+            if text.strip() and not text.lstrip().startswith("#"):
+                yield self.line + i, text.strip()
+
+
+def parse(text: str) -> list[Block]:
+    """The blocks of a scenario, in order. Joining them with `unparse` gives the text back."""
+    blocks: list[Block] = []
+    lines: list[str] = []
+    first = 1
+    for number, line in enumerate([*text.rstrip("\n").split("\n"), ""], start=1):
+        if line.strip():
+            lines.append(line.rstrip())
+            continue
+        if lines:
+            if RULE in lines:
+                at = lines.index(RULE)
+                blocks.append(Block(lines[:at], True, lines[at + 1 :], first))
+            else:
+                blocks.append(Block(lines, False, [], first))
+        lines, first = [], number + 1
+    return blocks
+
+
+def unparse(blocks: list[Block]) -> str:
+    """The text of a scenario."""
+    parts = []
+    for block in blocks:
+        parts.append("\n".join([*block.head, RULE, *block.expected] if block.checked else block.head))
+    return "\n\n".join(parts) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+@dataclass
+class Result:
+    """What the device answers for one batch; the rest is made up."""
+
+    error: bool = False
+    tokens: dict[str, int] = field(default_factory=dict)
+    text_stops: list[str] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)
+
+
+class Run:
+    """One run of a scenario: a host with nothing but a stream of facts."""
+
+    def __init__(self, *, eager: bool = False, restore: bool = False, script: Run | None = None) -> None:
+        self.eager = eager
+        self.restore = restore
+        self.script = script  # an earlier run, whose tokens this one gives
+        self.decisions: list[Decided] = []
+        self.transitions: list[tuple[object, type[Decided]]] = []
+        self.events: list[Observed] = []
+        self.digests: list[bytes] = []
+        self.drawn: dict[tuple[RequestId, int], int] = dict(script.drawn) if script is not None else {}
+        self.names = Names()
+        self.ids: dict[str, RequestId] = {}
+        self.now_us = 0
+        self.next_request = 0
+        self.next_control = 0
+        self.shown: set[str] = set()
+        self.voided: list[tuple[BatchPlan, int]] = []
+        self.newest_plan: BatchPlan | None = None
+        self.started = False
+
+    def start(self, config: SchedConfig) -> None:
+        self.config = config
+        self.engine = Engine(config)
+        self.kv = TaggedKv(config, self._sample, eager=self.eager)
+        self.started = True
+
+    # ---- facts
+
+    def fold(self, event: Observed) -> Step:
+        """Give the engine one fact, and check all that can be checked about what follows."""
+        if self.restore:
+            self._snapshot()
+        states = {request_id: request.state for request_id, request in self.engine.requests.items()}
+        step = self.engine.step(event)
+        self.names.observe(event)
+        self.kv.observe(event, step)
+        self.events.append(event)
+        self.digests.append(step.digest)
+        self.decisions += step.decided
+        self._note_transitions(states, step)
+        self.newest_plan = step.launched() or self.newest_plan
+        invariants.check(self.engine)
+        return step
+
+    def _note_transitions(self, states: dict[RequestId, Any], step: Step) -> None:
+        """Which (state, decided event) pairs happened; for the test that all of TRANSITIONS is reached."""
+        from lockstep.core.requests import TRANSITIONS, RequestState
+
+        for decided in step.decided:
+            request_id = getattr(decided, "request_id", None)
+            if request_id is not None:
+                state = states.get(request_id, RequestState.ARRIVING)
+                if (state, type(decided)) in TRANSITIONS:
+                    self.transitions.append((state, type(decided)))
+                    states[request_id] = TRANSITIONS[state, type(decided)]
+
+    def _sample(self, request_id: RequestId, position: int) -> int:
+        return self.drawn.get((request_id, position), pure_token(request_id, position))
+
+    def _snapshot(self) -> None:
+        data = snapshot.dump(self.engine)
+        self.engine = snapshot.restore(data)
+        if snapshot.dump(self.engine) != data:
+            raise ScenarioError("an engine restored from a snapshot dumps to other bytes")
+
+    def collect(self, result: Result) -> Step:
+        """Deliver the oldest batch in flight."""
+        if not self.kv.stream:
+            raise ScenarioError("nothing is in flight")
+        plan = self.kv.stream[0].plan
+        samplers = [int(plan.request_ids[i]) for i in plan.sample_rows.tolist()]
+        stops = [int(plan.stops[i]) for i in plan.sample_rows.tolist()]
+        for name, token in result.tokens.items():
+            self.drawn[self.ids[name], stops[self._sampler(samplers, name, plan)]] = token
+        event = self.kv.finished(self.now_us, error="the device is lost" if result.error else "")
+        event = msgspec.structs.replace(
+            event,
+            text_stops=tuple(self._sampler(samplers, name, plan) for name in result.text_stops),
+            invalid=tuple(self._sampler(samplers, name, plan) for name in result.invalid),
+        )
+        return self.fold(event)
+
+    def _sampler(self, samplers: list[RequestId], name: str, plan: BatchPlan) -> int:
+        if name not in self.ids or self.ids[name] not in samplers:
+            raise ScenarioError(f"b{plan.batch_id}, the oldest batch in flight, samples no token for `{name}`")
+        return samplers.index(self.ids[name])
+
+    def lane_ready(self) -> Step:
+        return self.fold(LaneReady(self.now_us))
+
+    # ---- commands
+
+    def perform(self, text: str) -> list[str]:
+        """Carry out one command line; return what it prints."""
+        verb, *words = text.split()
+        if verb == "config":
+            if self.started:
+                raise ScenarioError("`config` comes once, before everything else")
+            self.start(config_of(words))
+            return []
+        if not self.started:
+            self.start(SchedConfig())
+        handler: Callable[[list[str]], list[str]] | None = getattr(self, f"do_{verb}", None)
+        if handler is None:
+            known = " ".join(sorted(name[3:] for name in dir(self) if name.startswith("do_")))
+            raise ScenarioError(f"no command `{verb}`; commands are config {known}")
+        return handler(words)
+
+    def do_add(self, words: list[str]) -> list[str]:
+        label, *settings = words
+        event = self._arrival(label, settings)
+        self.next_request = event.request_id + 1
+        self.ids[label] = event.request_id
+        return self._say(self.fold(event))
+
+    def do_step(self, words: list[str]) -> list[str]:
+        return self._say(self.lane_ready())
+
+    def do_steps(self, words: list[str]) -> list[str]:
+        return [line for _ in range(int(words[0])) for line in self._say(self.lane_ready())]
+
+    def do_collect(self, words: list[str]) -> list[str]:
+        return self._say(self.collect(result_of(words)))
+
+    def do_finish(self, words: list[str]) -> list[str]:
+        rounds = 1
+        if words and words[0].isdecimal():
+            rounds, words = int(words[0]), words[1:]
+        lines = []
+        for i in range(rounds):
+            collected, stepped = self.collect(result_of(words)), self.lane_ready()
+            lines += self._say(collected, stepped, quiet=i + 1 < rounds)
+        return lines
+
+    def do_run(self, words: list[str]) -> list[str]:
+        lines = []
+        bounded = bool(words)
+        for _ in range(int(words[0]) if words else ROUNDS_MAX):
+            steps = [self.lane_ready()]
+            while steps[-1].launched() is not None:
+                steps.append(self.lane_ready())
+            lines += self._say(*steps, quiet=True)
+            if not self.kv.stream:
+                return lines
+            lines += self._say(self.collect(Result()), quiet=True)
+        if not bounded:
+            raise ScenarioError(f"`run` did not come to an end within {ROUNDS_MAX} rounds")
+        return lines
+
+    def do_cancel(self, words: list[str]) -> list[str]:
+        (name,) = words
+        known = self.ids.get(name)
+        request_id = known if known is not None else int(name.removeprefix("r"))
+        return self._say(self.fold(RequestCancelled(self.now_us, request_id)))
+
+    def do_at(self, words: list[str]) -> list[str]:
+        self.now_us = us(words[0])
+        return []
+
+    def do_clock(self, words: list[str]) -> list[str]:
+        self.now_us = us(words[0])
+        return self._say(self.fold(ClockAdvanced(self.now_us)))
+
+    def do_flush(self, words: list[str]) -> list[str]:
+        return self._control(Flush())
+
+    def do_drain(self, words: list[str]) -> list[str]:
+        return self._control(Drain())
+
+    def do_resume(self, words: list[str]) -> list[str]:
+        return self._control(Resume())
+
+    def do_pause(self, words: list[str]) -> list[str]:
+        return self._control(msgspec.convert(["Pause", *words], Pause))
+
+    def do_restart(self, words: list[str]) -> list[str]:
+        self.voided = [(launched.plan, self.engine.generation) for launched in self.kv.stream]
+        return self._say(self.fold(EngineRestarted(self.now_us, self.engine.generation + 1)))
+
+    def do_stale(self, words: list[str]) -> list[str]:
+        plan, generation = self.voided.pop(0)
+        tokens = np.zeros(len(plan.sample_rows), np.int32).tobytes()
+        return self._say(self.fold(BatchFinished(self.now_us, plan.batch_id, tokens, generation=generation)))
+
+    def do_snapshot(self, words: list[str]) -> list[str]:
+        self._snapshot()
+        return []
+
+    def do_show(self, words: list[str]) -> list[str]:
+        self.shown |= set(words)
+        return []
+
+    def do_hide(self, words: list[str]) -> list[str]:
+        self.shown -= set(words)
+        return []
+
+    def do_pages(self, words: list[str]) -> list[str]:
+        return [pages_line(self.engine)]
+
+    def do_owners(self, words: list[str]) -> list[str]:
+        return page_owner_lines(self.engine, self.names)
+
+    def do_tree(self, words: list[str]) -> list[str]:
+        return tree_lines(self.engine.radix)
+
+    def do_table(self, words: list[str]) -> list[str]:
+        return table_lines(self.engine, self.names)
+
+    def do_queue(self, words: list[str]) -> list[str]:
+        return [queue_line(self.engine, self.names)]
+
+    def do_flight(self, words: list[str]) -> list[str]:
+        return in_flight_lines(self.engine, self.names)
+
+    def do_plan(self, words: list[str]) -> list[str]:
+        return plan_lines(self.newest_plan, self.names) if self.newest_plan is not None else ["plan none yet"]
+
+    def do_counts(self, words: list[str]) -> list[str]:
+        cached = self.engine.radix.total_pages * self.config.page_size if self.engine.radix is not None else 0
+        return [f"forwards {self.kv.forwards}, tokens cached {cached}, discarded {self.engine.tokens_discarded}"]
+
+    # ---- helpers
+
+    def _control(self, control: Control) -> list[str]:
+        event = ControlRequested(self.now_us, self.next_control, control)
+        self.next_control += 1
+        return self._say(self.fold(event))
+
+    def _arrival(self, label: str, settings: list[str]) -> RequestArrived:
+        fields: dict[str, Any] = {"prompt": TokenRuns((1, 1)), "max_new_tokens": 1, "label": label}
+        fields["request_id"] = self.next_request
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            match name:
+                case "prompt":
+                    fields["prompt"] = self._prompt(value)
+                case "max_new" | "min_new":
+                    fields[f"{name}_tokens"] = int(value)
+                case "stop":
+                    fields["stop_token_ids"] = tuple(map(int, value.split(",")))
+                case "eos":
+                    fields["ignore_eos"] = not yes(value)
+                case "stream":
+                    fields["stream"] = yes(value)
+                case "deadline" | "finish_by":
+                    fields[f"{name}_us"] = us(value)
+                case "id":
+                    fields["request_id"] = int(value)
+                case _ if name in RequestArrived.__struct_fields__:
+                    fields[name] = int(value) if value.isdecimal() else value
+                case _:
+                    raise ScenarioError(f"a request has no `{name}`")
+        return RequestArrived(time_us=self.now_us, **fields)
+
+    def _prompt(self, text: str) -> TokenRuns | TokenIds:
+        ids: list[int] = []
+        for part in text.split(",") if text != "none" else []:
+            first, dots, last = part.partition("..")
+            if part in self.ids:
+                ids += self.kv.stories[self.ids[part]].tokens
+            elif dots:
+                ids += range(int(first), int(last) + 1)
+            else:
+                ids.append(int(part))
+        return TokenIds(np.array(ids, np.int32).tobytes())
+
+    def _say(self, *steps: Step, quiet: bool = False) -> list[str]:
+        """The lines of some steps. `quiet`: leave a decode out if nothing else was decided."""
+        lines = []
+        decided = [event for step in steps for event in step.decided if self._says(event)]
+        happened = any(not isinstance(event, PagesEvicted) for event in decided)
+        for step in steps:
+            lines += [decided_line(event, self.names) for event in step.decided if self._says(event)]
+            for command in step.commands:
+                match command:
+                    case StreamTokens():
+                        visible = "streams" in self.shown
+                    case FinishRequest() | RejectRequest():
+                        visible = "closed" in self.shown
+                    case LaunchBatch(plan):
+                        visible = happened or not quiet or plan.mode != "decode"
+                    case _:
+                        visible = True
+                if visible:
+                    lines.append(command_line(command, self.names))
+        if "timers" in self.shown and steps[-1].wake_at_us is not None:
+            lines.append(f"wake at {steps[-1].wake_at_us / 1000:g} ms")
+        return lines
+
+    def _says(self, decided: Decided) -> bool:
+        match decided:
+            case RequestQueued():
+                asked = next(
+                    event.max_new_tokens
+                    for event in reversed(self.events)
+                    if isinstance(event, RequestArrived) and event.request_id == decided.request_id
+                )
+                return decided.max_new_tokens != asked or "queued" in self.shown
+            case PrefillCompleted():
+                return "prefilled" in self.shown
+        return True
+
+
+def play(blocks: list[Block], run: Run) -> list[list[str]]:
+    """Run all blocks; return what each printed. Raises what went wrong, naming the line."""
+    printed = []
+    for block in blocks:
+        lines: list[str] = []
+        folded = len(run.events)
+        for number, command in block.commands():
+            try:
+                lines += run.perform(command)
+            except Exception as error:
+                error.add_note(f"line {number}: {command}")
+                raise
+        if len(run.events) > folded:
+            lines.append(pages_line(run.engine))
+        printed.append(lines)
+    return printed
+
+
+def check_end(run: Run) -> None:
+    """What must hold after the last block: plans untouched, nothing left at rest, and a second fold that agrees."""
+    run.kv.check_plans_unchanged()
+    if invariants.is_idle(run.engine):
+        invariants.check_quiescent(run.engine)
+    again = Engine(run.config)
+    for i, event in enumerate(run.events):
+        if again.step(event).digest != run.digests[i]:
+            raise AssertionError(f"S35: folding the events again differs at event {i}, {event}")
+
+
+def run_file(path: Path, *, update: bool = False) -> tuple[str, Run]:
+    """Run a scenario in all ways. Returns the difference from what it expects ("" if none) and the first run.
+
+    With `update`, the file is rewritten instead.
+    """
+    text = path.read_text()
+    blocks = parse(text)
+    if not blocks or not blocks[0].head[0].startswith("#"):
+        raise ScenarioError("a scenario opens with a comment that says what it shows")
+    first = Run()
+    printed = play(blocks, first)
+    check_end(first)
+    for block, lines in zip(blocks, printed, strict=True):
+        if block.checked:
+            block.expected = lines
+    fresh = unparse(blocks)
+    for other in (Run(eager=True, script=first), Run(restore=True)):
+        how = "the device as early as can be" if other.eager else "the engine dumped and restored before every event"
+        differs = diff(fresh, _played(parse(text), other), "once", how)
+        if differs:
+            raise AssertionError(f"the same facts, with {how}, print something else:\n{differs}")
+    if update:
+        if fresh != text:
+            path.write_text(fresh)
+        return "", first
+    return diff(text, fresh, str(path), "what came out"), first
+
+
+def _played(blocks: list[Block], run: Run) -> str:
+    for block, lines in zip(blocks, play(blocks, run), strict=True):
+        if block.checked:
+            block.expected = lines
+    check_end(run)
+    return unparse(blocks)
+
+
+def diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """A unified diff with whole blocks around each change; "" if there is none."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm="", n=6)
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def config_of(words: list[str]) -> SchedConfig:
+    """SchedConfig from `name=value` words."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in SchedConfig.__struct_fields__:
+            raise ScenarioError(f"SchedConfig has no `{name}`")
+        if name == "eos_token_ids":
+            values[name] = tuple(map(int, value.split(",")))
+        elif name.endswith("_us"):
+            values[name] = us(value)
+        elif value in ("yes", "no"):
+            values[name] = yes(value)
+        elif value == "none":
+            values[name] = None
+        elif name == "schedule_conservativeness":
+            values[name] = float(value)
+        else:
+            values[name] = int(value) if value.isdecimal() else value
+    return SchedConfig(**values)
+
+
+def result_of(words: list[str]) -> Result:
+    """Result from the words behind `collect` or `finish`."""
+    result = Result()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word == "error":
+            result.error = True
+        elif name == "text_stop":
+            result.text_stops.append(value)
+        elif name == "invalid":
+            result.invalid.append(value)
+        elif equals:
+            result.tokens[name] = int(value)
+        elif word != "tokens":
+            raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, invalid=a")
+    return result
+
+
+def us(text: str) -> int:
+    """Microseconds from `5ms`, `5us` or `2s`."""
+    for unit, factor in (("ms", 1000), ("us", 1), ("s", 1_000_000)):
+        if text.endswith(unit):
+            return round(float(text.removesuffix(unit)) * factor)
+    raise ScenarioError(f"`{text}` is no time; write 5ms, 5us or 2s")
+
+
+def yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ScenarioError(f"expected yes or no, got `{text}`")
+    return text == "yes"
