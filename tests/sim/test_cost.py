@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,23 +49,21 @@ def shapes(draw: st.DrawFn) -> BatchShape:
 def test_more_work_is_never_faster(name: str, shape: BatchShape, new: int, context: int) -> None:
     cost = MODELS[name]
     before = cost.batch_us(shape).mean_us
-    one_more_decode = replace(
-        shape,
+    one_more_decode = shape._replace(
         decode_rows=shape.decode_rows + 1,
         decode_context_tokens=shape.decode_context_tokens + context,
         sampled_rows=shape.sampled_rows + 1,
     )
-    one_more_extend = replace(
-        shape,
+    one_more_extend = shape._replace(
         extend_rows=shape.extend_rows + 1,
         extend_tokens=shape.extend_tokens + new,
         extend_context_tokens=shape.extend_context_tokens + context,
         extend_pairs=shape.extend_pairs + new * context + new * (new + 1) // 2,
     )
-    for more in (one_more_decode, one_more_extend, replace(shape, sampled_rows=shape.sampled_rows + 1)):
+    for more in (one_more_decode, one_more_extend, shape._replace(sampled_rows=shape.sampled_rows + 1)):
         assert cost.batch_us(more).mean_us >= before * (1 - 1e-12)
     if shape.decode_rows:
-        longer = replace(shape, decode_context_tokens=shape.decode_context_tokens + context)
+        longer = shape._replace(decode_context_tokens=shape.decode_context_tokens + context)
         assert cost.batch_us(longer).mean_us >= before * (1 - 1e-12)
 
 
@@ -81,7 +78,7 @@ def test_terms_sum_to_the_batch(name: str, shape: BatchShape) -> None:
 @given(st.sampled_from(KINDS), shapes(), st.sampled_from((1, 2, 4)))
 def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp: int) -> None:
     model, gpu = load_model(name), load_gpu("h100")
-    silent = replace(shape, sampled_rows=0)
+    silent = shape._replace(sampled_rows=0)
     few, many = (roofline(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
     for terms in (few, many):
         terms.pop("launch", None)
@@ -92,8 +89,7 @@ def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp:
 def test_a_mixed_batch_reads_the_weights_once() -> None:
     cost = MODELS["qwen3-8b"]
     extend, decode = extend_shape(64, 1000), decode_shape(32, 1000)
-    mixed = replace(
-        decode,
+    mixed = decode._replace(
         extend_rows=1,
         extend_tokens=extend.extend_tokens,
         extend_context_tokens=extend.extend_context_tokens,

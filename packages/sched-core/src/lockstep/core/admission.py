@@ -50,10 +50,10 @@ class NewTokenRatio:
         self.value = self.initial
 
 
-def running_reserve(remaining: NDArray[np.int32], ignores_eos: NDArray[np.bool_], ratio: float) -> int:
-    """Tokens that running requests will still want: int32 [n] still to come, bool [n] whether they run to the limit."""
-    clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS)
-    certain = int(clipped[ignores_eos].sum())
+def running_reserve(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
+    """Tokens that running requests will still want: int32 [n] still to come; [n] 1 for those that run to the limit."""
+    clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS).astype(np.int64)
+    certain = int(clipped @ ignores_eos)
     return certain + int((int(clipped.sum()) - certain) * ratio)
 
 

@@ -380,8 +380,10 @@ class Engine:
         if self.prefilling is None and (not self.waiting or self.batch_is_full):
             return None
         config = self.config
-        remaining = self.cohort.limits - self.positions - 1
-        reserve = running_reserve(remaining, self.cohort.ignores_eos, self.ratio.value)
+        reserve = 0
+        if self.waiting and self.cohort.size:
+            remaining = self.cohort.limits - self.positions - 1
+            reserve = running_reserve(remaining, self.cohort.ignores_eos, self.ratio.value)
         available = self.available_pages * config.page_size
         budget = PrefillBudget(
             available, reserve, config.max_prefill_tokens, config.chunked_prefill_size, config.page_size
@@ -507,7 +509,7 @@ class Engine:
         starts = np.array([part.start for part in parts], np.int32)
         stops = np.array([part.stop for part in parts], np.int32)
         sampling = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
-        samplers = Cohort.of([requests[i] for i in sampling])
+        samplers = Cohort.of([requests[i] for i in sampling]) if sampling else EMPTY_COHORT
         sample_rows = np.array(sampling, np.int32)
         plan = self._plan(
             "extend",
@@ -952,10 +954,11 @@ def sent_by(outputs: int, every: int) -> int:
 
 def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
     """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
-    rows = [np.full(rewrite.pages.size, rewrite.row, np.int32) for rewrite in rewrites]
+    rows = np.array([rewrite.row for rewrite in rewrites], np.int32)
+    sizes = [rewrite.pages.size for rewrite in rewrites]
     index = [np.arange(r.first, r.first + r.pages.size, dtype=np.int32) for r in rewrites]
     return PageDeltas(
-        np.concatenate((*rows, deltas.rows)),
+        np.concatenate((rows.repeat(sizes), deltas.rows)),
         np.concatenate((*index, deltas.index)),
         np.concatenate((*(rewrite.pages for rewrite in rewrites), deltas.pages)),
     )

@@ -12,6 +12,7 @@ together, whose facts are columns in batch order, so that one decode step costs 
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -251,6 +252,7 @@ class Cohort:
     __slots__ = (
         "every",
         "everyone",
+        "facts",
         "ignores_eos",
         "limits",
         "min_new",
@@ -264,50 +266,38 @@ class Cohort:
         "stops",
     )
 
-    def __init__(
-        self,
-        requests: list[Request],
-        rows: Int32s,
-        request_ids: Int64s,
-        prompts: Int32s,
-        limits: Int32s,
-        min_new: Int32s,
-        every: Int32s,
-        ignores_eos: NDArray[np.bool_],
-        stops: Int32s,
-    ) -> None:
+    def __init__(self, requests: list[Request], request_ids: Int64s, facts: Int32s, stops: Int32s) -> None:
         self.requests = requests
         self.size = len(requests)
-        self.rows = rows
         self.request_ids = request_ids
-        self.prompts = prompts
-        self.limits = limits  # positions of prompt and output together at which each ends by length
-        self.min_new = min_new
-        self.every = every  # tokens between messages; negative: the request does not stream, see streaming_due
-        self.ignores_eos = ignores_eos
+        self.facts = facts  # [6, size]; the columns below are its lines
+        self.rows: Int32s = facts[0]
+        self.prompts: Int32s = facts[1]
+        self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
+        self.min_new: Int32s = facts[3]
+        self.every: Int32s = facts[4]  # tokens between messages; negative: the request does not stream, see sent_by
+        self.ignores_eos: Int32s = facts[5]  # 0 or 1
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
-        self.steady = bool((every == 1).all())  # each streams every token: one message a step, no arithmetic
-        self.everyone: Int32s = np.arange(self.size, dtype=np.int32)
-        self.ones: Int32s = np.ones(self.size, np.int32)
+        self.steady = all(r.streams and r.stream_every == 1 for r in requests)  # a message for every token of each
+        self.everyone: Int32s = _counting(self.size)
+        self.ones: Int32s = _ones(self.size)
 
     @staticmethod
     def of(requests: list[Request]) -> Cohort:
         """Gather the columns of these requests, in this order."""
-        size = len(requests)
-        widest = max((len(r.stop_token_ids) for r in requests), default=0)
-        stops = np.full((size, widest), NO_TOKEN, np.int32)
-        for i, request in enumerate(requests):
-            stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
+        facts = [
+            [r.row for r in requests],
+            [r.prompt_tokens for r in requests],
+            [r.limit for r in requests],
+            [r.min_new_tokens for r in requests],
+            [r.stream_every if r.streams else -r.stream_every for r in requests],
+            [r.ignore_eos for r in requests],
+        ]
         return Cohort(
             requests,
-            np.array([r.row for r in requests], np.int32),
             np.array([r.request_id for r in requests], np.int64),
-            np.array([r.prompt_tokens for r in requests], np.int32),
-            np.array([r.limit for r in requests], np.int32),
-            np.array([r.min_new_tokens for r in requests], np.int32),
-            np.array([r.stream_every if r.streams else -r.stream_every for r in requests], np.int32),
-            np.array([r.ignore_eos for r in requests], np.bool_),
-            stops,
+            np.array(facts, np.int32),
+            _stops(requests),
         )
 
     def joined_by(self, other: Cohort) -> Cohort:
@@ -317,29 +307,28 @@ class Cohort:
         widest = max(self.stops.shape[1], other.stops.shape[1])
         return Cohort(
             self.requests + other.requests,
-            np.concatenate((self.rows, other.rows)),
             np.concatenate((self.request_ids, other.request_ids)),
-            np.concatenate((self.prompts, other.prompts)),
-            np.concatenate((self.limits, other.limits)),
-            np.concatenate((self.min_new, other.min_new)),
-            np.concatenate((self.every, other.every)),
-            np.concatenate((self.ignores_eos, other.ignores_eos)),
+            np.concatenate((self.facts, other.facts), axis=1),
             np.concatenate((_padded(self.stops, widest), _padded(other.stops, widest))),
         )
 
     def only(self, keep: NDArray[np.bool_]) -> Cohort:
         """This cohort without the members where `keep` is false."""
         return Cohort(
-            [request for request, kept in zip(self.requests, keep.tolist(), strict=True) if kept],
-            self.rows[keep],
+            list(compress(self.requests, keep.tolist())),
             self.request_ids[keep],
-            self.prompts[keep],
-            self.limits[keep],
-            self.min_new[keep],
-            self.every[keep],
-            self.ignores_eos[keep],
+            self.facts.compress(keep, axis=1),
             self.stops[keep],
         )
+
+
+def _stops(requests: list[Request]) -> Int32s:
+    widest = max((len(r.stop_token_ids) for r in requests), default=0)
+    stops = np.full((len(requests), widest), NO_TOKEN, np.int32)
+    if widest:
+        for i, request in enumerate(requests):
+            stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
+    return stops
 
 
 def _padded(stops: Int32s, widest: int) -> Int32s:
@@ -348,6 +337,21 @@ def _padded(stops: Int32s, widest: int) -> Int32s:
     wider = np.full((stops.shape[0], widest), NO_TOKEN, np.int32)
     wider[:, : stops.shape[1]] = stops
     return wider
+
+
+_COUNTING: Int32s = np.arange(4096, dtype=np.int32)
+_ONES: Int32s = np.ones(4096, np.int32)
+_COUNTING.flags.writeable = _ONES.flags.writeable = False
+
+
+def _counting(size: int) -> Int32s:
+    """0, 1, 2, ... size - 1; read only."""
+    return _COUNTING[:size] if size <= _COUNTING.size else np.arange(size, dtype=np.int32)
+
+
+def _ones(size: int) -> Int32s:
+    """As many ones; read only."""
+    return _ONES[:size] if size <= _ONES.size else np.ones(size, np.int32)
 
 
 EMPTY_COHORT = Cohort.of([])

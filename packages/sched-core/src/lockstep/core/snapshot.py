@@ -18,7 +18,7 @@ from lockstep.core.engine import Engine, InFlight, Lease, Rewrite
 from lockstep.core.events import SamplingParams
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
-from lockstep.core.requests import Cohort, Request, RequestState, RequestTable
+from lockstep.core.requests import EMPTY_COHORT, Cohort, Request, RequestState, RequestTable
 
 SNAPSHOT_FORMAT = 1
 
@@ -86,11 +86,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     rows_taken: tuple[RowTaken, ...]
     ending: list[int]
     dead: list[int]
-    prompts: bytes
-    limits: bytes
-    min_new: bytes
-    every: bytes
-    ignores_eos: bytes
+    sampler_facts: bytes
     stop_tokens: bytes
     stops_per_row: int
 
@@ -286,11 +282,7 @@ def _batch_image(batch: InFlight) -> BatchImage:
         rows_taken=plan.rows_taken,
         ending=batch.ending,
         dead=batch.dead,
-        prompts=samplers.prompts.tobytes(),
-        limits=samplers.limits.tobytes(),
-        min_new=samplers.min_new.tobytes(),
-        every=samplers.every.tobytes(),
-        ignores_eos=samplers.ignores_eos.tobytes(),
+        sampler_facts=samplers.facts.tobytes(),
         stop_tokens=samplers.stops.tobytes(),
         stops_per_row=samplers.stops.shape[1],
     )
@@ -321,13 +313,8 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
     )
     samplers = Cohort(
         [requests[i] for i in sample_rows.tolist()],
-        rows[sample_rows],
         request_ids[sample_rows],
-        np.frombuffer(image.prompts, np.int32),
-        np.frombuffer(image.limits, np.int32),
-        np.frombuffer(image.min_new, np.int32),
-        np.frombuffer(image.every, np.int32),
-        np.frombuffer(image.ignores_eos, np.bool_),
+        np.frombuffer(image.sampler_facts, np.int32).reshape(-1, len(sample_rows)) if len(sample_rows) else NO_FACTS,
         np.frombuffer(image.stop_tokens, np.int32).reshape(len(sample_rows), image.stops_per_row),
     )
     batch = InFlight(plan, requests, samplers, image.ending)
@@ -340,8 +327,11 @@ def _gone() -> Request:
     request.row = -1
     request.state = RequestState.FINISHED
     request.label, request.request_id = "gone", -1
+    request.streams, request.stream_every = True, 1
     return request
 
+
+NO_FACTS = EMPTY_COHORT.facts
 
 GONE = _gone()
 """Stands for requests that ended while a batch or a lease still names their row."""

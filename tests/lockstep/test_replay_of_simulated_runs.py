@@ -1,0 +1,123 @@
+"""A journal written by the simulator replays decision for decision, and is the same journal wherever it is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simpy import Environment
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.replay import fold, replay
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost import CpuModel, roofline
+from lockstep.sim.host import Arrivals, EngineHost
+from lockstep.sim.metrics import MetricsFold, RunData
+from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.workload import open_workload
+
+WORKLOAD = (
+    "gen:n=120,rate=40,turns=uniform:1:3,think=lognormal:200ms:1,shared_prefix=128x3,input=lognormal:150:0.8,"
+    "output=lognormal:40:0.8,max_total=1500"
+)
+TINY = {"pages": 120, "max_running_requests": 24, "schedule_conservativeness": 0.1}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "overlap 0": {"overlap_depth": 0},
+    "overlap 1": {"overlap_depth": 1},
+    "overlap 2": {"overlap_depth": 2},
+    "page 1": {"page_size": 1},
+    "lpm, small chunks": {"schedule_policy": "lpm", "chunked_prefill_size": 128, "max_prefill_tokens": 256},
+    "no radix cache": {"radix_cache": False},
+    "tiny pool": TINY,
+    "tiny pool, overlap 0, page 1": {**TINY, "pages": 1920, "page_size": 1, "overlap_depth": 0},
+    "tiny pool, overlap 2, front": {**TINY, "overlap_depth": 2, "retracted_requeue": "front"},
+    "forced retractions": {"retract_every": 7},
+    "timeouts": {"max_running_requests": 3, "waiting_timeout_us": 400_000, "running_timeout_us": 900_000},
+    "queue limit, long intervals": {"max_running_requests": 3, "max_queued_requests": 4, "stream_interval": 8},
+}
+
+
+def scenario(settings: dict[str, Any], **more: Any) -> Scenario:
+    return Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings=settings, **more)
+
+
+def measured_again(folder: Path, pages: int) -> RunData:
+    """The metrics of a journal, from nothing but the journal."""
+    metrics = MetricsFold(kv_pages=pages)
+    for event, step in fold(folder):
+        metrics.observe(event, step)
+    return metrics.result()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_simulated_runs_replay_strictly(name: str, tmp_path: Path) -> None:
+    run = simulate(assemble(scenario(CONFIGS[name]), environ={}), folder=tmp_path, check_every=101)
+    requests = run.data.summary["requests"]
+    assert requests["arrived"] + run.never_sent == 120
+    assert requests["unfinished"] == 0
+    done = replay(tmp_path)
+    assert done.batches == run.batches
+    assert done.tail is not None
+    assert done.tail.closed
+    assert done.digest
+    if name.startswith(("tiny", "forced")):
+        assert run.data.summary["scheduler"]["retractions"] > 0
+    if name.startswith("timeouts"):
+        assert requests["failed"] > 0
+
+    # What a fold over the journal measures is what was measured live, but for what only the host knows.
+    again = measured_again(tmp_path, run.setup.config.pages).summary
+    for part in ("requests", "latency", "throughput", "cache", "device"):
+        assert again[part] == run.data.summary[part]
+
+
+def test_early_ends_replay_strictly(tmp_path: Path) -> None:
+    run = simulate(assemble(scenario({"overlap_depth": 2}, max_new_tokens=400), environ={}), folder=tmp_path)
+    assert run.data.summary["requests"]["by_finish_reason"] == {"stop": 120}
+    assert replay(tmp_path).batches == run.batches
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_cancelled_requests_replay_strictly(depth: int, tmp_path: Path) -> None:
+    config = SchedConfig(overlap_depth=depth, pages=200)
+    turns = open_workload(WORKLOAD, seed=7).turns
+    env = Environment()
+    with JournalWriter.create(tmp_path, JournalHeader(config=config)) as journal:
+        host = EngineHost(
+            env,
+            Engine(config),
+            Arrivals(turns, {turn.index: 3000 * (turn.index % 40) for turn in turns if turn.index % 3 == 0}),
+            roofline(load_model("qwen3-0.6b"), load_gpu("h200")),
+            CpuModel(),
+            journal,
+            MetricsFold(kv_pages=config.pages),
+        )
+        env.process(host.run())
+        env.run()
+    assert replay(tmp_path).digest == host.engine.digest
+    reasons = measured_again(tmp_path, config.pages).summary["requests"]["by_finish_reason"]
+    assert reasons["cancelled"] > 5
+    assert reasons["length"] > 5
+
+
+def test_journals_are_equal_byte_by_byte_whatever_the_hash_seed(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from lockstep.sim.simulate import Scenario, assemble, simulate;"
+        f"setup = assemble(Scenario(model='qwen3-0.6b', gpu='h200', workload={WORKLOAD!r}, settings={TINY!r}));"
+        "simulate(setup, folder=Path(sys.argv[1]))"
+    )
+    journals = []
+    for seed in ("1", "4242"):
+        folder = tmp_path / seed
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", program, str(folder)], check=True, env=environment)
+        journals.append([path.read_bytes() for path in sorted((folder / "journal").iterdir())])
+        assert replay(folder).steps > 1000
+    assert journals[0] == journals[1]

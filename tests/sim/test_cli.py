@@ -1,0 +1,325 @@
+"""`lockstep simulate` and `lockstep demo`: what they print, write, refuse, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.journal import EndRecord, read_journal
+from lockstep.core.replay import replay
+from lockstep.sim import demo as demo_module
+from lockstep.sim.cli import SCHEDULER_OPTIONS, simulate
+from lockstep.sim.demo import answer, demo
+
+BASE = ["--model", "qwen3-0.6b", "--gpu", "h200"]
+SMALL = [*BASE, "--workload", "gen:n=20,rate=50,input=fixed:64,output=fixed:8"]
+FILES = {"journal", "metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html"}
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(simulate, arguments, env=env)
+
+
+def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
+    """The message of a command line that cannot work."""
+    result = run(*arguments, env=env)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def about(*arguments: str, env: dict[str, str] | None = None) -> dict[str, object]:
+    result = run(*arguments, "--json", env=env)
+    assert result.exit_code == 0, result.output
+    described = json.loads(result.stdout)["about"]
+    assert isinstance(described, dict)
+    return described
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def test_a_run_folder_has_everything_and_its_journal_replays(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = run(*SMALL, "--slo", "ttft_p99=500ms", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == FILES
+    first = result.stderr.splitlines()[0]
+    assert first.startswith("seed 7, lockstep ")
+    assert str(out / "journal") in first
+    assert "TTFT" in result.stdout
+    assert "ttft_p99=500ms" in result.stdout
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["requests"]["completed"] == 20
+    assert metrics["about"]["interrupted"] is False
+    done = replay(out)
+    assert done.batches == metrics["device"]["batches"]
+    assert done.tail is not None
+    assert done.tail.closed
+
+
+def test_json_is_metrics_json_and_nothing_else_is_on_stdout(tmp_path: Path) -> None:
+    result = run(*SMALL, "--json", "--out", str(tmp_path / "run"))
+    assert json.loads(result.stdout) == json.loads((tmp_path / "run" / "metrics.json").read_text())
+
+
+def test_without_out_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*SMALL).exit_code == 0
+    assert not any(tmp_path.iterdir())
+
+
+def test_files_that_are_not_wanted_are_not_written(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(*SMALL, "--out", str(out), "--no-report", "--no-trace", "--no-requests").exit_code == 0
+    assert {path.name for path in out.iterdir()} == {"journal", "metrics.json"}
+
+
+def test_equal_command_lines_give_equal_journals_and_metrics(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        assert run(*SMALL, "--out", str(folder)).exit_code == 0
+    for name in ("journal/00000000.log", "metrics.json", "requests.csv", "trace.json.gz"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_rejected_and_clamped_requests_are_counted_in_words() -> None:
+    workload = "gen:n=40,rate=50,input=uniform:100:300,output=fixed:100"
+    result = run(*BASE, "--workload", workload, "--context-tokens-max", "250")
+    assert result.exit_code == 0
+    assert "of 40 requests: too_long " in result.stdout
+    assert "(context 250 tokens)" in result.stdout
+    assert "clamped " in result.stdout
+
+
+def test_the_recorded_command_runs_the_same_again() -> None:
+    options = [
+        *SMALL, "--rate", "30", "--limit", "10", "--seed", "3", "--tp", "2", "--max-new-tokens", "5",
+        "--slo", "ttft=1s", "--chunked-prefill-size", "none", "--no-radix-cache", "--waiting-timeout", "3s",
+        "--schedule-conservativeness", "0.5", "--eos-token-id", "7", "--eos-token-id", "8", "--pages", "500",
+    ]  # fmt: skip
+    first = about(*options)
+    command = shlex.split(str(first["command"]))
+    assert command[:2] == ["lockstep", "simulate"]
+    assert about(*command[2:]) == first
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_every_scheduler_setting_has_an_option() -> None:
+    assert [field for field, _, _ in SCHEDULER_OPTIONS] == [field.name for field in msgspec.structs.fields(SchedConfig)]
+
+
+def test_settings_reach_the_scheduler() -> None:
+    options = [
+        "--overlap-depth",
+        "2",
+        "--page-size",
+        "32",
+        "--running-timeout",
+        "10min",
+        "--chunked-prefill-size",
+        "none",
+    ]
+    scheduler = about(*SMALL, *options)["scheduler"]
+    assert isinstance(scheduler, dict)
+    assert {name: scheduler[name] for name in ("overlap_depth", "page_size", "running_timeout_us")} == {
+        "overlap_depth": 2,
+        "page_size": 32,
+        "running_timeout_us": 600_000_000,
+    }
+    assert scheduler["chunked_prefill_size"] is None
+    assert scheduler["context_tokens_max"] == 40960  # the model's
+
+
+def test_environment_variables_override_settings() -> None:
+    env = {"LOCKSTEP_OVERLAP": "0", "LOCKSTEP_RETRACT_EVERY": "5"}
+    described = about(*SMALL, "--overlap-depth", "2", env=env)
+    scheduler = described["scheduler"]
+    assert isinstance(scheduler, dict)
+    assert (scheduler["overlap_depth"], scheduler["retract_every"]) == (0, 5)
+    assert "--overlap-depth 0" in str(described["command"])
+
+
+def test_invariants_can_be_checked() -> None:
+    for check in ("every", "64", "off"):
+        assert run(*SMALL, "--check", check).exit_code == 0
+    assert "--check" in refused(*SMALL, "--check", "0")
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen9", "--gpu", "h200", "--workload", "gen:n=3"], "CatalogueError: unknown model `qwen9`"),
+        (["--model", "qwen3-8b", "--gpu", "h900", "--workload", "gen:n=3"], "CatalogueError: unknown GPU `h900`"),
+        (
+            ["--model", "llama-3.1-70b", "--gpu", "h100", "--workload", "gen:n=3"],
+            "CapacityError: llama-3.1-70b does not",
+        ),
+        ([*BASE, "--workload", "gen:m=3"], "WorkloadError: gen:m=3: unknown key `m`"),
+        ([*BASE, "--workload", "missing.csv"], "WorkloadError: missing.csv: "),
+        ([*SMALL, "--slo", "ttft_p99=500"], "ConfigError: SLO `ttft_p99=500`: "),
+        ([*SMALL, "--page-size", "24"], "ConfigError: `page_size` must be a power of two, got `24`"),
+        ([*SMALL, "--schedule-policy", "best"], "ConfigError: `schedule_policy` must be"),
+        ([*SMALL, "--max-new-tokens", "0"], "ConfigError: `max_new_tokens` must be at least 1"),
+        ([*SMALL, "--waiting-timeout", "30"], "Invalid value for '--waiting-timeout': expected durations with a unit"),
+        ([*SMALL, "--pages", "many"], "Invalid value for '--pages'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_message(arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+@pytest.mark.parametrize("variable", ["LOCKSTEP_OVERLAP", "LOCKSTEP_RETRACT_EVERY"])
+@pytest.mark.parametrize("value", ["", "one", "-1", "1.5"])
+def test_a_malformed_environment_variable_is_refused(variable: str, value: str) -> None:
+    assert f"ConfigError: {variable} must be a whole number, got `{value}`" in refused(*SMALL, env={variable: value})
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("the only copy")
+    for more in ([], ["--overwrite"]):
+        assert "is not a run folder" in refused(*SMALL, "--out", str(tmp_path), *more)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(*SMALL, "--out", str(out)).exit_code == 0
+    (out / "notes.txt").write_text("mine")
+    before = (out / "metrics.json").read_bytes()
+    assert "--overwrite" in refused(*SMALL, "--seed", "8", "--out", str(out))
+    assert (out / "metrics.json").read_bytes() == before
+    result = run(*SMALL, "--seed", "8", "--out", str(out), "--overwrite", "--no-report")
+    assert result.exit_code == 0
+    assert {path.name for path in out.iterdir()} == (FILES - {"report.html"}) | {"notes.txt"}
+    assert json.loads((out / "metrics.json").read_text())["about"]["seed"] == 8
+
+
+# ------------------------------------------------------------------------------------------------------------- bad ends
+
+PROGRAM = "from lockstep.sim.cli import simulate; simulate(prog_name='lockstep simulate')"
+LONG = [*BASE, "--workload", "gen:n=20000,rate=20,input=fixed:300,output=fixed:200"]
+
+
+def test_ctrl_c_leaves_a_whole_journal_and_marked_metrics(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *LONG, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = out / "journal" / "00000000.log"
+    deadline_s = time.monotonic() + 60
+    while not (log.exists() and log.stat().st_size > 500_000) and process.poll() is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert "interrupted: " in stdout
+    assert "Traceback" not in stderr
+    assert [record.reason for record in read_journal(out).records() if isinstance(record, EndRecord)] == ["interrupted"]
+    done = replay(out, until=2000)
+    assert done.events == 2000
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["about"]["interrupted"] is True
+    assert 0 < metrics["requests"]["completed"] < 20000
+
+
+def test_a_full_disk_is_one_message_and_a_journal_up_to_its_last_whole_record(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def fill_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))
+
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *LONG, "--limit", "2000", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=fill_disk,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    errors = done.stderr.splitlines()[2:]  # behind what was about to run
+    assert errors[0].startswith("JournalError: cannot write ")
+    assert "Traceback" not in done.stderr
+    replayed = replay(out)
+    assert replayed.events > 1000
+    assert replayed.tail is not None
+    assert not replayed.tail.closed
+
+
+# ----------------------------------------------------------------------------------------------------------------- demo
+
+
+def test_the_demo_prints_table_answer_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "RATES", (4, 60))
+    monkeypatch.setattr(demo_module, "MINUTES", 1)
+    out = tmp_path / "demo"
+    for _ in range(2):  # a demo replaces the one before it
+        result = CliRunner().invoke(demo, ["--out", str(out)])
+        assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[-2] == "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms)"
+    assert lines[-1] == f"report: {out / 'report.html'}"
+    assert (out / "report.html").stat().st_size > 10_000
+    for rate in ("04-per-s", "60-per-s"):
+        assert replay(out / rate, until=100).events == 100
+    assert result.stderr.startswith("seed 7, lockstep ")
+
+
+def test_the_demo_leaves_other_folders_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("the only copy")
+    result = CliRunner().invoke(demo, ["--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "does not hold a demo" in result.stderr
+
+
+def test_the_answer_stops_at_the_first_rate_that_fails() -> None:
+    class Fake:
+        def __init__(self, met: bool) -> None:
+            self.data = type("Data", (), {"summary": {"slos": [{"met": met}]}})
+
+    assert answer({1: Fake(True), 2: Fake(False), 4: Fake(True)}).startswith("Meets the SLO up to 1 req/s")  # type: ignore[dict-item]
+    assert answer({1: Fake(False)}).startswith("Meets the SLO at none")  # type: ignore[dict-item]
+
+
+# --------------------------------------------------------------------------------------------------------------- weight
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "numpy polars simpy rich torch"
+    program = (
+        f"import sys, lockstep.sim.cli, lockstep.sim.demo; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_simulator_never_imports_torch() -> None:
+    program = (
+        "import sys, lockstep.sim.simulate, lockstep.sim.report, lockstep.sim.results; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
