@@ -24,6 +24,7 @@ from lockstep.core.events import (
     MediaEncoded,
     Observed,
     OpenSession,
+    Pause,
     PrefetchFinished,
     PromptSpan,
     RanksAgreed,
@@ -219,7 +220,7 @@ def test_plan_is_never_changed_after_its_launch(overlap_depth: int) -> None:
 def test_plan_arrays_are_not_those_the_engine_moves() -> None:
     engine, kv = decoding()
     plan = kv.launched[-1].plan
-    for moving in (engine.positions, engine.table.pages, engine.table.tokens):
+    for moving in (engine.positions, engine.table.pages, engine.table.outputs):
         for fixed in (plan.starts, plan.rows, plan.deltas.pages, plan.token_ids):
             assert not np.shares_memory(moving, fixed)
 
@@ -335,3 +336,53 @@ def test_restart_into_a_generation_that_was_is_refused() -> None:
     with pytest.raises(ContractError):
         engine.step(EngineRestarted(100, generation=0))
     assert snapshot.dump(engine) == before
+
+
+@pytest.mark.parametrize("token", [2**31, -1, 2**70])
+def test_stop_token_that_is_no_token_is_refused_at_entry(token: int) -> None:
+    engine = Engine(CONFIG)
+    step = engine.step(arrived(0, stop_token_ids=(token,)))
+    assert [command.reason for command in step.commands if isinstance(command, RejectRequest)] == ["bad_request"]
+
+
+@pytest.mark.parametrize("runs", [(1, 10**13), (2**40, 1), (2**70, 1), (-1, 3), (1, 0), (1,)])
+def test_prompt_of_impossible_runs_is_refused_before_it_is_spelled_out(runs: tuple[int, ...]) -> None:
+    engine = Engine(CONFIG)
+    step = engine.step(msgspec.structs.replace(arrived(0), prompt=TokenRuns(runs)))
+    assert [command.reason for command in step.commands if isinstance(command, RejectRequest)] == ["bad_request"]
+
+
+def test_whoever_stands_behind_a_blocked_head_goes_on_when_it_is_cancelled() -> None:
+    engine = Engine(SchedConfig(page_size=1, pages=100, overlap_depth=0))
+    engine.step(arrived(0, prompt=10, max_new=50))
+    plan = engine.step(LaneReady(0)).launched()
+    assert plan is not None
+    engine.step(arrived(1, prompt=60, max_new=30))
+    engine.step(arrived(2, prompt=2, max_new=2))
+    engine.step(BatchFinished(0, plan.batch_id, b"\5\0\0\0"))
+    engine.step(LaneReady(0))
+    assert engine.batch_is_full
+    engine.step(RequestCancelled(0, 1))
+    engine.step(BatchFinished(0, plan.batch_id + 1, b"\5\0\0\0"))
+    following = engine.step(LaneReady(0)).launched()
+    assert following is not None
+    assert following.request_ids.tolist() == [2]
+
+
+def test_pause_that_cancels_sends_what_was_held_back() -> None:
+    engine = Engine(SchedConfig(page_size=1, pages=100, overlap_depth=0))
+    engine.step(arrived(0, prompt=3, max_new=20, stream=False))
+    for _ in range(5):
+        plan = engine.step(LaneReady(0)).launched()
+        assert plan is not None
+        assert not engine.step(BatchFinished(0, plan.batch_id, b"\5\0\0\0")).commands
+    step = engine.step(ControlRequested(0, 0, Pause("cancel")))
+    sent = [command.tokens.tolist() for command in step.commands if isinstance(command, StreamTokens)]
+    assert sent == [[5] * 5]
+
+
+def test_long_prompt_does_not_widen_everybodys_row() -> None:
+    engine = Engine(SchedConfig(page_size=16, pages=20_000, context_tokens_max=200_000, chunked_prefill_size=None))
+    engine.step(arrived(0, prompt=150_000, max_new=10))
+    assert engine.step(LaneReady(0)).launched() is not None
+    assert engine.table.outputs.nbytes < 100_000

@@ -78,7 +78,7 @@ DECIDED = {
     "rejected r2 (queue_full): too many": RequestRejected(0, 2, "queue_full", "too many"),
     "admitted b": RequestAdmitted(0, 1, 0, 0, 9, 0),
     "admitted b after 1.5 ms, 4 tokens cached": RequestAdmitted(0, 1, 0, 4, 9, 1500),
-    "deferred b (rows): no row is free": AdmissionDeferred(0, 1, "rows", 9, 3),
+    "deferred b (rows): no row is free": AdmissionDeferred(0, 1, "rows"),
     "prefilled a in 2 chunks": PrefillCompleted(0, 0, 2),
     "retracted b after 5 output tokens, 3 pages back": RequestRetracted(0, 1, 5, 3, 0),
     "retracted b after 1 output token, 1 page back, 2 tokens discarded (pause)": RequestRetracted(

@@ -38,6 +38,7 @@ from lockstep.core.events import (
     Observed,
     PagesEvicted,
     Pause,
+    RequestAdmitted,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -90,6 +91,8 @@ class Driver:
         self.next_control = 0
         self.events: list[tuple[Observed, bytes]] = []
         self.marks: set[str] = set()
+        self.left: set[int] = set()  # requests whose client cancelled
+        self.owed = False  # somebody was retracted for pages: a decode comes before any admission
 
     def token_at(self, request_id: int, position: int) -> int:
         """What the device samples for the position of a request."""
@@ -126,6 +129,7 @@ class Driver:
         if live:
             request = self.engine.requests[live[choice % len(live)]]
             self.marks.add(f"cancelled while {request.state.name}")
+            self.left.add(request.request_id)
             self.fold(RequestCancelled(self.now_us, request.request_id))
 
     def cancel_again(self, choice: int) -> None:
@@ -203,6 +207,7 @@ class Driver:
                 case ControlAnswered(control_id):
                     assert self.controls.pop(control_id, None), f"control {control_id} was answered twice"
         self.kv.observe(event, step)
+        self._hold_to_promises(step)
         self._mark(step, chunked)
         if self.check:
             invariants.check(self.engine)
@@ -227,13 +232,44 @@ class Driver:
         story = self.stories[request_id]
         assert not story.ended, f"r{request_id} ended twice: {story.ended}, {reason}"
         story.ended = reason
-        if reason in ("length", "stop", "text_stop"):
+        if request_id not in self.left:  # only who left may miss tokens
             assert len(story.sent) == outputs, f"r{request_id} ended with {outputs} outputs, {len(story.sent)} sent"
         if reason == "stop":
             assert story.sent[-1] == STOP_TOKEN
             assert story.heeds_stop
         if reason == "length" and story.heeds_stop and story.stops_at is not None:
             assert outputs <= story.stops_at, f"r{request_id} ran past its stop token"
+
+    def _hold_to_promises(self, step: Step) -> None:
+        """What no single state shows: budgets of each extend, the decode owed after a retraction, timers."""
+        config = self.engine.config
+        for event in step.decided:
+            match event:
+                case RequestRetracted(reason="pages"):
+                    self.owed = True
+                case RequestAdmitted(_, request_id):
+                    assert not self.owed, f"r{request_id} was admitted before the decode that others gave pages up for"
+                case RequestFinished(_, request_id, "out_of_kv"):
+                    raise AssertionError(f"r{request_id} ended out_of_kv: entry lets nobody in who cannot go on alone")
+        plan = step.launched()
+        if (plan is not None and plan.mode == "decode") or not self.engine.cohort.size:
+            self.owed = False
+        if plan is not None and plan.extend_rows:
+            new_tokens = plan.stops - plan.starts
+            charged = int((-(-new_tokens // config.page_size) * config.page_size).sum())
+            if config.chunked_prefill_size is not None:
+                assert charged <= max(config.chunked_prefill_size, config.page_size), f"S24: {charged} new tokens"
+            if config.chunked_prefill_size is not None or len(new_tokens) > 1:
+                assert charged <= config.max_prefill_tokens or config.chunked_prefill_size is None, f"S24: {charged}"
+        timers = [
+            due
+            for request in self.engine.requests.values()
+            for due in (request.finish_by_us, request.deadline_us if request.cached_tokens < 0 else None)
+            if due is not None
+        ]
+        assert not timers or (step.wake_at_us is not None and step.wake_at_us <= min(timers)), (
+            "a timer nobody wakes for"
+        )
 
     def _mark(self, step: Step, chunked: int | None) -> None:
         """Rare branches that a campaign must reach, or it was too tame."""
@@ -372,6 +408,8 @@ def _random_action(rng: random.Random, name: str, longest: int, most_outputs: in
                 options["stop_token_ids"] = rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8, 9)])
                 if options["ignore_eos"]:
                     options["stop_token_ids"] = ()
+            if rng.random() < 0.2:
+                options["min_new_tokens"] = 1
             if rng.random() < 0.1:
                 options["deadline_in_us"] = rng.randint(0, 30)
             if rng.random() < 0.1:

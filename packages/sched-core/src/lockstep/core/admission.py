@@ -2,7 +2,8 @@
 
 Three budgets limit an extend, all in tokens:
 
-    total    KV the pool could still give, less what running requests will want before they end (the *reserve*)
+    total    KV the pool could still give, less what running requests will want before they end (the *reserve*);
+             beside it `current`, the same without any reserve, only decides whether to look further
     input    new tokens one extend may take (`max_prefill_tokens`)
     chunk    new tokens before a prompt is split (`chunked_prefill_size`)
 
@@ -92,16 +93,16 @@ class PrefillBudget:
         if self.chunk is not None:
             self.chunk -= pages
 
-    def fits_for_good(self, new_tokens: int, remaining_output: int, held: int) -> bool:
-        """Whether a candidate's whole prompt and expected output fit beside everybody else's. Strict, as in SGLang."""
-        wanted = new_tokens + min(max(remaining_output, 0), CLIP_MAX_NEW_TOKENS) + self.page_size
-        return wanted < self.total - held
+
+def wanted_for_good(new_tokens: int, remaining_output: int, page_size: int) -> int:
+    """What a candidate's whole prompt and expected output must stay *below* of the total budget, as in SGLang."""
+    return new_tokens + min(max(remaining_output, 0), CLIP_MAX_NEW_TOKENS) + page_size
 
 
 def chunk_tokens(new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:
     """How many of a prompt's new tokens the next extend takes: all, a whole number of pages, or 0 for none.
 
-    `first`: nothing is in the batch yet. `may_split`: no other request of the batch is split. Raises nothing.
+    `first`: nothing is in the batch yet. `may_split`: no other request of the batch is split.
     """
     whole = ceil_to(new_tokens, budget.page_size)
     if budget.chunk is None:

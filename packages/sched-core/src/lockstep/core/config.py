@@ -124,5 +124,7 @@ def _require_positive(config: SchedConfig) -> None:
     if config.context_tokens_max < 2:
         raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
     for token in config.eos_token_ids:
-        if token < 0:
-            raise ConfigError(f"`eos_token_ids` must be token ids of at least 0, got `{token}`")
+        if not 0 <= token < 2**31:
+            raise ConfigError(f"`eos_token_ids` must be token ids, 0 to {2**31 - 1}, got `{token}`")
+    if len(config.eos_token_ids) > 64:
+        raise ConfigError(f"`eos_token_ids` has {len(config.eos_token_ids)} ids, at most 64 are allowed")

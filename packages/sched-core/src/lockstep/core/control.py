@@ -68,10 +68,13 @@ def _flush(engine: Engine, control_id: int, step: Step) -> None:
 def _pause(engine: Engine, mode: str, step: Step) -> None:
     engine.paused = True
     if mode == "cancel":
+        engine.break_ranks(list(engine.requests.values()))
         for request in list(engine.requests.values()):
-            engine.finish(request, "cancelled", step)
+            engine.finish(request, "cancelled", step, flush=True)
     elif mode == "retract":
-        for request in [request for request in engine.requests.values() if request.row >= 0]:
+        running = [request for request in engine.requests.values() if request.row >= 0]
+        engine.break_ranks(running)
+        for request in running:
             engine.retract(request, "pause", step)
     if engine.requests:
         answer_drains(engine, step, ok=False, message="paused before everything had ended")
@@ -100,6 +103,7 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     running = [request for request in engine.requests.values() if request.row >= 0]
     line = engine.waiting
     engine.waiting = []
+    engine.break_ranks(running)
     for request in running:
         engine.retract(request, "restart", step)
     engine.in_flight.clear()

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from lockstep.core import control
-from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve
+from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve, wanted_for_good
 from lockstep.core.commands import (
     NO_DELTAS,
     NO_ROWS,
@@ -85,9 +85,6 @@ NO_FENCE: BatchId = -1
 ONE = np.int32(1)
 EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
 
-ENDS_BETWEEN_TOKENS: tuple[FinishReason, ...] = ("invalid", "error", "timeout", "out_of_kv")
-"""Ends that come with no new token, so that tokens held back by a cadence are still to be sent."""
-
 RetractReason = Literal["pages", "forced", "pause", "restart"]
 
 
@@ -111,6 +108,8 @@ class Lease(NamedTuple):
     fence: BatchId
     row: int
     namespace: str
+    tokens: bytes  # int32 ids it came to the row with
+    prompt_tokens: int
     handle: RadixNode | None
     protected_pages: int
     computed: int  # positions whose KV is launched
@@ -123,6 +122,14 @@ class Part(NamedTuple):
     request: Request
     start: int
     stop: int
+
+
+class Obstacle(NamedTuple):
+    """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there were any."""
+
+    reason: DeferReason
+    needed: int = 0
+    available: int = 0
 
 
 class Rewrite(NamedTuple):
@@ -276,6 +283,7 @@ class Engine:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self.waiting.remove(request)
+            self.batch_is_full = False  # whoever is behind it may fit
             request.advance(rejected)
         step.decided.append(rejected)
         step.commands.append(RejectRequest(request_id, reason, message))
@@ -287,13 +295,17 @@ class Engine:
         if request is not None:
             self.finish(request, "cancelled", step)
 
-    def finish(self, request: Request, reason: FinishReason, step: Step) -> None:
-        """End a request: free what it holds, keep its computed KV for others, close its stream."""
+    def finish(self, request: Request, reason: FinishReason, step: Step, *, flush: bool = False) -> None:
+        """End a request: free what it holds, keep its computed KV for others, close its stream.
+
+        With `flush`, tokens that its cadence held back are sent first; for ends that come with no new token.
+        """
         outputs = self.outputs_of(request)
-        if reason in ENDS_BETWEEN_TOKENS:
+        if flush:
             self._flush_stream(request, outputs, step)
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
+            self.batch_is_full = False  # whoever is behind it may fit
         else:
             self._leave(request, step, publish=reason not in ("invalid", "error"))
         del self.requests[request.request_id]
@@ -306,11 +318,10 @@ class Engine:
     def _flush_stream(self, request: Request, outputs: int, step: Step) -> None:
         """Send what its cadence has held back so far."""
         every = request.stream_every if request.streams else -request.stream_every
-        sent = sent_by(outputs, every)
+        sent = int(sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
         if sent == outputs:
             return
-        known = np.frombuffer(request.tokens, np.int32) if request.row == NO_ROW else self.table.tokens[request.row]
-        held_back = known[request.prompt_tokens + sent : request.prompt_tokens + outputs].copy()
+        held_back = np.frombuffer(self._tokens(request, outputs), np.int32)[request.prompt_tokens + sent :]
         ids, offsets = np.array([request.request_id], np.int64), np.array([sent], np.int32)
         step.commands.append(StreamTokens(ids, offsets, np.array([held_back.size], np.int32), held_back))
 
@@ -319,7 +330,7 @@ class Engine:
         outputs = self.outputs_of(request)
         running = request.state is RequestState.RUNNING
         sampled = self.computed_of(request) + 1 - request.prompt_tokens if running else outputs
-        request.tokens = self.table.tokens[request.row, : request.prompt_tokens + outputs].tobytes()
+        request.tokens = self._tokens(request, outputs)
         request.outputs = outputs
         pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
         retracted = RequestRetracted(self.now_us, request.request_id, outputs, pages, sampled - outputs, reason)
@@ -364,7 +375,7 @@ class Engine:
                 waited_us = self.now_us - request.arrived_us
                 self._reject(request_id, "deadline", f"not admitted within {waited_us} us of its arrival", step)
             else:
-                self.finish(request, "timeout", step)
+                self.finish(request, "timeout", step, flush=True)
 
     def _settle_idle(self, step: Step) -> None:
         """Everything accepted has ended."""
@@ -397,12 +408,14 @@ class Engine:
         if self.waiting and not self.batch_is_full:
             admitted = 0
             for request in ORDERS[config.schedule_policy](self.waiting, self.radix):
-                reason = self._try_admit(request, budget, parts, step)
-                if reason is not None:
-                    self._defer(request, reason, budget, step)
+                obstacle = self._try_admit(request, budget, parts, step)
+                if obstacle is not None:
+                    self._defer(request, obstacle, step)
                     break
                 admitted += 1
-            if admitted:
+            if admitted and config.schedule_policy == "fcfs":
+                del self.waiting[:admitted]
+            elif admitted:
                 self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
         return self._extend_batch(parts, step) if parts else None
 
@@ -417,16 +430,16 @@ class Engine:
             self._extend_to(request, start + take, parts, step)
             budget.charge(take, request.max_new_tokens if start + take == whole else 0)
 
-    def _try_admit(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> DeferReason | None:
+    def _try_admit(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> Obstacle | None:
         """Admit one waiting request into this extend, or say why not, changing nothing."""
         config = self.config
         if self.active >= config.max_running_requests:
-            return "running_limit"
+            return Obstacle("running_limit")
         if not self.table.row_available():
-            return "rows"
+            return Obstacle("rows")
         verdict = budget.verdict()
         if verdict != "continue":
-            return "kv_budget" if verdict == "no_tokens" else "prefill_budget"
+            return Obstacle("kv_budget" if verdict == "no_tokens" else "prefill_budget")
 
         page_size = config.page_size
         tokens = len(request.tokens) // 4
@@ -436,13 +449,15 @@ class Engine:
         new_tokens = tokens - cached
         alone = not self.active  # then the pool is its own: what passed the entry check fits
         remaining = request.max_new_tokens - request.outputs
-        if not alone and not budget.fits_for_good(new_tokens, remaining, locking * page_size):
-            return "kv_budget"
+        wanted = wanted_for_good(new_tokens, remaining, page_size)
+        left = budget.total - locking * page_size
+        if not alone and wanted >= left:
+            return Obstacle("kv_budget", wanted, left)
         take = chunk_tokens(new_tokens, budget, first=not parts, may_split=self.prefilling is None)
         if take <= 0:
-            return "prefill_budget"
+            return Obstacle("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
         if -(-take // page_size) > self.available_pages - locking:
-            return "pages"
+            return Obstacle("pages", take, (self.available_pages - locking) * page_size)
 
         row = self.table.take_row(request)
         if self.radix is not None and match is not None:
@@ -471,14 +486,14 @@ class Engine:
     def _match(self, request: Request, most_pages: int) -> Match | None:
         return self.radix.match(request.namespace, request.tokens, most_pages) if self.radix is not None else None
 
-    def _defer(self, request: Request, reason: DeferReason, budget: PrefillBudget, step: Step) -> None:
+    def _defer(self, request: Request, obstacle: Obstacle, step: Step) -> None:
         """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
+        reason, needed, available = obstacle
         if reason in ("kv_budget", "rows", "running_limit") and self.active:
             self.batch_is_full = True
         if self.deferred != (request.request_id, reason):
             self.deferred = (request.request_id, reason)
-            needed = len(request.tokens) // 4
-            deferred = AdmissionDeferred(self.now_us, request.request_id, reason, needed, max(budget.total, 0))
+            deferred = AdmissionDeferred(self.now_us, request.request_id, reason, needed, max(available, 0))
             step.decided.append(deferred)
 
     def _extend_to(self, request: Request, stop: int, parts: list[Part], step: Step) -> None:
@@ -486,6 +501,7 @@ class Engine:
         page_size = self.config.page_size
         start = request.computed
         first, last = -(-start // page_size), -(-stop // page_size)
+        self.table.reserve(last, 0)
         if last > first:
             pages = self._alloc(last - first, "admission", step)
             self.table.pages[request.row, first:last] = pages
@@ -503,7 +519,6 @@ class Engine:
         step.decided.append(completed)
 
     def _extend_batch(self, parts: list[Part], step: Step) -> InFlight:
-        table = self.table
         requests = [part.request for part in parts]
         rows = np.array([request.row for request in requests], np.int32)
         starts = np.array([part.start for part in parts], np.int32)
@@ -518,7 +533,7 @@ class Engine:
             starts=starts,
             stops=stops,
             extend_rows=len(parts),
-            token_ids=np.concatenate([table.tokens[p.request.row, p.start : p.stop] for p in parts]),
+            token_ids=np.concatenate([np.frombuffer(p.request.tokens, np.int32)[p.start : p.stop] for p in parts]),
             sample_rows=sample_rows,
         )
         joining, positions = samplers, stops[sample_rows]
@@ -542,13 +557,15 @@ class Engine:
             self.forced_at = self.decode_launches
             self.retract(self.cohort.requests[choose_victim(self.cohort, self.positions)], "forced", step)
         growing = members_growing(self.positions, config.page_size)
-        if growing.size > self.available_pages:
+        made_room = growing.size > self.available_pages
+        if made_room:
             if not self._make_room(step):
                 return None if self.cohort.size else self._plan_extend(step)
             growing = members_growing(self.positions, config.page_size)
         self.decode_owed = False
         self.decode_launches += 1
-        self.ratio.decoded()
+        if not made_room:
+            self.ratio.decoded()
 
         cohort, starts = self.cohort, self.positions
         deltas = NO_DELTAS
@@ -600,7 +617,7 @@ class Engine:
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             else:
-                self.finish(self.cohort.requests[0], "out_of_kv", step)
+                self.finish(self.cohort.requests[0], "out_of_kv", step, flush=True)
                 return False
             retracted += 1
             self.decode_owed = True
@@ -640,10 +657,12 @@ class Engine:
         self.positions = positions
         if not cohort.size:
             return
-        furthest = int(positions.max())
-        self.table.reserve_tokens(furthest + 2)
+        table = self.table
+        furthest, outputs = int(positions.max()), int((positions - cohort.prompts).max())
+        table.reserve((furthest >> self.page_shift) + 1, outputs + 2)
         to_length = int((cohort.limits - positions).min()) - 1
-        self.horizon = min(to_length, self.table.tokens.shape[1] - 1 - furthest)
+        to_width = min(table.pages.shape[1] * self.config.page_size - furthest, table.outputs.shape[1] - 1 - outputs)
+        self.horizon = min(to_length, to_width)
 
     # --------------------------------------------------------------------------------------------------------- results
 
@@ -661,13 +680,14 @@ class Engine:
             self._fail(batch, step)
         for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
-                self.finish(samplers.requests[i], "invalid", step)
+                self.finish(samplers.requests[i], "invalid", step, flush=True)
         self.in_flight.popleft()
         if samplers.size and not event.error:
             tokens = np.frombuffer(event.tokens, np.int32)
-            self.table.tokens[samplers.rows, batch.sampled_at] = tokens
+            self.table.outputs[samplers.rows, batch.sampled_at - samplers.prompts] = tokens
             verdicts = self._verdicts(event, batch, tokens)
             self._stream(batch, tokens, verdicts, step)
+            self.break_ranks([samplers.requests[i] for i in verdicts])
             for i, reason in verdicts.items():
                 self.finish(samplers.requests[i], reason, step)
         if plan.mode == "extend" and self.radix is not None:
@@ -683,7 +703,7 @@ class Engine:
         self.leases = [lease._replace(publish=lease.publish and lease.row not in failed) for lease in self.leases]
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
-                self.finish(request, "error", step)
+                self.finish(request, "error", step, flush=True)
 
     def _delivered(self, event: BatchFinished) -> InFlight:
         """The batch in flight that a result is of. Raises ContractError, changing nothing, when they do not match."""
@@ -730,23 +750,21 @@ class Engine:
         if samplers.steady and not batch.dead:
             step.commands.append(StreamTokens(samplers.request_ids, last, samplers.ones, tokens))
             return
-        due: list[int] = []
-        counts: list[int] = []
-        for i, newest in enumerate(last.tolist()):
-            if int(samplers.rows[i]) in batch.dead:
-                continue
-            every = int(samplers.every[i])
-            count = (newest + 1 if i in verdicts else sent_by(newest + 1, every)) - sent_by(newest, every)
-            if count:
-                due.append(i)
-                counts.append(count)
-        if not due:
+        sending = sent_by(last + ONE, samplers.every)
+        ending = list(verdicts)
+        sending[ending] = last[ending] + ONE
+        offsets = sent_by(last, samplers.every)
+        counts = sending - offsets
+        if batch.dead:
+            counts[np.isin(samplers.rows, batch.dead)] = 0
+        due = counts.nonzero()[0]
+        if not due.size:
             return
-        rows, ends = samplers.rows[due].tolist(), (batch.sampled_at[due] + 1).tolist()
-        pieces = [self.table.tokens[row, end - n : end] for row, end, n in zip(rows, ends, counts, strict=True)]
-        lengths = np.array(counts, np.int32)
-        offsets = last[due] + 1 - lengths
-        step.commands.append(StreamTokens(samplers.request_ids[due], offsets, lengths, np.concatenate(pieces)))
+        counts, offsets = counts[due], offsets[due]
+        starts = counts.cumsum(dtype=np.int32) - counts  # of each request's share in the message
+        numbers = np.arange(int(counts.sum()), dtype=np.int32) + (offsets - starts).repeat(counts)
+        sent = self.table.outputs[samplers.rows[due].repeat(counts), numbers]
+        step.commands.append(StreamTokens(samplers.request_ids[due], offsets, counts, sent))
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
@@ -806,14 +824,11 @@ class Engine:
     def _leave(self, request: Request, step: Step, *, publish: bool) -> None:
         """Take a request off its row. What work in flight still uses stays behind as a Lease."""
         row, fence = request.row, None
-        lease_computed = self.computed_of(request)
         for batch in self.in_flight:
             if row not in batch.dead and (batch.plan.rows == row).any():
                 batch.dead.append(row)
                 fence = batch.plan.batch_id
-        members = self.cohort.rows == row
-        if members.any():
-            self._set_cohort(self.cohort.only(~members), self.positions[~members])
+        self.break_ranks([request])
         if self.prefilling is request:
             self.prefilling = None
         self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
@@ -821,9 +836,11 @@ class Engine:
             fence if fence is not None else NO_FENCE,
             row,
             request.namespace,
+            request.tokens,
+            request.prompt_tokens,
             request.handle,
             request.protected_pages,
-            lease_computed,
+            request.computed,
             publish,
         )
         request.row = NO_ROW
@@ -837,6 +854,17 @@ class Engine:
             self.release(lease, step)
         else:
             self.leases.append(lease)
+
+    def break_ranks(self, requests: list[Request]) -> None:
+        """Take those of the requests that decode out of the cohort, all at once, noting where each stands."""
+        if not requests or not self.cohort.size:
+            return
+        members = np.isin(self.cohort.rows, [request.row for request in requests])
+        going = members.nonzero()[0].tolist()
+        for i in going:
+            self.cohort.requests[i].computed = int(self.positions[i])
+        if going:
+            self._set_cohort(self.cohort.only(~members), self.positions[~members])
 
     def _lift_fences(self, batch_id: BatchId, step: Step) -> None:
         """Batch `batch_id` is collected: give back what waited for it."""
@@ -857,7 +885,7 @@ class Engine:
         if self.radix is not None:
             if lease.publish and lease.computed // page_size > kept:
                 whole = lease.computed // page_size
-                tokens = self.table.tokens[row, : whole * page_size].tobytes()
+                tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
                 already = self.radix.insert(lease.namespace, tokens, pages[:whole]).already
                 self.pool.free(pages[kept:already].copy())
                 kept = whole
@@ -876,7 +904,7 @@ class Engine:
         if radix is None or pages <= request.protected_pages:
             return
         mine = self.table.pages[row, :pages]
-        tokens = self.table.tokens[row, : pages * self.config.page_size].tobytes()
+        tokens = request.tokens[: 4 * pages * self.config.page_size]
         node, already = radix.insert(request.namespace, tokens, mine)
         if already > request.protected_pages:
             twice = slice(request.protected_pages, already)
@@ -917,6 +945,12 @@ class Engine:
                 return int(self.positions[members[0]])
         return request.computed
 
+    def _tokens(self, request: Request, outputs: int) -> bytes:
+        """Its prompt and so many of its outputs, packed int32."""
+        return self.table.first_tokens(
+            request.row, request.tokens, request.prompt_tokens, request.prompt_tokens + outputs
+        )
+
     def outputs_of(self, request: Request) -> int:
         """Output tokens the request has for good: delivered, not merely sampled in flight."""
         if request.state is not RequestState.RUNNING:
@@ -942,14 +976,16 @@ def extend_stop(request: Request) -> int:
     return request.prompt_tokens + request.outputs
 
 
-def sent_by(outputs: int, every: int) -> int:
-    """Output tokens sent by the time there are `outputs` of them and more to come.
+def sent_by(outputs: Int32s, every: Int32s) -> Int32s:
+    """Output tokens sent by the time there are `outputs` of them and more to come. int32 [n] both, and the result.
 
     A streaming request sends its first token at once and then every `every` tokens. One that does not stream
     (`every` negative) sends after every whole -`every`, to show that it lives.
     """
-    first, interval = (1, every) if every > 0 else (-every, -every)
-    return 0 if outputs < first else outputs - (outputs - first) % interval
+    interval = np.abs(every)
+    first = np.where(every > 0, ONE, interval)
+    sent: Int32s = np.where(outputs < first, 0, outputs - (outputs - first) % interval).astype(np.int32)
+    return sent
 
 
 def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:

@@ -96,15 +96,15 @@ def _rows(engine: Engine) -> None:
     for row in table.free_rows:
         if table.holders[row] is not None:
             _fail(f"S6: free row {row} still has a holder")
-    _same("S25 cohort rows", engine.cohort.rows.tolist(), [request.row for request in engine.cohort.requests])
+    _same("S6 cohort rows", engine.cohort.rows.tolist(), [request.row for request in engine.cohort.requests])
 
 
 def _spans(engine: Engine) -> None:
     """S7, S14, S18: protected <= computed <= the request's limit; chunks are whole pages and stay below the prompt."""
     page_size = engine.config.page_size
     for request in engine.requests.values():
+        _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
         if request.state is RequestState.WAITING:
-            _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
             continue
         computed = engine.computed_of(request)
         if not 0 <= request.protected_pages * page_size <= computed <= request.limit - 1:
@@ -162,7 +162,8 @@ def _locks(engine: Engine) -> None:
         _same(f"S14 path of {request.name}", len(path), request.protected_pages)
         if not np.array_equal(path, engine.table.pages[request.row, : request.protected_pages]):
             _fail(f"S14: {request.name}'s page table differs from the path it locks")
-        tokens = engine.table.tokens[request.row, : len(path) * engine.config.page_size].tobytes()
+        shared = len(path) * engine.config.page_size
+        tokens = engine.table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared)
         keys, node = [], request.handle
         while node.parent is not None:
             keys.append(node.key)

@@ -1,4 +1,7 @@
-"""The waiting line: in which order requests are considered for admission. One pure function per policy."""
+"""The waiting line: in which order requests are considered for admission. One function per policy.
+
+A policy changes nothing but what a request remembers of its match, which is void once the tree has moved on.
+"""
 
 from __future__ import annotations
 

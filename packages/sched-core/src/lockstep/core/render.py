@@ -108,11 +108,10 @@ def decided_line(event: Decided, names: Names) -> str:
             cached = f", {_count(event.cached_tokens, 'token')} cached" if event.cached_tokens else ""
             return f"admitted {names.request(event.request_id)}{waited}{cached}"
         case AdmissionDeferred():
-            memory = event.reason in ("kv_budget", "pages")
-            why = _DEFER_WORDS[event.reason]
-            if memory:
-                why += f", {event.available_tokens} tokens left for its {event.needed_tokens} and output"
-            return f"deferred {names.request(event.request_id)} ({event.reason}): {why}"
+            numbers = (
+                f", {event.needed_tokens} tokens wanted, {event.available_tokens} left" if event.needed_tokens else ""
+            )
+            return f"deferred {names.request(event.request_id)} ({event.reason}): {_DEFER_WORDS[event.reason]}{numbers}"
         case PrefillCompleted():
             return f"prefilled {names.request(event.request_id)} in {_count(event.chunks, 'chunk')}"
         case RequestRetracted():

@@ -11,6 +11,7 @@ together, whose facts are columns in batch order, so that one decode step costs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 NO_ROW = -1
+TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 
@@ -90,7 +92,6 @@ class Request:
         "max_new_tokens",
         "min_new_tokens",
         "namespace",
-        "order",
         "outputs",
         "prompt_tokens",
         "protected_pages",
@@ -120,14 +121,13 @@ class Request:
         self.sampling = arrived.sampling
         self.streams = arrived.stream
         self.stream_every = 1
-        self.tokens = tokens  # int32 ids of prompt and kept output, while waiting
+        self.tokens = tokens  # int32 ids of its prompt and of the output it had when it began to wait
         self.prompt_tokens = len(tokens) // 4
-        self.outputs = 0  # output tokens kept over a retraction; while it has a row, see Engine.outputs_of
+        self.outputs = 0  # of these, output; what it has by now is Engine.outputs_of
         self.state = RequestState.ARRIVING
-        self.order = 0  # place in the waiting line, for orders that sort: smaller is earlier
-        self.epoch = 0  # rises when results in flight must no longer reach it
+        self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
         self.row = NO_ROW
-        self.computed = 0  # positions whose KV is launched, while PREFILLING
+        self.computed = 0  # positions whose KV is launched, unless it is in the cohort: then see Engine.positions
         self.chunks = 0
         self.handle: RadixNode | None = None  # its lock on the radix cache
         self.protected_pages = 0  # leading pages of its row that the radix cache owns
@@ -153,11 +153,9 @@ class Request:
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
-    """The prompt's ids as packed int32. Raises ValueError when they were not kept, or are not whole, valid ids."""
+    """The prompt's ids as packed int32. Raises ValueError when they were not kept. Ask prompt_length first."""
     match prompt:
         case TokenIds(ids):
-            if len(ids) % 4:
-                raise ValueError(f"prompt ids must be packed int32, got {len(ids)} bytes")
             return ids
         case TokenRuns(runs):
             return expand_runs(runs).tobytes()
@@ -165,19 +163,41 @@ def prompt_bytes(prompt: Prompt) -> bytes:
             raise ValueError("the prompt's tokens were not kept (journal content: digests), only their digest")
 
 
+def prompt_length(prompt: Prompt) -> int:
+    """Tokens of a prompt, without spelling it out. Raises ValueError when it is malformed."""
+    match prompt:
+        case TokenIds(ids):
+            if len(ids) % 4:
+                raise ValueError(f"prompt ids must be packed int32, got {len(ids)} bytes")
+            return len(ids) // 4
+        case TokenRuns(runs):
+            for first, count in _pairs(runs):
+                if count < 1 or not 0 <= first <= TOKEN_IDS - count:
+                    raise ValueError(
+                        f"a run of {count} ids from {first} on; ids are 0 to {TOKEN_IDS - 1}, counts from 1"
+                    )
+            return sum(runs[1::2])
+        case TokenDigest(tokens):
+            return tokens
+
+
 def expand_runs(runs: tuple[int, ...]) -> Int32s:
-    """Spell out (first, count, first, count, ...) as int32 ids. Raises ValueError for a malformed list."""
-    if len(runs) % 2 or (runs and min(runs[1::2]) < 1):
-        raise ValueError("token runs must be pairs of first id and a count of at least 1")
-    pieces = [np.arange(first, first + count, dtype=np.int32) for first, count in zip(*[iter(runs)] * 2, strict=True)]
+    """Spell out (first, count, first, count, ...) as int32 ids."""
+    pieces = [np.arange(first, first + count, dtype=np.int32) for first, count in _pairs(runs)]
     return pieces[0] if len(pieces) == 1 else np.concatenate((NO_IDS, *pieces))
 
 
-class RequestTable:
-    """Rows of requests on the device: page table and token table, mirrored here, and who holds each row.
+def _pairs(runs: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    if len(runs) % 2:
+        raise ValueError(f"token runs must be pairs of first id and count, got {len(runs)} numbers")
+    return zip(runs[0::2], runs[1::2], strict=True)
 
-    `pages` [rows, pages_width] and `tokens` [rows, tokens_width] grow by doubling as longer requests come. Row r's
-    entries are valid up to what its holder has launched; the rest is left over from earlier holders.
+
+class RequestTable:
+    """Rows of requests: the device's page table, mirrored here, the output tokens, and who holds each row.
+
+    `pages` [rows, pages_width] and `outputs` [rows, outputs_width] grow by doubling as longer requests come. A row's
+    pages are valid up to what its holder has launched, its outputs up to what was delivered; the rest is left over.
     """
 
     def __init__(self, rows_max: int, page_size: int) -> None:
@@ -187,22 +207,20 @@ class RequestTable:
         self.holders: list[Request | None] = [None] * rows
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
         self.pages: Int32s = np.zeros((rows, 16), np.int32)
-        self.tokens: Int32s = np.zeros((rows, 16 * page_size), np.int32)
+        self.outputs: Int32s = np.zeros((rows, 64), np.int32)
 
     def row_available(self) -> bool:
         return bool(self.free_rows) or len(self.holders) < self.rows_max
 
     def take_row(self, request: Request) -> int:
-        """Give the request a row and lay its tokens out there."""
+        """Give the request a row and lay the output it kept out there."""
         if not self.free_rows:
             self._add_rows()
         row = self.free_rows.pop()
-        tokens = np.frombuffer(request.tokens, np.int32)
-        self.reserve_tokens(tokens.size + 1)
-        self.tokens[row, : tokens.size] = tokens
+        self.reserve(0, request.outputs + 1)
+        self.outputs[row, : request.outputs] = np.frombuffer(request.tokens, np.int32)[request.prompt_tokens :]
         self.holders[row] = request
         request.row = row
-        request.tokens = b""
         return row
 
     def free_row(self, row: int) -> None:
@@ -210,21 +228,25 @@ class RequestTable:
         self.holders[row] = None
         self.free_rows.append(row)
 
-    def reserve_tokens(self, tokens: int) -> None:
-        """Make every row wide enough for this many tokens and their pages."""
-        width = self.tokens.shape[1]
-        if tokens <= width:
-            return
-        while width < tokens:
-            width *= 2
-        self.tokens = _widened(self.tokens, self.tokens.shape[0], width)
-        self.pages = _widened(self.pages, self.pages.shape[0], -(-width // self.page_size))
+    def reserve(self, pages: int, outputs: int) -> None:
+        """Make every row wide enough for this many pages and output tokens."""
+        if pages > self.pages.shape[1]:
+            self.pages = _widened(self.pages, self.pages.shape[0], _doubled(self.pages.shape[1], pages))
+        if outputs > self.outputs.shape[1]:
+            self.outputs = _widened(self.outputs, self.outputs.shape[0], _doubled(self.outputs.shape[1], outputs))
 
-    def resize(self, rows: int, tokens_width: int) -> None:
+    def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
         """Take exactly this shape; for a table that is being restored."""
         self.holders = [None] * rows
-        self.tokens = np.zeros((rows, tokens_width), np.int32)
-        self.pages = np.zeros((rows, -(-tokens_width // self.page_size)), np.int32)
+        self.pages = np.zeros((rows, pages_width), np.int32)
+        self.outputs = np.zeros((rows, outputs_width), np.int32)
+
+    def first_tokens(self, row: int, known: bytes, prompt_tokens: int, count: int) -> bytes:
+        """The first `count` tokens of a row's holder, packed int32: the `known` ones it came with, then its output."""
+        have = len(known) // 4
+        if count <= have:
+            return known[: 4 * count]
+        return known + self.outputs[row, have - prompt_tokens : count - prompt_tokens].tobytes()
 
     def _add_rows(self) -> None:
         have = len(self.holders)
@@ -233,8 +255,14 @@ class RequestTable:
             raise InvariantError(f"all {have} rows are taken; admission must ask row_available first")
         self.holders.extend([None] * (rows - have))
         self.free_rows.extend(range(rows - 1, have - 1, -1))
-        self.tokens = _widened(self.tokens, rows, self.tokens.shape[1])
+        self.outputs = _widened(self.outputs, rows, self.outputs.shape[1])
         self.pages = _widened(self.pages, rows, self.pages.shape[1])
+
+
+def _doubled(width: int, wanted: int) -> int:
+    while width < wanted:
+        width *= 2
+    return width
 
 
 def _widened(table: Int32s, rows: int, width: int) -> Int32s:
@@ -278,7 +306,7 @@ class Cohort:
         self.every: Int32s = facts[4]  # tokens between messages; negative: the request does not stream, see sent_by
         self.ignores_eos: Int32s = facts[5]  # 0 or 1
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
-        self.steady = all(r.streams and r.stream_every == 1 for r in requests)  # a message for every token of each
+        self.steady = bool((self.every == 1).all())  # a message for every token of each
         self.everyone: Int32s = _counting(self.size)
         self.ones: Int32s = _ones(self.size)
 
@@ -318,8 +346,13 @@ class Cohort:
             list(compress(self.requests, keep.tolist())),
             self.request_ids[keep],
             self.facts.compress(keep, axis=1),
-            self.stops[keep],
+            _trimmed(self.stops[keep]),
         )
+
+
+def _trimmed(stops: Int32s) -> Int32s:
+    """Without the columns that no member left needs."""
+    return stops[:, (stops != NO_TOKEN).any(axis=0)] if stops.shape[1] else stops
 
 
 def _stops(requests: list[Request]) -> Int32s:

@@ -52,19 +52,21 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     protected_pages: int
     cached_tokens: int
     row_pages: bytes
-    row_tokens: bytes
+    row_outputs: bytes
 
 
 class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
     fence: int
     row: int
     namespace: str
+    tokens: bytes
+    prompt_tokens: int
     handle: int | None
     protected_pages: int
     computed: int
     publish: bool
     row_pages: bytes
-    row_tokens: bytes
+    row_outputs: bytes
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,7 +103,8 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     radix: dict[str, Any] | None
     rows: int
     free_rows: list[int]
-    tokens_width: int
+    pages_width: int
+    outputs_width: int
     requests: list[RequestImage]
     waiting: list[int]
     prefilling: int | None
@@ -144,7 +147,8 @@ def dump(engine: Engine) -> bytes:
         radix=engine.radix.dump() if engine.radix is not None else None,
         rows=len(engine.table.holders),
         free_rows=list(engine.table.free_rows),
-        tokens_width=engine.table.tokens.shape[1],
+        pages_width=engine.table.pages.shape[1],
+        outputs_width=engine.table.outputs.shape[1],
         requests=[_request_image(engine, request) for request in engine.requests.values()],
         waiting=[request.request_id for request in engine.waiting],
         prefilling=engine.prefilling.request_id if engine.prefilling is not None else None,
@@ -187,16 +191,25 @@ def restore(data: bytes) -> Engine:
     nodes = {node.number: node for node in engine.radix.walk()} if engine.radix is not None else {}
 
     engine.table = RequestTable(image.config.rows_max, image.config.page_size)
-    engine.table.resize(image.rows, image.tokens_width)
+    engine.table.resize(image.rows, image.pages_width, image.outputs_width)
     engine.table.free_rows = image.free_rows
     for one in image.requests:
         engine.requests[one.request_id] = _request(engine, one, nodes)
     for lease in image.leases:
-        _lay_row(engine.table, lease.row, lease.row_pages, lease.row_tokens)
+        _lay_row(engine.table, lease.row, lease.row_pages, lease.row_outputs)
         engine.table.holders[lease.row] = GONE
-        handle = nodes[lease.handle] if lease.handle is not None else None
         engine.leases.append(
-            Lease(lease.fence, lease.row, lease.namespace, handle, lease.protected_pages, lease.computed, lease.publish)
+            Lease(
+                fence=lease.fence,
+                row=lease.row,
+                namespace=lease.namespace,
+                tokens=lease.tokens,
+                prompt_tokens=lease.prompt_tokens,
+                handle=nodes[lease.handle] if lease.handle is not None else None,
+                protected_pages=lease.protected_pages,
+                computed=lease.computed,
+                publish=lease.publish,
+            )
         )
     engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
@@ -218,48 +231,49 @@ def restore(data: bytes) -> Engine:
 def _request_image(engine: Engine, request: Request) -> RequestImage:
     values = {name: getattr(request, name) for name in RequestImage.__struct_fields__ if hasattr(request, name)}
     computed = engine.computed_of(request)
-    pages, tokens = b"", b""
+    pages, outputs = b"", b""
     if request.row >= 0:
-        laid_out = max(computed + 1, request.prompt_tokens + request.outputs)
-        pages, tokens = _row_image(engine, request.row, computed, laid_out)
+        pages, outputs = _row_image(engine, request.row, computed, engine.outputs_of(request))
     values.update(
         state=int(request.state),
         computed=request.computed,
         handle=request.handle.number if request.handle is not None else None,
         row_pages=pages,
-        row_tokens=tokens,
+        row_outputs=outputs,
     )
     return RequestImage(**values)
 
 
 def _lease_image(engine: Engine, lease: Lease) -> LeaseImage:
-    pages, tokens = _row_image(engine, lease.row, lease.computed, lease.computed + 1)
+    on_the_way = sum(bool((batch.samplers.rows == lease.row).any()) for batch in engine.in_flight)
+    sampled = max(lease.computed + 1 - lease.prompt_tokens, 0)
+    pages, outputs = _row_image(engine, lease.row, lease.computed, max(sampled - on_the_way, 0))
     values = lease._asdict()
     values["handle"] = lease.handle.number if lease.handle is not None else None
-    return LeaseImage(**values, row_pages=pages, row_tokens=tokens)
+    return LeaseImage(**values, row_pages=pages, row_outputs=outputs)
 
 
-def _row_image(engine: Engine, row: int, computed: int, tokens: int) -> tuple[bytes, bytes]:
+def _row_image(engine: Engine, row: int, computed: int, outputs: int) -> tuple[bytes, bytes]:
     held = -(-computed // engine.config.page_size)
-    return engine.table.pages[row, :held].tobytes(), engine.table.tokens[row, :tokens].tobytes()
+    return engine.table.pages[row, :held].tobytes(), engine.table.outputs[row, :outputs].tobytes()
 
 
-def _lay_row(table: RequestTable, row: int, pages: bytes, tokens: bytes) -> None:
+def _lay_row(table: RequestTable, row: int, pages: bytes, outputs: bytes) -> None:
     table.pages[row, : len(pages) // 4] = np.frombuffer(pages, np.int32)
-    table.tokens[row, : len(tokens) // 4] = np.frombuffer(tokens, np.int32)
+    table.outputs[row, : len(outputs) // 4] = np.frombuffer(outputs, np.int32)
 
 
 def _request(engine: Engine, image: RequestImage, nodes: dict[int, RadixNode]) -> Request:
     request = Request.__new__(Request)
     for name in image.__struct_fields__:
-        if name not in ("state", "handle", "row_pages", "row_tokens"):
+        if name not in ("state", "handle", "row_pages", "row_outputs"):
             setattr(request, name, getattr(image, name))
     request.state = RequestState(image.state)
     request.handle = nodes[image.handle] if image.handle is not None else None
     request.matched = (-1, 0)
     if request.row >= 0:
         engine.table.holders[request.row] = request
-        _lay_row(engine.table, request.row, image.row_pages, image.row_tokens)
+        _lay_row(engine.table, request.row, image.row_pages, image.row_outputs)
     return request
 
 

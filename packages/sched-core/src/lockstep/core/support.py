@@ -7,7 +7,10 @@ import numpy as np
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import RejectReason, RequestArrived, TokenDigest
-from lockstep.core.requests import prompt_bytes
+from lockstep.core.requests import TOKEN_IDS, prompt_bytes, prompt_length
+
+STOP_TOKENS_MAX = 64
+"""Stop tokens one request may have; each is a column of every decode step's comparison."""
 
 
 class Refused(LockstepError):
@@ -23,15 +26,16 @@ def accepted_prompt(event: RequestArrived, config: SchedConfig) -> bytes:
     """The prompt's ids as packed int32, if everything asked for is valid, supported and fits. Raises Refused."""
     _refuse_unsupported(event)
     try:
-        tokens = prompt_bytes(event.prompt)
+        length = prompt_length(event.prompt)
     except ValueError as error:
         raise Refused("bad_request", f"`prompt` is malformed: {error}") from error
-    if not tokens:
+    if not length:
         raise Refused("bad_request", "`prompt` is empty; it must have at least one token")
+    _refuse_malformed(event)
+    _refuse_too_long(length, config)
+    tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
     if int(np.frombuffer(tokens, np.int32).min()) < 0:
         raise Refused("bad_request", "`prompt` holds a negative token id")
-    _refuse_malformed(event)
-    _refuse_too_long(len(tokens) // 4, config)
     return tokens
 
 
@@ -60,9 +64,12 @@ def _refuse_malformed(event: RequestArrived) -> None:
         raise Refused("bad_request", f"`max_new_tokens` must be at least 1, got {most}")
     if not 0 <= event.min_new_tokens <= most:
         raise Refused("bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}")
+    if len(event.stop_token_ids) > STOP_TOKENS_MAX:
+        given = len(event.stop_token_ids)
+        raise Refused("bad_request", f"`stop_token_ids` has {given} ids, at most {STOP_TOKENS_MAX} are allowed")
     for token in event.stop_token_ids:
-        if token < 0:
-            raise Refused("bad_request", f"`stop_token_ids` holds a negative token id, {token}")
+        if not 0 <= token < TOKEN_IDS:
+            raise Refused("bad_request", f"`stop_token_ids` holds {token}, which is no token id (0 to {TOKEN_IDS - 1})")
 
 
 def _refuse_too_long(tokens: int, config: SchedConfig) -> None:

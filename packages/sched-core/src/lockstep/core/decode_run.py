@@ -1,0 +1,175 @@
+"""Uniform stretches of decode: a stand-in for `Engine.step` while nothing is to be decided.
+
+Between arrivals, finishes and shortages the engine does the same thing over and over: the oldest batch comes back, its
+tokens are streamed, one more decode of the same cohort is launched. A `DecodeRun` takes those pairs of BatchFinished
+and LaneReady, gives the very Steps that `Engine.step` would give, and leaves the engine in the very same state, at a
+fraction of the cost: what cannot change is not asked again. `tests/lockstep/test_decode_runs.py` holds the two against
+each other, down to the bytes of the journal.
+
+    run = DecodeRun.begin(engine)           None: something may have to be decided; step, please
+    while run.left and nothing else is due:
+        run.finished(BatchFinished(...))    the oldest batch in flight
+        run.launched(LaneReady(...))        one more
+    run.close()                             the engine goes on from here
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.core.commands import NO_DELTAS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
+from lockstep.core.digest import step_digest
+from lockstep.core.events import BatchFinished, LaneReady
+from lockstep.core.requests import Int32s
+
+if TYPE_CHECKING:
+    from lockstep.core.engine import Engine, InFlight
+
+RUN_LAUNCHES_MAX = 256
+ONE = np.int32(1)
+
+
+class DecodeRun:
+    """Up to `left` more pairs of one result and one launch. Only `begin` makes one, and only `close` ends it."""
+
+    def __init__(self, engine: Engine, launches: int) -> None:
+        self.left = launches
+        self._engine = engine
+        self._cohort = engine.cohort
+        self._positions = engine.positions
+        self._sampled_at: Int32s = engine.in_flight[0].sampled_at
+        self._digest = engine.digest
+        self._next_batch_id = engine.next_batch_id
+        self._time_us = engine.now_us
+        self._tokens: list[Int32s] = []
+        self._plans: deque[BatchPlan] = deque(maxlen=len(engine.in_flight))
+        self._growth = self._plan_growth(launches)
+        self._launches = 0
+
+    @staticmethod
+    def begin(engine: Engine) -> DecodeRun | None:
+        """A run from here, if at least one pair of result and launch needs no decision."""
+        launches = _steady_launches(engine)
+        return DecodeRun(engine, launches) if launches > 0 else None
+
+    def finished(self, event: BatchFinished) -> Step:
+        """The Step of the oldest batch's result: its tokens are streamed."""
+        cohort = self._cohort
+        tokens = np.frombuffer(event.tokens, np.int32)
+        self._tokens.append(tokens)
+        newest = self._sampled_at - cohort.prompts
+        self._sampled_at = self._sampled_at + ONE
+        step = Step(commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens)])
+        self._digest = step.digest = step_digest(self._digest, step)
+        return step
+
+    def launched(self, event: LaneReady) -> Step:
+        """The Step of a free slot: one more token for everybody."""
+        cohort, starts = self._cohort, self._positions
+        plan = BatchPlan(
+            batch_id=self._next_batch_id,
+            mode="decode",
+            rows=cohort.rows,
+            request_ids=cohort.request_ids,
+            starts=starts,
+            stops=starts + ONE,
+            sample_rows=cohort.everyone,
+            deltas=self._growth.get(self._launches, NO_DELTAS),
+            generation=self._engine.generation,
+        )
+        self._plans.append(plan)
+        self._positions = plan.stops
+        self._next_batch_id += 1
+        self._launches += 1
+        self.left -= 1
+        self._time_us = event.time_us
+        step = Step(commands=[LaunchBatch(plan)])
+        self._digest = step.digest = step_digest(self._digest, step)
+        return step
+
+    def close(self) -> None:
+        """Bring the engine to where it would stand. Ends the run; a result must have been followed by its launch."""
+        engine, done = self._engine, self._launches
+        if not done:
+            return
+        cohort = self._cohort
+        first = engine.in_flight[0].sampled_at - cohort.prompts
+        numbers = first[:, None] + np.arange(done, dtype=np.int32)
+        engine.table.outputs[cohort.rows[:, None], numbers] = np.stack(self._tokens, axis=1)
+        for launch, deltas in self._growth.items():
+            if launch < done:
+                engine.pool.alloc(deltas.pages.size)  # the pages that were foreseen: a stack gives them in order
+                engine.table.pages[deltas.rows, deltas.index] = deltas.pages
+        for _ in range(done):
+            engine.ratio.decoded()
+        for plan in self._plans:
+            engine.in_flight.popleft()
+            engine.in_flight.append(_in_flight(engine, plan))
+        engine.positions = self._positions
+        engine.horizon -= done
+        engine.decode_launches += done
+        engine.next_batch_id = self._next_batch_id
+        engine.now_us = self._time_us
+        engine.digest = self._digest
+        engine.launch_found_nothing = False
+
+    def _plan_growth(self, launches: int) -> dict[int, PageDeltas]:
+        """The pages each launch opens, by launch; taken from the free list only when the run is closed."""
+        engine, rows = self._engine, self._cohort.rows
+        opening, members = _growth(self._positions, launches, engine.config.page_size)
+        pages = engine.pool.free_ids()[: opening.size]
+        index = (self._positions[members] + opening) >> engine.page_shift
+        bounds = np.searchsorted(opening, np.arange(launches + 1)).tolist()
+        return {
+            launch: PageDeltas(rows[members[start:stop]], index[start:stop].astype(np.int32), pages[start:stop])
+            for launch, (start, stop) in enumerate(pairwise(bounds))
+            if stop > start
+        }
+
+
+def _steady_launches(engine: Engine) -> int:
+    """How many launches may follow one another, from here, with nothing to decide but to go on.
+
+    Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
+    a timer, is leaving a row, or needs a page that is not on the free list.
+    """
+    cohort, config = engine.cohort, engine.config
+    if (
+        not cohort.steady
+        or len(engine.in_flight) != config.overlap_depth + 1
+        or (engine.waiting and not engine.batch_is_full)
+        or engine.prefilling is not None
+        or engine.paused
+        or engine.decode_owed
+        or engine.timers
+        or engine.leases
+        or engine.fenced_pages
+        or engine.rewrites
+        or cohort.stops.shape[1]
+        or config.retract_every
+    ):
+        return 0
+    for batch in engine.in_flight:
+        if batch.samplers is not cohort or batch.ending or batch.dead:
+            return 0
+    most = min(engine.horizon - 1, RUN_LAUNCHES_MAX)
+    opening, _ = _growth(engine.positions, most, config.page_size)
+    free = engine.pool.free_count
+    return most if opening.size <= free else int(opening[free])
+
+
+def _growth(positions: Int32s, launches: int, page_size: int) -> tuple[Int32s, Int32s]:
+    """(launch, member) of each page opened by that many launches from `positions`, in the order of opening."""
+    ahead = np.arange(launches, dtype=np.int32)[:, None] + positions
+    opening, members = (ahead & (page_size - 1) == 0).nonzero()
+    return opening.astype(np.int32), members.astype(np.int32)
+
+
+def _in_flight(engine: Engine, plan: BatchPlan) -> InFlight:
+    from lockstep.core.engine import InFlight
+
+    return InFlight(plan, engine.cohort.requests, engine.cohort, [])
