@@ -16,7 +16,6 @@ each other, down to the bytes of the journal.
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from lockstep.core.commands import NO_DELTAS, BatchPlan, LaunchBatch, PageDeltas
 from lockstep.core.digest import step_digest
 from lockstep.core.events import BatchFinished, LaneReady
 from lockstep.core.requests import Int32s
+from lockstep.core.retraction import members_growing
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine, InFlight
@@ -47,14 +47,17 @@ class DecodeRun:
         self._time_us = engine.now_us
         self._tokens: list[Int32s] = []
         self._plans: deque[BatchPlan] = deque(maxlen=len(engine.in_flight))
-        self._growth = self._plan_growth(launches)
         self._launches = 0
+        self._look_ahead()
 
     @staticmethod
     def begin(engine: Engine) -> DecodeRun | None:
         """A run from here, if at least one pair of result and launch needs no decision."""
         launches = _steady_launches(engine)
-        return DecodeRun(engine, launches) if launches > 0 else None
+        if launches <= 0:
+            return None
+        run = DecodeRun(engine, launches)
+        return run if run.left else None
 
     def finished(self, event: BatchFinished) -> Step:
         """The Step of the oldest batch's result: its tokens are streamed."""
@@ -78,7 +81,7 @@ class DecodeRun:
             starts=starts,
             stops=starts + ONE,
             sample_rows=cohort.everyone,
-            deltas=self._growth.get(self._launches, NO_DELTAS),
+            deltas=self._open_pages(starts),
             generation=self._engine.generation,
         )
         self._plans.append(plan)
@@ -86,6 +89,7 @@ class DecodeRun:
         self._next_batch_id += 1
         self._launches += 1
         self.left -= 1
+        self._look_ahead()
         self._time_us = event.time_us
         step = Step(commands=[LaunchBatch(plan)])
         self._digest = step.digest = step_digest(self._digest, step)
@@ -100,10 +104,6 @@ class DecodeRun:
         first = engine.in_flight[0].sampled_at - cohort.prompts
         numbers = first[:, None] + np.arange(done, dtype=np.int32)
         engine.table.outputs[cohort.rows[:, None], numbers] = np.stack(self._tokens, axis=1)
-        for launch, deltas in self._growth.items():
-            if launch < done:
-                engine.pool.alloc(deltas.pages.size)  # the pages that were foreseen: a stack gives them in order
-                engine.table.pages[deltas.rows, deltas.index] = deltas.pages
         for _ in range(done):
             engine.ratio.decoded()
         for plan in self._plans:
@@ -117,25 +117,28 @@ class DecodeRun:
         engine.digest = self._digest
         engine.launch_found_nothing = False
 
-    def _plan_growth(self, launches: int) -> dict[int, PageDeltas]:
-        """The pages each launch opens, by launch; taken from the free list only when the run is closed."""
-        engine, rows = self._engine, self._cohort.rows
-        opening, members = _growth(self._positions, launches, engine.config.page_size)
-        pages = engine.pool.free_ids()[: opening.size]
-        index = (self._positions[members] + opening) >> engine.page_shift
-        bounds = np.searchsorted(opening, np.arange(launches + 1)).tolist()
-        return {
-            launch: PageDeltas(rows[members[start:stop]], index[start:stop].astype(np.int32), pages[start:stop])
-            for launch, (start, stop) in enumerate(pairwise(bounds))
-            if stop > start
-        }
+    def _open_pages(self, starts: Int32s) -> PageDeltas:
+        """Pages for the members whose last one is full, from the free list, where `_look_ahead` saw enough."""
+        engine, growing = self._engine, self._growing
+        if not growing.size:
+            return NO_DELTAS
+        rows, index = self._cohort.rows[growing], starts[growing] >> engine.page_shift
+        deltas = PageDeltas(rows, index, engine.pool.alloc(growing.size))
+        engine.table.pages[rows, index] = deltas.pages
+        return deltas
+
+    def _look_ahead(self) -> None:
+        """See who opens a page with the next launch; the run is over if the free list does not have it."""
+        self._growing = members_growing(self._positions, self._engine.config.page_size)
+        if self._growing.size > self._engine.pool.free_count:
+            self.left = 0
 
 
 def _steady_launches(engine: Engine) -> int:
     """How many launches may follow one another, from here, with nothing to decide but to go on.
 
     Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
-    a timer, is leaving a row, or needs a page that is not on the free list.
+    a timer, or is leaving a row. Pages are looked after launch by launch.
     """
     cohort, config = engine.cohort, engine.config
     if (
@@ -154,19 +157,9 @@ def _steady_launches(engine: Engine) -> int:
     ):
         return 0
     for batch in engine.in_flight:
-        if batch.samplers is not cohort or batch.ending or batch.dead:
+        if batch.plan.mode != "decode" or batch.samplers is not cohort or batch.ending or batch.dead:
             return 0
-    most = min(engine.horizon - 1, RUN_LAUNCHES_MAX)
-    opening, _ = _growth(engine.positions, most, config.page_size)
-    free = engine.pool.free_count
-    return most if opening.size <= free else int(opening[free])
-
-
-def _growth(positions: Int32s, launches: int, page_size: int) -> tuple[Int32s, Int32s]:
-    """(launch, member) of each page opened by that many launches from `positions`, in the order of opening."""
-    ahead = np.arange(launches, dtype=np.int32)[:, None] + positions
-    opening, members = (ahead & (page_size - 1) == 0).nonzero()
-    return opening.astype(np.int32), members.astype(np.int32)
+    return min(engine.horizon - 1, RUN_LAUNCHES_MAX)
 
 
 def _in_flight(engine: Engine, plan: BatchPlan) -> InFlight:

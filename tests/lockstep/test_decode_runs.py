@@ -1,0 +1,143 @@
+"""A stretch of decode taken by a DecodeRun is, to the digest and the dumped byte, the stretch taken step by step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from lockstep.core import invariants, snapshot
+from lockstep.core.commands import BatchPlan
+from lockstep.core.config import SchedConfig
+from lockstep.core.decode_run import DecodeRun
+from lockstep.core.engine import Engine
+from lockstep.core.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
+
+LAUNCHES = 400
+
+
+class Run:
+    """An engine under load. With `runs`, every stretch that allows it is taken by a DecodeRun of at most `longest`."""
+
+    def __init__(self, config: SchedConfig, arrivals: dict[int, list[RequestArrived]], longest: int = 0) -> None:
+        self.engine = Engine(config)
+        self.arrivals = arrivals
+        self.longest = longest
+        self.plans: list[BatchPlan] = []  # in flight
+        self.seen: list[tuple[Observed, bytes]] = []
+        self.taken = 0  # launches taken by runs
+
+    def launch_all(self) -> None:
+        for launch in range(LAUNCHES):
+            for arrival in self.arrivals.get(launch, ()):
+                self.seen.append((arrival, self.engine.step(arrival).digest))
+            self.launch(launch)
+
+    def launch(self, time_us: int) -> None:
+        if len(self.plans) > self.engine.config.overlap_depth:
+            self.step(self.result(time_us))
+        self.step(LaneReady(time_us))
+        if self.engine.launch_found_nothing and self.plans:
+            self.step(self.result(time_us))
+
+    def result(self, time_us: int) -> BatchFinished:
+        plan = self.plans.pop(0)
+        ids = plan.request_ids[plan.sample_rows] * 1000 + plan.stops[plan.sample_rows]
+        return BatchFinished(time_us, plan.batch_id, ids.astype(np.int32).tobytes())
+
+    def step(self, event: Observed) -> None:
+        step = self.engine.step(event)
+        self.seen.append((event, step.digest))
+        plan = step.launched()
+        if plan is not None:
+            self.plans.append(plan)
+
+
+class RunInStretches(Run):
+    """The same, but pairs of result and launch go to a DecodeRun whenever one may begin."""
+
+    run: DecodeRun | None = None
+
+    def launch(self, time_us: int) -> None:
+        if self.run is None:
+            self.run = DecodeRun.begin(self.engine)
+        if self.run is None or time_us in self.arrivals:
+            self.close()
+            super().launch(time_us)
+            return
+        result = self.result(time_us)
+        self.seen.append((result, self.run.finished(result).digest))
+        ready = LaneReady(time_us)
+        step = self.run.launched(ready)
+        self.seen.append((ready, step.digest))
+        plan = step.launched()
+        assert plan is not None
+        self.plans.append(plan)
+        self.taken += 1
+        if not self.run.left or time_us % self.longest == 0 or time_us + 1 in self.arrivals:
+            self.close()
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.close()
+            self.run = None
+            invariants.check(self.engine)
+
+
+def load(seed: int) -> tuple[SchedConfig, dict[int, list[RequestArrived]]]:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 4, 16])
+    config = SchedConfig(
+        page_size=page_size,
+        pages=rng.choice([40, 200, 2000]) if page_size == 1 else rng.choice([20, 200]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        max_running_requests=rng.choice([2, 8]),
+        chunked_prefill_size=rng.choice([None, 32]),
+        radix_cache=rng.random() < 0.8,
+        schedule_conservativeness=rng.choice([0.05, 1.0]),
+        stream_interval=rng.choice([1, 1, 1, 3]),
+    )
+    arrivals: dict[int, list[RequestArrived]] = {}
+    for request_id, launch in enumerate(sorted(rng.sample(range(LAUNCHES), rng.randint(1, 12)))):
+        arrivals[launch] = [
+            RequestArrived(
+                time_us=launch,
+                request_id=request_id,
+                prompt=TokenRuns((rng.choice([1, 500]), rng.randint(1, 30))),
+                max_new_tokens=rng.randint(1, 120),
+                ignore_eos=rng.random() < 0.2,
+            )
+        ]
+    return config, arrivals
+
+
+@given(seed=st.integers(min_value=0, max_value=2**32), longest=st.sampled_from([2, 7, 1000]))
+def test_stretches_equal_single_steps(seed: int, longest: int) -> None:
+    config, arrivals = load(seed)
+    single, stretched = Run(config, arrivals), RunInStretches(config, arrivals, longest)
+    single.launch_all()
+    stretched.launch_all()
+    stretched.close()
+    assert stretched.seen == single.seen
+    assert snapshot.dump(stretched.engine) == snapshot.dump(single.engine)
+
+
+def test_most_of_a_decode_is_taken_in_stretches() -> None:
+    arrivals = {0: [RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((1, 8)), max_new_tokens=LAUNCHES)]}
+    run = RunInStretches(SchedConfig(page_size=4, pages=2000, overlap_depth=1), arrivals, 1000)
+    run.launch_all()
+    assert run.taken > LAUNCHES * 0.9
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [{"stop_token_ids": (7,)}, {"finish_by_us": 10_000}, {"stream": False}],
+    ids=["may end by a token", "has a timer", "does not stream"],
+)
+def test_what_needs_a_decision_is_stepped(obstacle: dict[str, object]) -> None:
+    arrival = RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((1, 8)), max_new_tokens=50, **obstacle)  # type: ignore[arg-type]
+    run = RunInStretches(SchedConfig(page_size=4, pages=2000, overlap_depth=1), {0: [arrival]}, 1000)
+    run.launch_all()
+    assert run.taken == 0
