@@ -58,7 +58,7 @@ def measured_again(folder: Path, pages: int) -> RunData:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_simulated_runs_replay_strictly(name: str, tmp_path: Path) -> None:
-    run = simulate(assemble(scenario(CONFIGS[name]), environ={}), folder=tmp_path, check_every=101)
+    run = simulate(assemble(scenario(CONFIGS[name]), environ={}), folder=tmp_path)
     requests = run.data.summary["requests"]
     assert requests["arrived"] + run.never_sent == 120
     assert requests["unfinished"] == 0

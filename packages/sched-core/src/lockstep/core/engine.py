@@ -859,7 +859,10 @@ class Engine:
         """Take those of the requests that decode out of the cohort, all at once, noting where each stands."""
         if not requests or not self.cohort.size:
             return
-        members = np.isin(self.cohort.rows, [request.row for request in requests])
+        rows = self.cohort.rows
+        members = (
+            rows == requests[0].row if len(requests) == 1 else np.isin(rows, [request.row for request in requests])
+        )
         going = members.nonzero()[0].tolist()
         for i in going:
             self.cohort.requests[i].computed = int(self.positions[i])

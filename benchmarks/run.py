@@ -1,0 +1,65 @@
+"""Run the benchmarks that can run here, one after another, and say which were skipped and why.
+
+    LOCKSTEP_DATA=... LOCKSTEP_PEERS=... python benchmarks/run.py [NAME ...] [--list]
+
+Each is a program of its own with options of its own; `python benchmarks/NAME.py --help` explains it. Exit status 1 if
+one of them failed or missed its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+# What each benchmark needs from outside, as environment variables that name a folder.
+NEEDS = {
+    "radix_oracle": ("LOCKSTEP_DATA",),
+    "radix_speed": ("LOCKSTEP_PEERS",),
+    "overlap": (),
+    "simulation_speed": ("LOCKSTEP_PEERS",),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all if none is named")
+    parser.add_argument("--list", action="store_true", help="name them and what they need, and stop")
+    arguments = parser.parse_args()
+    found = {path.stem: NEEDS.get(path.stem, ()) for path in sorted(FOLDER.glob("*.py")) if path.stem != "run"}
+    if arguments.list:
+        for name, needs in found.items():
+            print(f"{name:20} {' '.join(needs)}".rstrip())
+        return 0
+    unknown = [name for name in arguments.names if name not in found]
+    if unknown:
+        print(f"no benchmark {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
+        return 2
+
+    verdicts = {name: run(name, found[name]) for name in arguments.names or found}
+    print("== summary")
+    for name, verdict in verdicts.items():
+        print(f"{name:20} {verdict}")
+    return int(any(verdict.startswith("FAILED") for verdict in verdicts.values()))
+
+
+def run(name: str, needs: tuple[str, ...]) -> str:
+    """Run one, its output shown as it comes; say how it went."""
+    missing = [variable for variable in needs if not Path(os.environ.get(variable, "/nowhere")).is_dir()]
+    if missing:
+        return f"skipped: {' and '.join(missing)} names no folder"
+    print(f"== {name}", flush=True)
+    began_s = time.monotonic()
+    status = subprocess.call([sys.executable, str(FOLDER / f"{name}.py")])
+    print(flush=True)
+    took = f"in {time.monotonic() - began_s:.0f} s"
+    return f"ran {took}" if status == 0 else f"FAILED with exit status {status} {took}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Simulated requests per CPU-second on the anchor workload, beside NVIDIA's Rust simulator in the same run.
+
+The anchor: 16,000 Poisson requests, about 1,080 tokens in and 216 out; 128 running, 512 new tokens per extend, 26,000
+pages of 16. Ours counts user and system time of one process for the replay and nothing else: every decision with its
+digest, the journal written to a file, all metrics measured. Start-up, reading the workload and the report are not in
+it; invariant checks are off. Theirs counts user time of its replay and keeps no journal.
+
+    LOCKSTEP_PEERS=... python benchmarks/simulation_speed.py [--n 16000] [--rounds 1]
+
+The peer needs a virtual environment of its own: the one whose interpreter DYNOSIM_PYTHON names, or one that is made
+in the folder for temporary files. Without either it is skipped, and the reason is said.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its idle threads spin, and would be counted
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.sim.simulate import Scenario, Setup, assemble, simulate
+
+MODEL, GPU = "llama-3.1-8b", "a100"  # an 8B Llama on an A100: what Vidur's own example runs this workload on
+SETTINGS = {
+    "max_running_requests": 128,
+    "chunked_prefill_size": 512,
+    "max_prefill_tokens": 512,
+    "pages": 26_000,
+    "page_size": 16,
+}
+VIDUR_PER_S = 1_130  # published for this class of trace, metrics off; with metrics 715 to 797
+VIDUR_FACTOR = 5  # the bar, before the bar is DynoSim
+DYNOSIM_PACKAGES = (
+    ("--no-deps", "ai-dynamo-runtime==1.6.1"),
+    ("uvloop", "pydantic", "typing-extensions"),
+)
+SETUP_S_MAX = 300
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=16_000, help="requests (default 16000)")
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions; the median counts (default 1)")
+    arguments = parser.parse_args()
+    peers = os.environ.get("LOCKSTEP_PEERS")
+    if peers is None:
+        print("LOCKSTEP_PEERS is not set: it names the folder with make_workload.py", file=sys.stderr)
+        return 2
+    print("calibration, CPU us:", ", ".join(f"{name} {us:,.1f}" for name, us in calibrate().items()))
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-speed-") as folder:
+        workload = Path(folder, "anchor.csv")
+        make = [sys.executable, str(Path(peers, "make_workload.py")), str(workload), "--n", str(arguments.n)]
+        print(subprocess.run(make, check=True, capture_output=True, text=True).stdout.strip())
+        setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=str(workload), settings=SETTINGS))
+        python, reason = dynosim_python()
+        ours, theirs = [], []
+        for number in range(arguments.rounds):
+            ours.append(replay(setup, Path(folder, f"run{number}")))
+            if python is not None:
+                theirs.append(dynosim(python, Path(peers, "run_dynosim.py"), workload))
+
+    print()
+    first = ours[0]
+    ours_per_s = statistics.median(run["requests_per_s"] for run in ours)
+    print(f"lockstep on {setup.title}: {first['batches']:,} batches, mean TPOT {first['tpot_ms']:.2f} ms")
+    print(
+        f"  {ours_per_s:10,.0f} requests per CPU-second; {first['batch_us']:.1f} us per batch, "
+        f"journal {first['journal_mb']:.0f} MB, at most {first['memory_mb']:,.0f} MB of memory"
+    )
+    bar = VIDUR_FACTOR * VIDUR_PER_S
+    verdict = "reached" if ours_per_s >= bar else "not reached"
+    print(f"  {ours_per_s / VIDUR_PER_S:10.2f} x Vidur ({VIDUR_PER_S:,}, published); the bar of {bar:,} is {verdict}")
+    if theirs:
+        theirs_per_s = statistics.median(theirs)
+        print(f"DynoSim, SGLang core, no journal\n  {theirs_per_s:10,.0f} requests per CPU-second (user time)")
+        print(f"  {ours_per_s / theirs_per_s:10.3f} lockstep / DynoSim")
+    else:
+        print(f"DynoSim skipped: {reason}")
+    return 0
+
+
+def replay(setup: Setup, folder: Path) -> dict[str, float]:
+    """Run the setup once, journal and metrics included."""
+    gc.collect()
+    began_s = cpu_s()
+    run = simulate(setup, folder=folder)
+    took_s = cpu_s() - began_s
+    requests = run.data.summary["requests"]
+    assert requests["completed"] == requests["arrived"] == len(setup.workload.turns), requests
+    return {
+        "requests_per_s": requests["completed"] / took_s,
+        "batches": run.batches,
+        "batch_us": took_s / run.batches * 1e6,
+        "tpot_ms": run.data.summary["latency"]["tpot_us_mean"] / 1e3,
+        "journal_mb": sum(path.stat().st_size for path in (folder / "journal").iterdir()) / 1e6,
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def cpu_s() -> float:
+    """User and system time of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def dynosim(python: Path, program: Path, workload: Path) -> float:
+    """Requests per CPU-second of the peer."""
+    done = subprocess.run([python, program, workload], check=True, capture_output=True, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return float(result["requests"] / result["user_s"])
+
+
+def dynosim_python() -> tuple[Path | None, str]:
+    """The interpreter that has the peer, or why there is none."""
+    named = os.environ.get("DYNOSIM_PYTHON")
+    if named is not None:
+        return (Path(named), "") if Path(named).exists() else (None, f"DYNOSIM_PYTHON names {named}, which is missing")
+    folder = Path(tempfile.gettempdir(), "lockstep-dynosim")
+    python = folder / "bin" / "python"
+    ready = folder / "ready"
+    if ready.exists():
+        return python, ""
+    try:
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            *([*install, *packages] for packages in DYNOSIM_PACKAGES),
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SETUP_S_MAX)
+    except subprocess.CalledProcessError as error:
+        return None, f"`{' '.join(error.cmd)}` failed: {(error.stderr or error.stdout).strip().splitlines()[-1]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    ready.touch()
+    return python, ""
+
+
+def calibrate() -> dict[str, float]:
+    """CPU us of three small programs, each the best of several runs, to compare machines by."""
+    table = {i: i for i in range(1000)}
+
+    class Counter:
+        def step(self) -> None:
+            pass
+
+    step = Counter().step
+
+    def look_up() -> None:
+        for i in range(1000):
+            table[i]
+
+    def call() -> None:
+        for _ in range(100):
+            step()
+
+    def add() -> None:
+        total = 0
+        for i in range(10_000_000):
+            total += i
+
+    best = {}
+    programs = {
+        "1,000 dict look-ups": (look_up, 2000),
+        "100 method calls": (call, 2000),
+        "10 million additions": (add, 3),
+    }
+    for name, (program, repeats) in programs.items():
+        costs = []
+        for _ in range(repeats):
+            start = time.process_time_ns()
+            program()
+            costs.append(time.process_time_ns() - start)
+        best[name] = min(costs) / 1e3
+    return best
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""`lockstep simulate`: argument parsing only. What is done with the arguments is in simulate.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from lockstep.sim.simulate import Run, Setup
+
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # which older releases of click do not subscript
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+PROGRESS_EVERY = 64  # requests
+
+# ------------------------------------------------------------------------------------------------------ kinds of values
+
+
+class Refusal(click.ClickException):
+    """Something asked for that cannot be. The message explains itself: no traceback, its type's name in front."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.name = type(error).__name__
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message on stderr."""
+        click.echo(f"{self.name}: {self.message}", file=file or sys.stderr)
+
+
+class Failure(Refusal):
+    """Something that could have been, such as a file on a disk that was not full."""
+
+    exit_code = EXIT_FAILED
+
+
+class _None:
+    """What the word `none` on a command line is, where None means that the option was not given."""
+
+
+NONE = _None()
+
+
+class _Or(ParamType):
+    """A value, or a word that stands for one."""
+
+    def __init__(self, kind: ParamType, **words: Any) -> None:
+        self.kind = kind
+        self.words = words
+        self.name = "|".join([kind.name, *words])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value.lower() in self.words:
+            return self.words[value.lower()]
+        return self.kind.convert(value, param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self.name.upper()
+
+
+class _Duration(ParamType):
+    """A time with its unit, in whole microseconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from lockstep.sim.lengths import parse_duration_us
+
+        try:
+            return parse_duration_us(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+# One row per field of SchedConfig, in its order: (field, type of the value, help). SchedConfig checks and has defaults.
+SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
+    ("page_size", click.INT, "tokens per KV page, a power of two"),
+    ("pages", click.INT, "KV pages in the pool  [default: what fits beside the weights]"),
+    ("radix_cache", click.BOOL, "keep the KV of finished prompts for later requests with the same prefix"),
+    ("radix_capacity_pages", _Or(click.INT, none=NONE), "cap on pages the radix cache may keep"),
+    ("context_tokens_max", click.INT, "prompt and output together, per request  [default: the model's context]"),
+    ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
+    ("request_rows", _Or(click.INT, none=NONE), "rows of the request table"),
+    ("max_queued_requests", _Or(click.INT, none=NONE), "waiting requests beyond this are rejected"),
+    ("waiting_timeout_us", _Or(_Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
+    ("running_timeout_us", _Or(_Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
+    ("schedule_policy", click.STRING, "order of the waiting line: fcfs or lpm"),
+    ("schedule_conservativeness", click.FLOAT, "scales the output that running requests are expected to want"),
+    ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
+    ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
+    ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),
+    ("retract_every", click.INT, "force one retraction every so many decodes, for testing; 0 is never"),
+    ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
+    ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
+    ("force_stream_interval", click.INT, "the same for a request that does not stream"),
+    ("eos_token_ids", click.INT, "the model's end tokens; give the option once for each"),
+)
+
+
+def scheduler_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command one option per scheduler setting. Those not on the command line arrive as None or ()."""
+    from lockstep.core.config import SchedConfig
+
+    defaults = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
+    for field, kind, text in reversed(SCHEDULER_OPTIONS):
+        if defaults[field] not in (None, ()) and "default" not in text:
+            text += f"  [default: {str(defaults[field]).lower()}]"
+        flag = "--" + field.removesuffix("_us").replace("_", "-")
+        if kind is click.BOOL:
+            option = click.option(f"{flag}/--no-{flag[2:]}", field, default=None, help=text)
+        elif field == "eos_token_ids":
+            option = click.option(flag.removesuffix("s"), field, type=kind, multiple=True, help=text)
+        else:
+            option = click.option(flag, field, type=kind, default=None, help=text)
+        command = option(command)
+    return command
+
+
+def given_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the scheduler settings out of a command's options, leaving out what was not given."""
+    values = {field: options.pop(field) for field, _, _ in SCHEDULER_OPTIONS}
+    return {
+        field: None if value is NONE else value for field, value in values.items() if value is not None and value != ()
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ simulate
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 120})
+@click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
+@click.option("--gpu", required=True, help="catalogue name, such as h200, or the path of a JSON file")
+@click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
+@click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
+@click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
+@click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
+@click.option("--limit", type=click.INT, help="keep the first so many requests")
+@click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
+@click.option("--seed", default=7, help="of a generated workload, and of random durations")
+@click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
+@click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@scheduler_options
+@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
+@click.option("--check", default="off", metavar="every|N|off", help="check invariants after every N-th event")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="run folder  [default: nothing is written]")
+@click.option("--overwrite", is_flag=True, help="replace the run in DIR")
+@click.option("--requests/--no-requests", default=True, help="write requests.parquet and requests.csv")
+@click.option("--trace/--no-trace", default=True, help="write trace.json.gz, for ui.perfetto.dev")
+@click.option("--report/--no-report", default=True, help="write report.html")
+@click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
+def simulate(
+    slos: tuple[str, ...],
+    check: str,
+    out: Path | None,
+    overwrite: bool,
+    requests: bool,
+    trace: bool,
+    report: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Simulate a workload on a model and a GPU, and say how it went.
+
+    \b
+    lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --out runs/0192
+    lockstep simulate --model llama-3.1-8b --gpu h100 --workload azure-code.csv --rate 6.5 --slo ttft_p99=500ms
+    """
+    check_every = _parse_check(check)
+    with refusals():
+        from lockstep.sim.metrics import Slo
+        from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
+
+        settings = given_settings(options)
+        scenario = Scenario(settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        if out is not None:
+            prepare_folder(out, overwrite=overwrite)
+        setup = assemble(scenario)
+        announce(setup, out)
+        with progress_bar(len(setup.workload.turns)) as on_finish:
+            run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
+        if out is not None:
+            write_run(out, run, requests=requests, trace=trace, report=report)
+    show(run, out, as_json)
+    if run.interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _parse_check(text: str) -> int:
+    if text in ("off", "every"):
+        return int(text == "every")
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise click.BadParameter(f"expected every, off or a number of events, got `{text}`", param_hint="--check")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn the errors that are made for people into one message and an exit status."""
+    try:
+        yield
+    except Exception as error:
+        from lockstep.core.errors import ConfigError
+        from lockstep.core.journal import JournalError
+        from lockstep.sim.cost import CapacityError, CatalogueError
+        from lockstep.sim.workload import WorkloadError
+
+        if isinstance(error, ConfigError | CatalogueError | CapacityError | WorkloadError):
+            raise Refusal(error) from error
+        if isinstance(error, JournalError | OSError):
+            raise Failure(error) from error
+        raise
+
+
+def announce(setup: Setup, out: Path | None) -> None:
+    """Say on stderr what is about to run: the first line names seed, commit and journal."""
+    from lockstep.sim.simulate import code_commit, code_version, workload_line
+
+    code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
+    journal = out / "journal" if out is not None else "none, for lack of --out"
+    click.echo(f"seed {setup.scenario.seed}, {code}, journal {journal}", err=True)
+    pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
+    click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload)}", err=True)
+
+
+@contextmanager
+def progress_bar(requests: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on stderr that is told how many requests ended; None, and no bar, if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _advance(bar, requests)
+
+
+def _advance(bar: Progress, requests: int) -> Callable[[int], None]:
+    task = bar.add_task("requests finished", total=requests)
+
+    def on_finish(ended: int) -> None:
+        if ended % PROGRESS_EVERY == 0:
+            bar.update(task, completed=ended)
+
+    return on_finish
+
+
+def show(run: Run, out: Path | None, as_json: bool) -> None:
+    """Print the result on stdout, and where it lies on stderr."""
+    if as_json:
+        import json
+
+        metrics = {"about": run.about(), **run.data.summary}
+        click.echo(json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        from lockstep.sim.results import summary_table
+
+        Console().print(summary_table(run.data))
+        for line in run.remarks():
+            click.echo(line)
+    counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"
+    click.echo(f"simulated {counts} in {run.cpu_s:.1f} s of CPU time", err=True)
+    if out is not None:
+        written = ", ".join(path.name for path in sorted(out.iterdir()))
+        click.echo(f"{out} has {written}", err=True)

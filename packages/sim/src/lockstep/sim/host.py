@@ -1,0 +1,469 @@
+"""The simulated host: arrivals, a CPU lane and a device, in virtual time. The only file with a SimPy process in it.
+
+Virtual time is `env.now`, in whole microseconds. One engine is one SimPy process, `EngineHost.run`: its CPU lane.
+
+    CPU    | arrival | results of 6 | plan 8 |      idle       | results of 7 | plan 9 | ...
+    device | batch 6      |           batch 7                  | batch 8 ...                      overlap depth 1
+                          ^ finished  ^ handed over
+
+The device runs batches one after another, and the turns to come are known, so every fact has its time as soon as its
+cause has happened: a batch's end is computed when it is handed over, a follow-up's arrival when the answer before it
+ends. The lane therefore reads its facts from ordered lines, and keeps its own time: it sleeps only when another process
+acts first. Alone it never needs to, which saves a few microseconds per batch; beside others it is never ahead of them.
+
+Facts are folded in the order of their times. An arrival carries the time at which it came, a finished batch the time
+at which the lane got round to it; both wait while the lane is busy, and older facts go first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from hashlib import blake2b
+from heapq import heappop, heappush
+from statistics import NormalDist
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from simpy import Environment, Timeout
+
+from lockstep.core.commands import NO_ROWS, BatchPlan, FinishRequest, Int32s, RejectRequest, Step
+from lockstep.core.decode_run import DecodeRun
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ContractError, LockstepError
+from lockstep.core.events import (
+    BatchFinished,
+    BatchId,
+    ClockAdvanced,
+    LaneReady,
+    ObservedEvent,
+    RequestArrived,
+    RequestCancelled,
+    RequestId,
+    RequestQueued,
+    TokenRuns,
+)
+from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.token_runs import TOKEN_IDS
+from lockstep.sim.turns import Turn
+
+EOS_TOKEN_ID = TOKEN_IDS - 1
+"""What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
+
+NEVER_US = 2**62
+
+RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
+
+
+class JournalSink(Protocol):
+    """What the host needs of a journal."""
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Record one event and the digest of its Step."""
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Record an event whose step raised."""
+
+
+class MetricsSink(Protocol):
+    """What the host tells whoever measures; see `metrics.MetricsFold`."""
+
+    def observe(self, event: ObservedEvent, step: Step) -> None:
+        """Take in one event and its Step."""
+
+    def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
+        """Take in how things stand after a LaneReady."""
+
+    def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
+        """Take in what the CPU lane did."""
+
+
+class Arrivals:
+    """Turns to come. Those with a time of their own stand in a line; a follow-up joins when the answer before it ends.
+
+    `cancel_after_us` says for turns, by index, how long after arrival their client leaves.
+    """
+
+    def __init__(self, turns: Sequence[Turn], cancel_after_us: Mapping[int, int] | None = None) -> None:
+        self._by_clock = deque(turn for turn in turns if turn.after is None)
+        self._follow_ups: dict[int, list[Turn]] = {}
+        for turn in turns:
+            if turn.after is not None:
+                self._follow_ups.setdefault(turn.after, []).append(turn)
+        self._thinking: list[tuple[int, int, Turn]] = []  # heap: when, index
+        self._cancel_after_us = cancel_after_us or {}
+        self._cancels: list[tuple[int, RequestId]] = []  # heap
+        self.expected = len(turns)
+        self.turns: list[Turn] = []  # those that arrived; its index is the request id
+        self.next_us = NEVER_US  # the next arrival or cancel
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        next_us = self._by_clock[0].arrival_us if self._by_clock else NEVER_US
+        if self._thinking and self._thinking[0][0] < next_us:
+            next_us = self._thinking[0][0]
+        if self._cancels and self._cancels[0][0] < next_us:
+            next_us = self._cancels[0][0]
+        self.next_us = next_us
+
+    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+        """The next fact, due at `next_us`. At one instant cancels go first, then turns in the workload's order."""
+        time_us = self.next_us
+        if self._cancels and self._cancels[0][0] == time_us:
+            _, request_id = heappop(self._cancels)
+            self._look_ahead()
+            return RequestCancelled(time_us, request_id)
+        by_clock = self._by_clock[0] if self._by_clock else None
+        if by_clock is not None and by_clock.arrival_us == time_us and not self._thinks_before(time_us, by_clock.index):
+            turn = self._by_clock.popleft()
+        else:
+            turn = heappop(self._thinking)[2]
+        request_id = len(self.turns)
+        self.turns.append(turn)
+        if turn.index in self._cancel_after_us:
+            heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
+        self._look_ahead()
+        return RequestArrived(
+            time_us=time_us,
+            request_id=request_id,
+            prompt=TokenRuns(turn.prompt),
+            max_new_tokens=turn.output_tokens if max_new_tokens is None else max_new_tokens,
+            label=turn.label,
+            tenant=turn.tenant,
+        )
+
+    def _thinks_before(self, time_us: int, index: int) -> bool:
+        return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
+
+    def answered(self, request_id: RequestId, now_us: int) -> None:
+        """An answer ended: its user begins to think about the next turn."""
+        for turn in self._follow_ups.pop(self.turns[request_id].index, ()):
+            heappush(self._thinking, (now_us + turn.think_us, turn.index, turn))
+            self._look_ahead()
+
+    @property
+    def never_sent(self) -> int:
+        """Turns whose session ended before them, because an earlier turn was rejected or its client left."""
+        return sum(map(len, self._follow_ups.values()))
+
+
+class Running(NamedTuple):
+    """A batch the device has, with its outcome."""
+
+    batch_id: BatchId
+    generation: int
+    rows: int
+    started_us: int
+    finished_us: int
+    tokens: bytes  # int32, one per sampling row
+
+
+class Device:
+    """The GPU lane: runs batches in the order of their launches, each as long as the cost model says."""
+
+    def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
+        self._cost = cost
+        self._seed = seed
+        self._name = name
+        self._early_eos = early_eos
+        self._free_us = 0  # when the last batch handed over will have finished
+        self.queue: deque[Running] = deque()
+        # By row: what to add to a position to get the token sampled there, and the position of the last one.
+        self._token_base = np.zeros(rows_max, np.int32)
+        self._last_position = np.zeros(rows_max, np.int32)
+        # The last decode. The engine passes the same array of rows for as long as the same requests decode together.
+        self._decode_rows = NO_ROWS
+        self._decode_token_base = NO_ROWS
+        self._decode_context_tokens = 0
+
+    def take_row(self, row: int, turn: Turn) -> None:
+        """A row now belongs to this turn. Token i of its output is sampled at position prompt_tokens + i."""
+        self._token_base[row] = turn.output_first_token - turn.prompt_tokens
+        self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
+
+    def shape_of(self, plan: BatchPlan) -> BatchShape:
+        """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
+        if plan.mode != "decode":
+            return extend_shape_of(plan)
+        rows = plan.rows
+        if rows is self._decode_rows:
+            self._decode_context_tokens += len(rows)  # each went one position further
+        else:
+            self._decode_rows = rows
+            self._decode_token_base = self._token_base[rows]
+            self._decode_context_tokens = int(plan.starts.sum())
+        return BatchShape(
+            decode_rows=len(rows), decode_context_tokens=self._decode_context_tokens, sampled_rows=len(rows)
+        )
+
+    def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
+        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
+        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
+        mean_us, spread_us = self._cost.batch_us(shape)
+        if spread_us > 0.0:
+            mean_us += spread_us * _standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+        self._free_us = finished_us = started_us + max(1, round(mean_us))
+        tokens = self._sample(plan).tobytes()
+        self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
+
+    def _sample(self, plan: BatchPlan) -> Int32s:
+        """The tokens of a plan's sampling rows."""
+        stops = plan.stops
+        if plan.rows is self._decode_rows:
+            rows, tokens = plan.rows, self._decode_token_base + stops
+        else:
+            rows, stops = plan.rows[plan.sample_rows], stops[plan.sample_rows]
+            tokens = self._token_base[rows] + stops
+        if self._early_eos:
+            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+
+def _standard_normal(key: str) -> float:
+    """A draw that depends on nothing but the key."""
+    bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
+    return NormalDist().inv_cdf((bits + 0.5) / 2**64)
+
+
+class EngineHost:
+    """One engine with its CPU lane and its device.
+
+    Args:
+        check: called with the engine after every `check_every`-th event, e.g. `lockstep.core.invariants.check`.
+        max_new_tokens: the limit every request comes with; None is the turn's own length. With a limit, a turn whose
+            length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
+        on_finish: called with the number of requests that ended, after each.
+        decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
+            effect while `check` looks at the engine, which is not up to date inside such a stretch.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        engine: Engine,
+        arrivals: Arrivals,
+        cost: CostModel,
+        cpu: CpuModel,
+        journal: JournalSink,
+        metrics: MetricsSink,
+        *,
+        seed: int = 0,
+        name: str = "engine0",
+        max_new_tokens: int | None = None,
+        check: Callable[[Engine], object] | None = None,
+        check_every: int = 1,
+        on_finish: Callable[[int], None] | None = None,
+        decode_runs: bool = True,
+    ) -> None:
+        if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
+            raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
+        self.env = env
+        self.engine = engine
+        self.arrivals = arrivals
+        self.cpu = cpu
+        self.journal = journal
+        self.metrics = metrics
+        self.device = Device(cost, engine.config.rows_max, seed=seed, name=name, early_eos=max_new_tokens is not None)
+        self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
+
+        self.ended = 0  # requests finished or rejected
+        self.batches = 0
+        self.clamped = 0  # requests that were granted fewer tokens than they asked for
+        self.rejected: Counter[str] = Counter()
+
+        self._max_new_tokens = max_new_tokens
+        self._check = check
+        self._check_every = check_every
+        self._until_check = check_every
+        self._on_finish = on_finish
+        self._decode_runs = decode_runs and check is None
+        self._wake_at_us: int | None = None
+        self._nothing_new = True  # since the last LaneReady that launched nothing
+
+    def run(self) -> Generator[Timeout, None, None]:
+        """The CPU lane, a SimPy process: take in what is pending, launch if there is a slot, wait until more comes."""
+        env, engine = self.env, self.engine
+        slots = engine.config.overlap_depth + 1
+        now_us = int(env.now)
+        while not self.stop_requested:
+            now_us = self._take_in(now_us)
+            launched_us = None
+            if len(engine.in_flight) == slots:
+                launched_us = self._run_decodes(now_us)
+            elif not self._nothing_new:
+                launched_us = self._launch(now_us)
+            if launched_us is not None:
+                now_us = launched_us
+            else:
+                next_us = self._next_fact_us()
+                if next_us == NEVER_US:
+                    break
+                now_us = max(now_us, next_us)
+            if env.peek() <= now_us and now_us > env.now:
+                yield env.timeout(now_us - env.now)
+        if now_us > env.now:
+            yield env.timeout(now_us - env.now)
+
+    def _take_in(self, now_us: int) -> int:
+        """Fold every fact up to `now_us`. Folding takes time, in which more may come; return when none is left."""
+        arrivals, finished = self.arrivals, self.device.queue
+        while not self.stop_requested:
+            if arrivals.next_us <= now_us:
+                now_us = self._arrive(now_us)
+            elif finished and finished[0].finished_us <= now_us:
+                now_us = self._collect(now_us)
+            elif self._wake_at_us is not None and self._wake_at_us <= now_us:
+                self._fold(ClockAdvanced(now_us))
+            else:
+                break
+        return now_us
+
+    def _next_fact_us(self) -> int:
+        next_us = self.arrivals.next_us
+        queue = self.device.queue
+        if queue and queue[0].finished_us < next_us:
+            next_us = queue[0].finished_us
+        if self._wake_at_us is not None and self._wake_at_us < next_us:
+            next_us = self._wake_at_us
+        return next_us
+
+    def _arrive(self, now_us: int) -> int:
+        event = self.arrivals.take(self._max_new_tokens)
+        step = self._fold(event)
+        if type(event) is RequestArrived:
+            for decided in step.decided:
+                if type(decided) is RequestQueued and decided.max_new_tokens < event.max_new_tokens:
+                    self.clamped += 1
+        return self._spend(now_us, self.cpu.arrival_us, "arrival")
+
+    def _collect(self, now_us: int) -> int:
+        batch = self.device.queue.popleft()
+        self._fold(
+            BatchFinished(now_us, batch.batch_id, batch.tokens, batch.started_us, batch.finished_us, batch.generation)
+        )
+        return self._spend(now_us, self.cpu.result_us(batch.rows), "results")
+
+    def _launch(self, now_us: int) -> int | None:
+        """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
+        engine = self.engine
+        step = self._fold(LaneReady(now_us))
+        radix = engine.radix
+        cached_pages = radix.evictable_pages if radix is not None else 0
+        self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.pool.free_count, cached_pages)
+        plan = step.launched()
+        if plan is None:
+            self._nothing_new = True
+            return None
+        for taken in plan.rows_taken:
+            self.device.take_row(taken.row, self.arrivals.turns[taken.request_id])
+        shape = self.device.shape_of(plan)
+        handed_over_us = self._spend(now_us, self.cpu.plan_us(shape), "plan")
+        self.device.launch(plan, shape, handed_over_us)
+        self.batches += 1
+        return handed_over_us
+
+    def _run_decodes(self, now_us: int) -> int | None:
+        """Take a uniform stretch of decodes in one go: what `_take_in` and `_launch` would do, event for event.
+
+        It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
+        """
+        queue, until_us = self.device.queue, min(self.arrivals.next_us, self.env.peek())
+        newest = queue[-1]
+        worth_us = RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
+        if not self._decode_runs or until_us < newest.finished_us + worth_us:
+            return None
+        run = DecodeRun.begin(self.engine)
+        if run is None:
+            return None
+        engine, device, journal, metrics = self.engine, self.device, self.journal, self.metrics
+        waiting, active, free_pages = len(engine.waiting), engine.active, engine.pool.free_count
+        cached_pages = engine.radix.evictable_pages if engine.radix is not None else 0
+        result_us = round(self.cpu.result_us(newest.rows))  # one cohort throughout, so one cost
+        launched_us = None
+        while run.left and not self.stop_requested:
+            batch = queue[0]
+            noticed_us = batch.finished_us if batch.finished_us > now_us else now_us
+            ready_us = noticed_us + result_us
+            if until_us <= ready_us or (len(queue) > 1 and queue[1].finished_us <= ready_us):
+                break
+            queue.popleft()
+            result = BatchFinished(
+                noticed_us, batch.batch_id, batch.tokens, batch.started_us, batch.finished_us, batch.generation
+            )
+            step = run.finished(result)
+            journal.append(result, step.digest)
+            metrics.observe(result, step)
+            self._spend(noticed_us, result_us, "results")
+
+            ready = LaneReady(ready_us)
+            step = run.launched(ready)
+            journal.append(ready, step.digest)
+            metrics.observe(ready, step)
+            plan = step.launched()
+            assert plan is not None
+            free_pages -= len(plan.deltas.pages)
+            metrics.gauge(ready_us, waiting, active, free_pages, cached_pages)
+            shape = device.shape_of(plan)
+            launched_us = now_us = self._spend(ready_us, self.cpu.plan_us(shape), "plan")
+            device.launch(plan, shape, now_us)
+            self.batches += 1
+        run.close()
+        return launched_us
+
+    def _fold(self, event: ObservedEvent) -> Step:
+        """Step the engine, record, measure, and perform the commands that are the host's own affair."""
+        try:
+            step = self.engine.step(event)
+        except LockstepError:
+            self.journal.append_unsealed(event)
+            raise
+        self.journal.append(event, step.digest)
+        self.metrics.observe(event, step)
+        self._wake_at_us = step.wake_at_us
+        self._nothing_new = False
+        for command in step.commands:
+            if type(command) is FinishRequest:
+                if command.reason != "cancelled":  # who left does not go on with the session
+                    self.arrivals.answered(command.request_id, event.time_us)
+                self._count_end()
+            elif type(command) is RejectRequest:
+                self.rejected[command.reason] += 1
+                self._count_end()
+        if self._check is not None:
+            self._until_check -= 1
+            if self._until_check <= 0:
+                self._until_check = self._check_every
+                self._check(self.engine)
+        return step
+
+    def _count_end(self) -> None:
+        self.ended += 1
+        if self._on_finish is not None:
+            self._on_finish(self.ended)
+
+    def _spend(self, now_us: int, cost_us: float, what: str) -> int:
+        """Keep the CPU lane busy; return when it is free again."""
+        stop_us = now_us + round(cost_us)
+        if stop_us > now_us:
+            self.metrics.cpu_interval(now_us, stop_us, what)
+        return stop_us
+
+
+def extend_shape_of(plan: BatchPlan) -> BatchShape:
+    """The shape of a plan with rows that extend first, and perhaps rows that decode behind them."""
+    extending = plan.extend_rows
+    tokens = context_tokens = pairs = 0
+    for start, stop in zip(plan.starts[:extending].tolist(), plan.stops[:extending].tolist(), strict=True):
+        new = stop - start
+        tokens += new
+        context_tokens += start
+        pairs += new * start + new * (new + 1) // 2
+    return BatchShape(
+        extend_rows=extending,
+        extend_tokens=tokens,
+        extend_context_tokens=context_tokens,
+        extend_pairs=pairs,
+        decode_rows=len(plan.rows) - extending,
+        decode_context_tokens=int(plan.starts[extending:].sum()),
+        sampled_rows=len(plan.sample_rows),
+    )

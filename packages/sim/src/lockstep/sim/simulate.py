@@ -1,0 +1,476 @@
+"""One simulated run from start to finish: what was asked, what that amounts to, the run, the run folder.
+
+setup = assemble(Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=500,rate=4"))
+run = simulate(setup, folder=Path("runs/0192"))
+write_run(Path("runs/0192"), run)
+
+runs/0192/journal/           every observed event and the digest of its Step; `lockstep journal verify` replays it
+          metrics.json       the summary, behind all that is needed to get it again
+          requests.parquet   one row per request, and the same as requests.csv
+          trace.json.gz      for ui.perfetto.dev
+          report.html        opens anywhere, offline
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from simpy import Environment
+
+from lockstep.core import invariants
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import ObservedEvent
+from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost import (
+    CostModel,
+    CpuModel,
+    GpuSpec,
+    KvCapacity,
+    KvDtype,
+    ModelSpec,
+    WeightsDtype,
+    kv_capacity,
+    roofline,
+)
+from lockstep.sim.host import EOS_TOKEN_ID, Arrivals, EngineHost, JournalSink
+from lockstep.sim.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.workload import Workload, open_workload
+
+OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
+ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
+
+# ------------------------------------------------------------------------------------------------------ what was asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What to simulate, in the words of the command line."""
+
+    model: str
+    gpu: str
+    workload: str  # path of a trace, or gen:...
+    tp: int = 1
+    rate: float | None = None  # arrivals per second; None: as recorded, or as the generator says
+    rate_scale: float = 1.0
+    limit: int | None = None
+    skip_bad_rows: bool = False
+    seed: int = 7
+    mem_fraction: float = 0.9  # of GPU memory, for weights, activations and KV
+    weights_dtype: WeightsDtype | None = None  # None: the checkpoint's own
+    kv_dtype: KvDtype = "bf16"
+    max_new_tokens: int | None = None  # the limit of every request; None: its own length
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
+    slos: tuple[Slo, ...] = ()
+
+    def command(self) -> str:
+        """The command line that runs this again."""
+        words = ["lockstep", "simulate", "--model", self.model, "--gpu", self.gpu, "--workload", self.workload]
+        for name in ("tp", "rate", "rate_scale", "limit", "seed", "mem_fraction", "weights_dtype", "kv_dtype"):
+            value = getattr(self, name)
+            if name == "seed" or value != getattr(Scenario, name):
+                words += [option_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
+        if self.max_new_tokens is not None:
+            words += ["--max-new-tokens", str(self.max_new_tokens)]
+        if self.skip_bad_rows:
+            words.append("--skip-bad-rows")
+        for name, value in self.settings.items():
+            words += _setting_words(name, value)
+        for slo in self.slos:
+            words += ["--slo", str(slo)]
+        return shlex.join(words)
+
+
+def option_of(name: str) -> str:
+    """`page_size` is `--page-size`; a time in microseconds takes its unit with the value: `--waiting-timeout 30s`."""
+    return "--" + name.removesuffix("_us").replace("_", "-")
+
+
+def _setting_words(name: str, value: Any) -> list[str]:
+    option = option_of(name)
+    if isinstance(value, bool):
+        return [option if value else "--no-" + option.removeprefix("--")]
+    if isinstance(value, tuple):
+        return [word for item in value for word in (option.removesuffix("s"), str(item))]
+    if value is None:
+        return [option, "none"]
+    return [option, f"{value}us" if name.endswith("_us") else str(value)]
+
+
+def environment_settings(environ: Mapping[str, str]) -> dict[str, int]:
+    """Settings that LOCKSTEP_* variables override. Raises ConfigError for a value that is no whole number."""
+    settings = {}
+    for variable, name in ENVIRONMENT_SETTINGS.items():
+        text = environ.get(variable)
+        if text is None:
+            continue
+        if not text.strip().isascii() or not text.strip().isdigit():
+            raise ConfigError(f"{variable} must be a whole number, got `{text}`\nhint: unset it to use `{name}`")
+        settings[name] = int(text)
+    return settings
+
+
+# ------------------------------------------------------------------------------------------------- what that amounts to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A scenario with everything it names loaded, checked and worked out."""
+
+    scenario: Scenario
+    model: ModelSpec
+    gpu: GpuSpec
+    workload: Workload
+    cost: CostModel
+    cpu: CpuModel
+    config: SchedConfig
+    kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.name} on {self.scenario.tp} x {self.gpu.name}"
+
+    def header(self) -> JournalHeader:
+        """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
+        return JournalHeader(
+            config=self.config,
+            seed=self.scenario.seed,
+            model_digest=blake2b(repr(asdict(self.model)).encode(), digest_size=16).hexdigest(),
+            host={
+                "kind": "simulator",
+                "model": self.model.name,
+                "gpu": self.gpu.name,
+                "tp": self.scenario.tp,
+                "cost": str(self.cost.describe()["kind"]),
+                "workload": self.workload.name,
+                "workload_digest": self.workload.digest,
+            },
+        )
+
+    def about(self) -> dict[str, Any]:
+        """All that is needed to get the run again, with the sources of every constant; for metrics.json."""
+        workload, scenario = self.workload, self.scenario
+        return {
+            "command": scenario.command(),
+            "seed": scenario.seed,
+            "version": code_version(),
+            "commit": code_commit(),
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "tp": scenario.tp,
+            "workload": {
+                "name": workload.name,
+                "source": workload.source,
+                "format": workload.format,
+                "digest": workload.digest,
+                "turns": len(workload.turns),
+                "skipped_rows": workload.skipped.count,
+                "notes": list(workload.notes),
+            },
+            "scheduler": msgspec.to_builtins(self.config),
+            "max_new_tokens": scenario.max_new_tokens,
+            "kv_capacity": self.kv.describe() if self.kv is not None else None,
+            "cost_model": self.cost.describe(),
+            "cpu_model": self.cpu.describe(),
+        }
+
+
+def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Setup:
+    """Load and work out what the scenario names, cheapest first.
+
+    Raises: ConfigError, CatalogueError, CapacityError or WorkloadError, each with a message for people.
+    """
+    scenario = replace(scenario, settings={**scenario.settings, **environment_settings(environ)})
+    model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
+    config, kv = _configure(scenario, model, gpu)
+    workload = open_workload(
+        scenario.workload,
+        seed=scenario.seed,
+        rate=scenario.rate,
+        rate_scale=scenario.rate_scale,
+        limit=scenario.limit,
+        skip_bad_rows=scenario.skip_bad_rows,
+    )
+    cost = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
+    return Setup(
+        scenario=scenario, model=model, gpu=gpu, workload=workload, cost=cost, cpu=CpuModel(), config=config, kv=kv
+    )
+
+
+def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
+    """The scheduler's settings: what was given, else what the model's context and the GPU's memory say."""
+    given = {"context_tokens_max": model.context_tokens_max, **scenario.settings}
+    if scenario.max_new_tokens is not None:
+        if scenario.max_new_tokens < 1:
+            raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
+        given["eos_token_ids"] = (*given.get("eos_token_ids", ()), EOS_TOKEN_ID)
+    config = SchedConfig(**given)
+    if "pages" in given:
+        return config, None
+    kv = kv_capacity(
+        model,
+        gpu,
+        scenario.tp,
+        mem_fraction=scenario.mem_fraction,
+        page_tokens=config.page_size,
+        kv_dtype=scenario.kv_dtype,
+        weights_dtype=scenario.weights_dtype,
+        chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
+        sampled_rows=config.max_running_requests,
+        state_rows=config.max_running_requests,
+    )
+    return msgspec.structs.replace(config, pages=kv.pages), kv
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished simulation."""
+
+    setup: Setup
+    data: RunData
+    batches: int
+    clamped: int  # requests granted fewer tokens than they asked for
+    rejected: Counter[str]  # by reason
+    never_sent: int  # turns of sessions that broke off
+    interrupted: bool
+    cpu_s: float  # of this process, for the replay and its metrics alone
+
+    def about(self) -> dict[str, Any]:
+        """See Setup.about; and what must be known to read the numbers."""
+        return {
+            **self.setup.about(),
+            "interrupted": self.interrupted,
+            "clamped_requests": self.clamped,
+            "never_sent_turns": self.never_sent,
+        }
+
+    def remarks(self) -> list[str]:
+        """What a reader of the table must know, one line each; empty if all went as asked."""
+        workload, config = self.setup.workload, self.setup.config
+        requests = self.data.summary["requests"]
+        lines = []
+        if self.interrupted:
+            open_requests = requests["unfinished"]
+            lines.append(f"interrupted: the numbers are those until then; {open_requests:,} requests were still open")
+        elif requests["unfinished"]:
+            lines.append(f"{requests['unfinished']:,} requests never ended: the scheduler stopped launching")
+        if self.rejected:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.rejected.items()))
+            limit = f" ({_limit(config)})" if "too_long" in self.rejected else ""
+            lines.append(f"rejected {self.rejected.total():,} of {requests['arrived']:,} requests: {reasons}{limit}")
+        if self.clamped:
+            lines.append(f"clamped {self.clamped:,} answers to what fits behind their prompt ({_limit(config)})")
+        if self.never_sent and not self.interrupted:
+            lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
+        if workload.skipped.count:
+            lines.append(f"left out {workload.skipped.count:,} bad rows: {workload.skipped.examples[0]}")
+        return lines + list(workload.notes)
+
+
+def _limit(config: SchedConfig) -> str:
+    if config.request_tokens_max == config.context_tokens_max:
+        return f"context {config.context_tokens_max} tokens"
+    return f"KV pool {config.pool_tokens} tokens"
+
+
+class NoJournal:
+    """For runs that are only measured."""
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Forget."""
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Forget."""
+
+
+def simulate(
+    setup: Setup,
+    *,
+    folder: Path | None = None,
+    check_every: int = 0,
+    on_finish: Callable[[int], None] | None = None,
+) -> Run:
+    """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
+
+    Args:
+        check_every: check the core's invariants after every so many events; 0 is never.
+        on_finish: called with the number of requests that ended, after each.
+    Raises: JournalError if the journal cannot be written; what was written is a valid journal.
+    """
+    if folder is None:
+        return _run(setup, NoJournal(), check_every, on_finish)
+    journal = JournalWriter.create(folder, setup.header())
+    with journal:
+        run = _run(setup, journal, check_every, on_finish)
+        journal.close("interrupted" if run.interrupted else "closed")
+    return run
+
+
+def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
+    arrivals = Arrivals(setup.workload.turns)
+    metrics = MetricsFold(kv_pages=setup.config.pages)
+    host = EngineHost(
+        Environment(),
+        Engine(setup.config),
+        arrivals,
+        setup.cost,
+        setup.cpu,
+        journal,
+        metrics,
+        seed=setup.scenario.seed,
+        max_new_tokens=setup.scenario.max_new_tokens,
+        check=invariants.check if check_every else None,
+        check_every=check_every,
+        on_finish=on_finish,
+    )
+    began_s = time.process_time()
+    with _stopping_on_interrupt(host):
+        host.env.process(host.run())
+        host.env.run()
+    data = metrics.result(setup.scenario.slos)
+    return Run(
+        setup=setup,
+        data=data,
+        batches=host.batches,
+        clamped=host.clamped,
+        rejected=host.rejected,
+        never_sent=arrivals.never_sent,
+        interrupted=host.stop_requested,
+        cpu_s=time.process_time() - began_s,
+    )
+
+
+@contextmanager
+def _stopping_on_interrupt(host: EngineHost) -> Iterator[None]:
+    """Let the first Ctrl-C end the run between two events, so that engine and journal agree; a second one raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        host.stop_requested = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------------------------------- the run folder
+
+
+def prepare_folder(folder: Path, *, overwrite: bool) -> None:
+    """Make the run folder, or empty the one that is there. Nothing but files of runs is ever removed.
+
+    Raises: ConfigError if the folder holds something else, or a run and `overwrite` is not set.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    journal = folder / "journal"
+    if not folder.is_dir() or not (any(journal.glob("*.log")) or (folder / "metrics.json").is_file()):
+        raise ConfigError(f"`{folder}` exists and is not a run folder\nhint: choose another --out")
+    if not overwrite:
+        raise ConfigError(f"`{folder}` already holds a run\nhint: choose another --out, or add --overwrite")
+    for pattern in ("*.log", "snapshot-*"):
+        for path in journal.glob(pattern):
+            path.unlink()
+    for name in OUTPUTS:
+        (folder / name).unlink(missing_ok=True)
+
+
+def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = True, report: bool = True) -> None:
+    """Write what was measured beside the journal: metrics.json, and the rest of OUTPUTS unless it is not wanted."""
+    from lockstep.sim.perfetto import write_trace
+    from lockstep.sim.report import write_report
+    from lockstep.sim.results import write_metrics_json, write_requests
+
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = run.about()
+    write_metrics_json(folder / "metrics.json", run.data, about)
+    if requests:
+        write_requests(run.data, folder / "requests.parquet", folder / "requests.csv")
+    if trace:
+        write_trace(folder / "trace.json.gz", run.data, about={"seed": about["seed"], "command": about["command"]})
+    if report and run.data.summary["requests"]["arrived"]:
+        write_report(
+            folder / "report.html", [report_run(run)], title=run.setup.title, subtitle=workload_line(run.setup.workload)
+        )
+
+
+def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
+    """The run as a report takes it in."""
+    from lockstep.sim.report import ReportRun
+
+    setup = run.setup
+    facts = {
+        "model": setup.model.name,
+        "GPU": f"{setup.scenario.tp} x {setup.gpu.name}",
+        "workload": setup.workload.source,
+        "workload digest": setup.workload.digest,
+        "cost model": str(setup.cost.describe()["kind"]),
+        **{name: str(value) for name, value in msgspec.to_builtins(setup.config).items()},
+        "seed": str(setup.scenario.seed),
+        "version": code_version(),
+        "commit": code_commit() or "unknown",
+        **{"remark" if n == 0 else f"remark {n + 1}": line for n, line in enumerate(run.remarks())},
+        "command": setup.scenario.command(),
+    }
+    return ReportRun(name or setup.title, facts, run.data, rate_per_s)
+
+
+def workload_line(workload: Workload) -> str:
+    """A workload in one line."""
+    summary = workload.summary()
+    rate = f"{summary.arrivals_per_s:.4g}/s" if summary.duration_us else "all at once"
+    return (
+        f"{workload.name}: {summary.turns:,} requests, {rate}, "
+        f"{summary.prompt.mean:,.0f} tokens in and {summary.output.mean:,.0f} out on average, "
+        f"{100 * summary.sharing_ratio:.0f} % of the prompts shared"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ which code ran
+
+
+def code_version() -> str:
+    """The version of the installed simulator."""
+    try:
+        return version("lockstep-sim")
+    except PackageNotFoundError:
+        return "source"
+
+
+@cache
+def code_commit() -> str | None:
+    """The commit this file was checked out from, with `-dirty` if something changed since; None if it was installed."""
+    root = Path(__file__).resolve().parents[5]
+    if not (root / ".git").exists() or not (root / "packages" / "sim").is_dir():
+        return None
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
