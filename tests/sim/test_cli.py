@@ -193,6 +193,17 @@ def test_a_malformed_environment_variable_is_refused(variable: str, value: str) 
     assert f"ConfigError: {variable} must be a whole number, got `{value}`" in refused(*SMALL, env={variable: value})
 
 
+def test_the_scheduler_can_be_watched(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "LOCKSTEP_DEBUG must be 0 to 4, got `loud`" in refused(*SMALL, env={"LOCKSTEP_DEBUG": "loud"})
+    quiet = about(*SMALL)
+    watched = run(*SMALL, env={"LOCKSTEP_DEBUG": "2"})
+    assert watched.exit_code == 0
+    shown = watched.stderr + capfd.readouterr().err
+    assert "b0 extend" in shown
+    assert "finished" in shown
+    assert quiet["scheduler"]["overlap_depth"] == 1  # type: ignore[index]
+
+
 def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("the only copy")
     for more in ([], ["--overwrite"]):

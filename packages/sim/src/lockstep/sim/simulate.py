@@ -52,6 +52,7 @@ from lockstep.sim.cost import (
 )
 from lockstep.sim.host import EOS_TOKEN_ID, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
@@ -127,6 +128,14 @@ def environment_settings(environ: Mapping[str, str]) -> dict[str, int]:
     return settings
 
 
+def debug_level(environ: Mapping[str, str]) -> int:
+    """How much LOCKSTEP_DEBUG wants to see, 0 to 4. Raises ConfigError for anything else."""
+    text = environ.get("LOCKSTEP_DEBUG", "0")
+    if text not in map(str, LEVELS):
+        raise ConfigError(f"LOCKSTEP_DEBUG must be 0 to {LEVELS[-1]}, got `{text}`\nhint: 1 prints a line per step")
+    return int(text)
+
+
 # ------------------------------------------------------------------------------------------------- what that amounts to
 
 
@@ -142,6 +151,7 @@ class Setup:
     cpu: CpuModel
     config: SchedConfig
     kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+    debug: int = 0  # how much of each step to print, see watch.py
 
     @property
     def title(self) -> str:
@@ -210,7 +220,15 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
     )
     cost = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
     return Setup(
-        scenario=scenario, model=model, gpu=gpu, workload=workload, cost=cost, cpu=CpuModel(), config=config, kv=kv
+        scenario=scenario,
+        model=model,
+        gpu=gpu,
+        workload=workload,
+        cost=cost,
+        cpu=CpuModel(),
+        config=config,
+        kv=kv,
+        debug=debug_level(environ),
     )
 
 
@@ -328,10 +346,11 @@ def simulate(
 
 def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
     arrivals = Arrivals(setup.workload.turns)
-    metrics = MetricsFold(kv_pages=setup.config.pages)
+    engine = Engine(setup.config)
+    metrics = WatchedMetrics(engine, setup.debug) if setup.debug else MetricsFold(kv_pages=setup.config.pages)
     host = EngineHost(
         Environment(),
-        Engine(setup.config),
+        engine,
         arrivals,
         setup.cost,
         setup.cpu,
@@ -342,6 +361,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         check=invariants.check if check_every else None,
         check_every=check_every,
         on_finish=on_finish,
+        decode_runs=not setup.debug,
     )
     began_s = time.process_time()
     with _stopping_on_interrupt(host):
