@@ -102,8 +102,8 @@ class DecodeRun:
             return
         cohort = self._cohort
         first = engine.in_flight[0].sampled_at - cohort.prompts
-        numbers = first[:, None] + np.arange(done, dtype=np.int32)
-        engine.table.outputs[cohort.rows[:, None], numbers] = np.stack(self._tokens, axis=1)
+        numbers = np.arange(done, dtype=np.int32)[:, None] + first
+        engine.table.outputs[cohort.rows, numbers] = np.array(self._tokens)  # [launches, members]
         for _ in range(done):
             engine.ratio.decoded()
         for plan in self._plans:

@@ -346,7 +346,7 @@ class Cohort:
             list(compress(self.requests, keep.tolist())),
             self.request_ids[keep],
             self.facts.compress(keep, axis=1),
-            _trimmed(self.stops[keep]),
+            _trimmed(self.stops.compress(keep, axis=0)),
         )
 
 
