@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from calibration import PEERS_CALIBRATION_US, calibrate
 
 from lockstep.core.radix import RadixCache
 
@@ -56,7 +57,6 @@ PEERS_US = {
     },
 }
 BARS_US = {"match, full hit": 15.0, "insert": 25.0, "evict a leaf": 5.0}
-PEERS_CALIBRATION_US = {"1,000 dict look-ups": 21.8, "100 method calls": 2.66, "10 million additions": 555_000.0}
 
 
 def load_prompts(workloads: Path, count: int) -> list[bytes]:
@@ -68,40 +68,6 @@ def load_prompts(workloads: Path, count: int) -> list[bytes]:
     spec.loader.exec_module(module)
     sequences: Iterator[list[int]] = module.w4_sequences(count)
     return [np.array(sequence, dtype=np.int32).tobytes() for sequence in sequences]
-
-
-def calibrate() -> dict[str, float]:
-    """CPU us of three small programs, each the best of several runs."""
-    table = {i: i for i in range(1000)}
-
-    class Counter:
-        def step(self) -> None:
-            pass
-
-    step = Counter().step
-
-    def look_up() -> None:
-        for i in range(1000):
-            table[i]
-
-    def call() -> None:
-        for _ in range(100):
-            step()
-
-    def add() -> None:
-        total = 0
-        for i in range(10_000_000):
-            total += i
-
-    best = {}
-    for name, program, repeats in zip(PEERS_CALIBRATION_US, (look_up, call, add), (2000, 2000, 3), strict=True):
-        costs = []
-        for _ in range(repeats):
-            start = time.process_time_ns()
-            program()
-            costs.append(time.process_time_ns() - start)
-        best[name] = min(costs) / 1e3
-    return best
 
 
 def measure(prompts: list[bytes], page_tokens: int) -> dict[str, float]:

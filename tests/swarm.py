@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--plant", choices=sorted(PLANTS), help="plant a bug; success is to find it")
     options = parser.parse_args()
     if options.seed is not None:
-        with PLANTS[options.plant]() if options.plant else nullcontext():  # type: ignore[attr-defined]
+        with PLANTS[options.plant]() if options.plant else nullcontext():
             steps, _, failure = run_seeds(options.seed, 1)
         print(f"seed {options.seed}: {failure[1]}" if failure else f"seed {options.seed}: {steps:,} steps, all well")
         return 1 if failure else 0
@@ -145,7 +145,7 @@ def main() -> int:
     print(f"first seed {first}, commit {commit()}, {options.processes} processes", file=sys.stderr)
     if options.plant:
         start = time.monotonic()
-        with PLANTS[options.plant]():  # type: ignore[attr-defined]
+        with PLANTS[options.plant]():
             for seed in range(first, first + 10_000):
                 _, _, failure = run_seeds(seed, 1)
                 if failure:

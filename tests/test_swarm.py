@@ -23,7 +23,7 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_a_planted_bug_is_found_within_seconds(plant: str) -> None:
     start = time.monotonic()
-    with PLANTS[plant]():  # type: ignore[attr-defined]
+    with PLANTS[plant]():
         for seed in range(1_000):
             _, _, failure = run_seeds(seed, 1)
             if failure is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from lockstep.core.commands import Step
 from lockstep.core.engine import Engine, Lease
@@ -12,61 +12,54 @@ from lockstep.core.requests import Request
 
 
 @contextmanager
-def double_free() -> Iterator[None]:
-    """Releasing a row gives one of its pages back twice."""
-    release = Engine.release
-
-    def buggy(self: Engine, lease: Lease, step: Step) -> None:
-        pages = self.table.pages[lease.row, lease.protected_pages : lease.protected_pages + 1].copy()
-        has_private = -(-lease.computed // self.config.page_size) > lease.protected_pages
-        release(self, lease, step)
-        if has_private and not lease.publish and self.pool.free_count < self.pool.total:
-            self.pool.free(pages)
-
-    Engine.release = buggy  # type: ignore[method-assign]
+def _replaced(owner: type, name: str, bug: Callable[..., object]) -> Iterator[None]:
+    """`owner.name` calls bug(original, ...) instead."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **options: bug(original, *args, **options))
     try:
         yield
     finally:
-        Engine.release = release  # type: ignore[method-assign]
+        setattr(owner, name, original)
 
 
-@contextmanager
-def lock_leak() -> Iterator[None]:
+def double_free() -> AbstractContextManager[None]:
+    """Releasing the row of a retracted request gives one of its pages back twice."""
+
+    def bug(release: Callable[..., None], engine: Engine, lease: Lease, step: Step) -> None:
+        pages = engine.table.pages[lease.row, lease.protected_pages : lease.protected_pages + 1].copy()
+        has_private = -(-lease.computed // engine.config.page_size) > lease.protected_pages
+        release(engine, lease, step)
+        if has_private and not lease.publish and engine.pool.free_count < engine.pool.total:
+            engine.pool.free(pages)
+
+    return _replaced(Engine, "release", bug)
+
+
+def lock_leak() -> AbstractContextManager[None]:
     """Every fifth unlock of the radix cache is forgotten."""
-    unlock = RadixCache.unlock
     calls = 0
 
-    def buggy(self: RadixCache, node: RadixNode) -> None:
+    def bug(unlock: Callable[..., None], radix: RadixCache, node: RadixNode) -> None:
         nonlocal calls
         calls += 1
         if calls % 5:
-            unlock(self, node)
+            unlock(radix, node)
 
-    RadixCache.unlock = buggy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RadixCache.unlock = unlock  # type: ignore[method-assign]
+    return _replaced(RadixCache, "unlock", bug)
 
 
-@contextmanager
-def early_free() -> Iterator[None]:
+def early_free() -> AbstractContextManager[None]:
     """Leaving a row ignores work in flight: its pages are free while a launched batch still writes them."""
-    leave = Engine._leave
 
-    def buggy(self: Engine, request: Request, step: Step, *, publish: bool) -> None:
-        leave(self, request, step, publish=publish)
-        while self.leases:
-            self.release(self.leases.pop(), step)
+    def bug(leave: Callable[..., None], engine: Engine, request: Request, step: Step, *, publish: bool) -> None:
+        leave(engine, request, step, publish=publish)
+        while engine.leases:
+            engine.release(engine.leases.pop(), step)
 
-    Engine._leave = buggy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Engine._leave = leave  # type: ignore[method-assign]
+    return _replaced(Engine, "_leave", bug)
 
 
-PLANTS: dict[str, Callable[[], object]] = {
+PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "double_free": double_free,
     "lock_leak": lock_leak,
     "early_free": early_free,

@@ -285,7 +285,7 @@ class Step(msgspec.Struct):
         return None
 
 
-class DecodeRun(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+class DecodeRunRecord(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A compact record of k uniform decode steps: LaneReady and BatchFinished, k times, nothing else between.
 
     It expands to exactly those 2k events and Steps. It stops strictly before any arrival, timer, page shortage, flush
