@@ -10,7 +10,7 @@ ARGS ?=
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo:       ## watch the scheduler think, in the simulator; no GPU, no torch
+demo:       ## how many requests a second one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
 
 check:      ## ruff, its formatter, and mypy --strict on core and simulator

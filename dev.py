@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a task of this repository in a virtual environment that is made on first use.
 
-    python3 dev.py demo               watch the scheduler think, in the simulator
+    python3 dev.py demo               how many requests a second one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest
     python3 dev.py check              ruff, its formatter, and mypy --strict on core and simulator

@@ -190,7 +190,32 @@ def test_what_cannot_work_is_refused_in_one_message(arguments: list[str], messag
 @pytest.mark.parametrize("variable", ["LOCKSTEP_OVERLAP", "LOCKSTEP_RETRACT_EVERY"])
 @pytest.mark.parametrize("value", ["", "one", "-1", "1.5"])
 def test_a_malformed_environment_variable_is_refused(variable: str, value: str) -> None:
-    assert f"ConfigError: {variable} must be a whole number, got `{value}`" in refused(*SMALL, env={variable: value})
+    assert f"ConfigError: {variable} must be a whole number of at least 0, got `{value}`" in refused(
+        *SMALL, env={variable: value}
+    )
+
+
+def test_an_override_by_the_environment_is_said_and_bounded() -> None:
+    assert "LOCKSTEP_OVERLAP must be 0, 1 or 2, got `3`" in refused(*SMALL, env={"LOCKSTEP_OVERLAP": "3"})
+    assert "overlap_depth is 2, as the environment says" in run(*SMALL, env={"LOCKSTEP_OVERLAP": "2"}).stderr
+
+
+def test_a_seed_that_no_journal_can_hold_is_refused(tmp_path: Path) -> None:
+    assert "`seed` must be a whole number" in refused(*SMALL, "--seed", str(2**64), "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_beyond_model_and_gpu_are_said() -> None:
+    shown = run(*SMALL, "--pages", "100000000", "--context-tokens-max", "1000000").stdout
+    assert "KV pages do not fit this GPU" in shown
+    assert "beyond the model's" in shown
+
+
+def test_an_slo_with_nothing_measured_is_not_met() -> None:
+    read = json.loads(run(*SMALL, "--pages", "1", "--slo", "ttft_p99=1ms", "--json").stdout)
+    assert read["requests"]["completed"] == 0
+    assert read["slos"] == [{"slo": "ttft_p99=1ms", "bound_us": 1000, "measured_us": None, "met": None}]
+    assert "no data" in run(*SMALL, "--pages", "1", "--slo", "ttft_p99=1ms").stdout
 
 
 def test_the_scheduler_can_be_watched(capfd: pytest.CaptureFixture[str]) -> None:

@@ -235,6 +235,8 @@ def announce(setup: Setup, out: Path | None) -> None:
     code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
     journal = out / "journal" if out is not None else "none, for lack of --out"
     click.echo(f"seed {setup.scenario.seed}, {code}, journal {journal}", err=True)
+    for name in setup.overridden:
+        click.echo(f"{name} is {getattr(setup.config, name)}, as the environment says", err=True)
     pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
     click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload)}", err=True)
 

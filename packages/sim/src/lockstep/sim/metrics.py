@@ -220,10 +220,10 @@ class RunData:
         """
         return _measure(slo, self.requests, self.itl_us)
 
-    def meets(self, slo: Slo) -> bool:
-        """Whether `slo` holds for the run. With nothing measured it does."""
+    def meets(self, slo: Slo) -> bool | None:
+        """Whether `slo` holds for the run; None, which is no yes, if nothing was measured."""
         measured_us = self.measured_us(slo)
-        return measured_us is None or measured_us <= slo.bound_us
+        return None if measured_us is None else measured_us <= slo.bound_us
 
 
 # -------------------------------------------------------------------------------------------------------- definitions
@@ -727,7 +727,7 @@ def _describe_slo(slo: Slo, requests: Requests, itl_us: Float64s) -> Summary:
         "slo": str(slo),
         "bound_us": slo.bound_us,
         "measured_us": round(cast(float, measured_us), 3) if finite else None,  # None if failures fill the percentile
-        "met": measured_us is None or measured_us <= slo.bound_us,
+        "met": None if measured_us is None else measured_us <= slo.bound_us,
     }
 
 

@@ -92,8 +92,9 @@ def _facts_table(summary: Summary) -> Table:
 
     endings = requests["by_finish_reason"] | {f"rejected {k}": n for k, n in requests["by_reject_reason"].items()}
     table.add_row("requests completed", f"{requests['completed']:,}", f"of {requests['arrived']:,} that arrived")
-    table.add_row("requests failed", f"{requests['failed']:,}", _list_counts(endings))
+    table.add_row("requests failed", f"{requests['failed']:,}", "timed out, errors, no room, queue full; see metrics")
     table.add_row("requests unfinished", f"{requests['unfinished']:,}", "")
+    table.add_row("how they ended", "", _list_counts(endings))
     table.add_section()
     table.add_row("throughput", show_rate(throughput["requests_per_s"]), "requests per s")
     table.add_row("", show_rate(throughput["output_tokens_per_s"]), "output tokens per s")
@@ -123,7 +124,7 @@ def _slo_table(summary: Summary) -> Table:
     table.add_column("measured", justify="right")
     table.add_column("met")
     for slo in summary["slos"]:
-        unmeasured = NOTHING if slo["met"] else "too many failed"
+        unmeasured = "nothing measured" if slo["met"] is None else "too many failed"
         measured = unmeasured if slo["measured_us"] is None else show_us(slo["measured_us"])
         table.add_row(slo["slo"], measured, _show_met([slo]))
     return table
@@ -133,6 +134,8 @@ def _show_met(slos: Sequence[Mapping[str, Any]]) -> Text:
     """The word says it; the colour only helps."""
     if not slos:
         return Text(NOTHING)
+    if any(slo["met"] is None for slo in slos):
+        return Text("no data")
     return Text("yes", style="green") if all(slo["met"] for slo in slos) else Text("NO", style="bold red")
 
 

@@ -33,13 +33,14 @@ import msgspec
 from simpy import Environment
 
 from lockstep.core import invariants
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
+    CapacityError,
     CostModel,
     CpuModel,
     GpuSpec,
@@ -56,6 +57,7 @@ from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
+SEEDS = 2**63
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 
 # ------------------------------------------------------------------------------------------------------ what was asked
@@ -123,8 +125,10 @@ def environment_settings(environ: Mapping[str, str]) -> dict[str, int]:
         if text is None:
             continue
         if not text.strip().isascii() or not text.strip().isdigit():
-            raise ConfigError(f"{variable} must be a whole number, got `{text}`\nhint: unset it to use `{name}`")
+            raise ConfigError(f"{variable} must be a whole number of at least 0, got `{text}`\nhint: unset it")
         settings[name] = int(text)
+        if name == "overlap_depth" and settings[name] > OVERLAP_DEPTH_MAX:
+            raise ConfigError(f"{variable} must be 0, 1 or 2, got `{text}`\nhint: unset it")
     return settings
 
 
@@ -152,10 +156,26 @@ class Setup:
     config: SchedConfig
     kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
     debug: int = 0  # how much of each step to print, see watch.py
+    overridden: tuple[str, ...] = ()  # settings that the environment decided
 
     @property
     def title(self) -> str:
         return f"{self.model.name} on {self.scenario.tp} x {self.gpu.name}"
+
+    def doubts(self) -> list[str]:
+        """Settings beyond what the model and the GPU are: simulated as asked, and said."""
+        lines = []
+        asked, context = self.config.context_tokens_max, self.model.context_tokens_max
+        if asked > context:
+            lines.append(f"context_tokens_max {asked:,} is beyond the model's {context:,}; simulated all the same")
+        if self.kv is None:
+            try:
+                fits = _capacity(self.scenario, self.model, self.gpu, self.config).pages
+            except CapacityError:
+                fits = 0
+            if self.config.pages > fits:
+                lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
+        return lines
 
     def header(self) -> JournalHeader:
         """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
@@ -207,7 +227,10 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
 
     Raises: ConfigError, CatalogueError, CapacityError or WorkloadError, each with a message for people.
     """
-    scenario = replace(scenario, settings={**scenario.settings, **environment_settings(environ)})
+    if not 0 <= scenario.seed < SEEDS:
+        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{scenario.seed}`")
+    overridden = environment_settings(environ)
+    scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     config, kv = _configure(scenario, model, gpu)
     workload = open_workload(
@@ -229,6 +252,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
         config=config,
         kv=kv,
         debug=debug_level(environ),
+        overridden=tuple(overridden),
     )
 
 
@@ -242,7 +266,13 @@ def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sche
     config = SchedConfig(**given)
     if "pages" in given:
         return config, None
-    kv = kv_capacity(
+    kv = _capacity(scenario, model, gpu, config)
+    return msgspec.structs.replace(config, pages=kv.pages), kv
+
+
+def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
+    """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
+    return kv_capacity(
         model,
         gpu,
         scenario.tp,
@@ -254,7 +284,6 @@ def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sche
         sampled_rows=config.max_running_requests,
         state_rows=config.max_running_requests,
     )
-    return msgspec.structs.replace(config, pages=kv.pages), kv
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
@@ -302,6 +331,7 @@ class Run:
             lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
         if workload.skipped.count:
             lines.append(f"left out {workload.skipped.count:,} bad rows: {workload.skipped.examples[0]}")
+        lines += self.setup.doubts()
         return lines + list(workload.notes)
 
 
@@ -428,15 +458,42 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
-    write_metrics_json(folder / "metrics.json", run.data, about)
+    with _whole(folder / "metrics.json") as path:
+        write_metrics_json(path, run.data, about)
     if requests:
-        write_requests(run.data, folder / "requests.parquet", folder / "requests.csv")
+        with _whole(folder / "requests.parquet") as parquet, _whole(folder / "requests.csv") as csv:
+            write_requests(run.data, parquet, csv)
     if trace:
-        write_trace(folder / "trace.json.gz", run.data, about={"seed": about["seed"], "command": about["command"]})
+        with _whole(folder / "trace.json.gz") as path:
+            write_trace(path, run.data, about={"seed": about["seed"], "command": about["command"]})
     if report and run.data.summary["requests"]["arrived"]:
-        write_report(
-            folder / "report.html", [report_run(run)], title=run.setup.title, subtitle=workload_line(run.setup.workload)
-        )
+        with _whole(folder / "report.html") as path:
+            write_report(
+                path,
+                [report_run(run)],
+                title=run.setup.title,
+                subtitle=workload_line(run.setup.workload),
+                headline=_interrupted_headline(run) if run.interrupted else None,
+            )
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Where to write `path`, so that it is there whole or not at all. An OSError names the file that was wanted."""
+    part = path.with_name(f".part-{path.name}")
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, f"{path.name} was not written: {error.strerror}", str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _interrupted_headline(run: Run) -> str:
+    requests, arrived = len(run.setup.workload.turns), run.data.summary["requests"]["arrived"]
+    minutes = (run.data.span_us[1] - run.data.span_us[0]) / 60e6
+    return f"Interrupted after {minutes:.1f} simulated minutes: {arrived:,} of {requests:,} requests had arrived"
 
 
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:

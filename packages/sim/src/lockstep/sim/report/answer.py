@@ -67,7 +67,7 @@ def _evidence(run: ReportRun) -> str:
 def slo_list(slos: Sequence[SloRow]) -> str:
     """Each SLO with its verdict; empty without any."""
     items = "".join(
-        f'<li class="slo {verdict(slo.verdict)[0]}"><b>{verdict(slo.verdict)[1]}</b> '
+        f'<li class="slo {verdict(slo.met)[0]}"><b>{verdict(slo.met)[1]}</b> '
         f"<span>{escape(slo.title)}: {escape(slo.measured)}, limit {duration(slo.bound_us)}</span></li>"
         for slo in slos
     )

@@ -230,8 +230,7 @@ def _slowest(run: ReportRun) -> str:
     which = f"The {len(lines)} completed requests" if len(lines) > 1 else "The completed request"
     return f"""<section>
 <h2>Which requests waited longest?</h2>
-<p class="lead">{which} with the longest time to first token. <code>lockstep explain</code> tells the story of
-any one.</p>
+<p class="lead">{which} with the longest time to first token.</p>
 {table(head + '<th scope="col" class="text">ended by</th>', lines, "Requests that waited longest")}
 </section>"""
 

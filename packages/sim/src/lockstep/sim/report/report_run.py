@@ -25,7 +25,7 @@ class SloRow:
     name: str  # ttft_p99; or ttft, when every request is held to it
     bound_us: int
     measured_us: float | None
-    met: bool
+    met: bool | None  # None if nothing was measured
 
     @property
     def metric(self) -> str:
@@ -46,14 +46,9 @@ class SloRow:
         return f"{self.statistic} SLO {duration(self.bound_us)}".strip()
 
     @property
-    def verdict(self) -> bool | None:
-        """Whether it holds; None if nothing was measured that could break it."""
-        return None if self.met and self.measured_us is None else self.met
-
-    @property
     def measured(self) -> str:
         if self.measured_us is None:
-            return "nothing measured" if self.met else "too many requests failed"
+            return "nothing measured" if self.met is None else "too many requests failed"
         return duration(self.measured_us)
 
 
@@ -80,7 +75,7 @@ class ReportRun:
     @property
     def meets_slos(self) -> bool | None:
         """Whether all of them hold; None if there are none, or if nothing was measured."""
-        if all(slo.verdict is None for slo in self.slos):
+        if all(slo.met is None for slo in self.slos):
             return None
         return all(slo.met for slo in self.slos)
 
