@@ -135,6 +135,8 @@ def play(
     )
     env.process(host.run())
     env.run()
+    fresh = Engine(host.engine.config)
+    assert [fresh.step(event).digest for event in recorder.events] == recorder.digests
     return host, recorder
 
 

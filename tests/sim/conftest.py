@@ -1,0 +1,24 @@
+"""Every simulation that a test here writes to a folder is replayed strictly before the test goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.core.replay import replay
+from lockstep.sim import simulate as simulate_module
+
+
+@pytest.fixture(autouse=True)
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate = simulate_module.simulate
+
+    def simulate_and_replay(setup: Any, *, folder: Path | None = None, **options: Any) -> Any:
+        run = simulate(setup, folder=folder, **options)
+        if folder is not None:
+            replay(folder)  # raises at the first decision that differs
+        return run
+
+    monkeypatch.setattr(simulate_module, "simulate", simulate_and_replay)
