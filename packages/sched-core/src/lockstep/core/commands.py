@@ -6,7 +6,7 @@ touches no tensors: a recorded sequence of plans runs on a device with no schedu
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -297,10 +297,3 @@ class DecodeRunRecord(msgspec.Struct, frozen=True, array_like=True, tag=True, gc
     started_us: bytes  # int64 [k]
     finished_us: bytes  # int64 [k]
     tokens: bytes  # int32 [k, rows]
-
-
-def encode_hook(value: Any) -> Any:
-    """Encode the arrays of commands and plans for msgspec: packed little-endian bytes."""
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    raise TypeError(f"cannot encode {type(value).__name__}")

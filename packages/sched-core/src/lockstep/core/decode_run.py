@@ -11,23 +11,22 @@ each other, down to the bytes of the journal.
         run.finished(BatchFinished(...))    the oldest batch in flight
         run.launched(LaneReady(...))        one more
     run.close()                             the engine goes on from here
+
+Until it is closed, the engine may be neither stepped nor looked at: only pages have been taken from it so far.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.core.commands import NO_DELTAS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
 from lockstep.core.digest import step_digest
+from lockstep.core.engine import Engine, InFlight
 from lockstep.core.events import BatchFinished, LaneReady
 from lockstep.core.requests import Int32s
 from lockstep.core.retraction import members_growing
-
-if TYPE_CHECKING:
-    from lockstep.core.engine import Engine, InFlight
 
 RUN_LAUNCHES_MAX = 256
 ONE = np.int32(1)
@@ -108,7 +107,7 @@ class DecodeRun:
             engine.ratio.decoded()
         for plan in self._plans:
             engine.in_flight.popleft()
-            engine.in_flight.append(_in_flight(engine, plan))
+            engine.in_flight.append(InFlight(plan, cohort.requests, cohort, []))
         engine.positions = self._positions
         engine.horizon -= done
         engine.decode_launches += done
@@ -160,9 +159,3 @@ def _steady_launches(engine: Engine) -> int:
         if batch.plan.mode != "decode" or batch.samplers is not cohort or batch.ending or batch.dead:
             return 0
     return min(engine.horizon - 1, RUN_LAUNCHES_MAX)
-
-
-def _in_flight(engine: Engine, plan: BatchPlan) -> InFlight:
-    from lockstep.core.engine import InFlight
-
-    return InFlight(plan, engine.cohort.requests, engine.cohort, [])

@@ -171,7 +171,7 @@ class Engine:
         self.batch_is_full = False  # admission ran out of memory; not tried again before somebody leaves
         self.decode_owed = False  # a retraction made room for a decode: it goes before any admission
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
-        self.horizon = 0  # decode launches until a member ends by length or outgrows the token table
+        self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.forced_at = -1  # decode launches when a retraction was last forced
         self.launch_found_nothing = False  # this step had a free slot and nothing to launch

@@ -1,6 +1,6 @@
 """Requests: their lifecycle, the rows they hold, and the columns of those that decode together.
 
-A request waits as a plain object. Admission gives it a *row*: its line in the page table and the token table, kept
+A request waits as a plain object. Admission gives it a *row*: its line in the page table and the output table, kept
 until nothing in flight uses it. Once its whole prompt is launched it joins the *cohort*, the requests that decode
 together, whose facts are columns in batch order, so that one decode step costs a few array operations.
 
@@ -75,7 +75,7 @@ TRANSITIONS: dict[tuple[RequestState, type[Decided]], RequestState] = {
 
 
 class Request:
-    """One prompt and its continuation. `tokens` is current while it has no row; afterwards the token table is."""
+    """One prompt and its continuation. While it has a row, output beyond `tokens` is in the output table."""
 
     __slots__ = (
         "arrived_us",
