@@ -155,17 +155,17 @@ def test_refused_admission_leaves_no_trace() -> None:
 
 def traces(engine: Engine) -> list[object]:
     """All that an admission changes."""
-    assert engine.radix is not None
+    assert engine.memory.radix is not None
     return [
-        engine.pool.dump(),
-        engine.radix.dump(),
-        engine.table.free_rows,
+        engine.memory.pool.dump(),
+        engine.memory.radix.dump(),
+        engine.memory.table.free_rows,
         engine.positions.tolist(),
         [request.request_id for request in engine.cohort.requests],
         engine.active,
-        engine.leases,
-        engine.rewrites,
-        engine.rows_taken,
+        engine.memory.leases,
+        engine.memory.rewrites,
+        engine.memory.rows_taken,
         engine.ratio.value,
     ]
 
@@ -220,7 +220,7 @@ def test_plan_is_never_changed_after_its_launch(overlap_depth: int) -> None:
 def test_plan_arrays_are_not_those_the_engine_moves() -> None:
     engine, kv = decoding()
     plan = kv.launched[-1].plan
-    for moving in (engine.positions, engine.table.pages, engine.table.outputs):
+    for moving in (engine.positions, engine.memory.table.pages, engine.memory.table.outputs):
         for fixed in (plan.starts, plan.rows, plan.deltas.pages, plan.token_ids):
             assert not np.shares_memory(moving, fixed)
 
@@ -230,7 +230,7 @@ def test_last_request_that_outgrows_the_pool_ends_with_out_of_kv() -> None:
     engine, kv = Engine(config), TaggedKv(config)
     fold(engine, kv, arrived(0, prompt=2, max_new=12))
     fold(engine, kv, LaneReady(0))
-    engine.pool.alloc(6)  # somebody else's fault: entry checked against a larger pool
+    engine.memory.pool.alloc(6)  # somebody else's fault: entry checked against a larger pool
     reasons = [
         event.reason for step in run_to_end(engine, kv) for event in step.decided if isinstance(event, RequestFinished)
     ]
@@ -385,4 +385,4 @@ def test_long_prompt_does_not_widen_everybodys_row() -> None:
     engine = Engine(SchedConfig(page_size=16, pages=20_000, context_tokens_max=200_000, chunked_prefill_size=None))
     engine.step(arrived(0, prompt=150_000, max_new=10))
     assert engine.step(LaneReady(0)).launched() is not None
-    assert engine.table.outputs.nbytes < 100_000
+    assert engine.memory.table.outputs.nbytes < 100_000

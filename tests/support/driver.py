@@ -289,9 +289,9 @@ class Driver:
                     self.marks.add(f"finished ({reason})")
                 case DecodeSkipped():
                     self.marks.add("decode waits for fenced pages")
-        if self.engine.leases:
+        if self.engine.memory.leases:
             self.marks.add("row leased to work in flight")
-        if self.engine.fenced_pages:
+        if self.engine.memory.fenced_pages:
             self.marks.add("duplicate pages fenced")
 
     def settle(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from lockstep.core.commands import Step
-from lockstep.core.engine import Engine, Lease
+from lockstep.core.memory import Lease, Memory
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import Request
 
@@ -25,14 +25,14 @@ def _replaced(owner: type, name: str, bug: Callable[..., object]) -> Iterator[No
 def double_free() -> AbstractContextManager[None]:
     """Releasing the row of a retracted request gives one of its pages back twice."""
 
-    def bug(release: Callable[..., None], engine: Engine, lease: Lease, step: Step) -> None:
-        pages = engine.table.pages[lease.row, lease.protected_pages : lease.protected_pages + 1].copy()
-        has_private = -(-lease.computed // engine.config.page_size) > lease.protected_pages
-        release(engine, lease, step)
-        if has_private and not lease.publish and engine.pool.free_count < engine.pool.total:
-            engine.pool.free(pages)
+    def bug(release: Callable[..., None], memory: Memory, lease: Lease, step: Step) -> None:
+        pages = memory.table.pages[lease.row, lease.protected_pages : lease.protected_pages + 1].copy()
+        has_private = -(-lease.computed // memory.config.page_size) > lease.protected_pages
+        release(memory, lease, step)
+        if has_private and not lease.publish and memory.pool.free_count < memory.pool.total:
+            memory.pool.free(pages)
 
-    return _replaced(Engine, "release", bug)
+    return _replaced(Memory, "release", bug)
 
 
 def lock_leak() -> AbstractContextManager[None]:
@@ -51,12 +51,12 @@ def lock_leak() -> AbstractContextManager[None]:
 def early_free() -> AbstractContextManager[None]:
     """Leaving a row ignores work in flight: its pages are free while a launched batch still writes them."""
 
-    def bug(leave: Callable[..., None], engine: Engine, request: Request, step: Step, *, publish: bool) -> None:
-        leave(engine, request, step, publish=publish)
-        while engine.leases:
-            engine.release(engine.leases.pop(), step)
+    def bug(leave: Callable[..., None], memory: Memory, request: Request, step: Step, *, publish: bool) -> None:
+        leave(memory, request, step, publish=publish)
+        while memory.leases:
+            memory.release(memory.leases.pop(), step)
 
-    return _replaced(Engine, "_leave", bug)
+    return _replaced(Memory, "leave", bug)
 
 
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {

@@ -372,7 +372,7 @@ class Run:
         return page_owner_lines(self.engine, self.names)
 
     def do_tree(self, words: list[str]) -> list[str]:
-        return tree_lines(self.engine.radix)
+        return tree_lines(self.engine.memory.radix)
 
     def do_table(self, words: list[str]) -> list[str]:
         return table_lines(self.engine, self.names)
@@ -387,7 +387,9 @@ class Run:
         return plan_lines(self.newest_plan, self.names) if self.newest_plan is not None else ["plan none yet"]
 
     def do_counts(self, words: list[str]) -> list[str]:
-        cached = self.engine.radix.total_pages * self.config.page_size if self.engine.radix is not None else 0
+        cached = (
+            self.engine.memory.radix.total_pages * self.config.page_size if self.engine.memory.radix is not None else 0
+        )
         return [f"forwards {self.kv.forwards}, tokens cached {cached}, discarded {self.engine.tokens_discarded}"]
 
     # ---- helpers

@@ -276,6 +276,7 @@ class Step(msgspec.Struct):
     commands: list[Command] = msgspec.field(default_factory=list)
     digest: bytes = b""  # chained over the logical decisions of this Step and all before it
     wake_at_us: int | None = None  # the host answers with ClockAdvanced, no earlier
+    time_us: int = 0  # of the event
 
     def launched(self) -> BatchPlan | None:
         """The plan this Step launches, if any."""

@@ -16,7 +16,6 @@ from lockstep.core.events import (
     Drain,
     EngineRestarted,
     Flush,
-    PagesEvicted,
     Pause,
     Resume,
 )
@@ -57,11 +56,7 @@ def _flush(engine: Engine, control_id: int, step: Step) -> None:
         running = len(engine.requests) - waiting
         _answer(step, control_id, f"not idle: {waiting} waiting, {running} running, {len(engine.in_flight)} in flight")
         return
-    if engine.radix is not None:
-        evicted = engine.radix.reset()
-        engine.pool.free(evicted)
-        if evicted.size:
-            step.decided.append(PagesEvicted(engine.now_us, evicted.size, "flush"))
+    engine.memory.flush(step)
     _answer(step, control_id)
 
 
@@ -109,12 +104,5 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     engine.in_flight.clear()
     engine.generation = event.generation
     engine.waiting = sorted(engine.waiting, key=lambda request: request.request_id) + line
-    for lease in engine.leases:
-        engine.release(lease, step)
-    engine.leases = []
-    for _, pages in engine.fenced_pages:
-        engine.pool.free(pages)
-    engine.fenced_pages = []
-    engine.rewrites = []
-    if engine.radix is not None:
-        engine.pool.free(engine.radix.reset())
+    engine.batch_is_full = False
+    engine.memory.void(step)

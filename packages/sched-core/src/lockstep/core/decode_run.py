@@ -21,9 +21,10 @@ from collections import deque
 
 import numpy as np
 
+from lockstep.core.batching import InFlight
 from lockstep.core.commands import NO_DELTAS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
 from lockstep.core.digest import step_digest
-from lockstep.core.engine import Engine, InFlight
+from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, LaneReady
 from lockstep.core.requests import Int32s
 from lockstep.core.retraction import members_growing
@@ -65,7 +66,7 @@ class DecodeRun:
         self._tokens.append(tokens)
         newest = self._sampled_at - cohort.prompts
         self._sampled_at = self._sampled_at + ONE
-        step = Step(commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens)])
+        step = Step(commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens)], time_us=event.time_us)
         self._digest = step.digest = step_digest(self._digest, step)
         return step
 
@@ -90,7 +91,7 @@ class DecodeRun:
         self.left -= 1
         self._look_ahead()
         self._time_us = event.time_us
-        step = Step(commands=[LaunchBatch(plan)])
+        step = Step(commands=[LaunchBatch(plan)], time_us=event.time_us)
         self._digest = step.digest = step_digest(self._digest, step)
         return step
 
@@ -102,7 +103,7 @@ class DecodeRun:
         cohort = self._cohort
         first = engine.in_flight[0].sampled_at - cohort.prompts
         numbers = np.arange(done, dtype=np.int32)[:, None] + first
-        engine.table.outputs[cohort.rows, numbers] = np.array(self._tokens)  # [launches, members]
+        engine.memory.table.outputs[cohort.rows, numbers] = np.array(self._tokens)  # [launches, members]
         for _ in range(done):
             engine.ratio.decoded()
         for plan in self._plans:
@@ -122,14 +123,14 @@ class DecodeRun:
         if not growing.size:
             return NO_DELTAS
         rows, index = self._cohort.rows[growing], starts[growing] >> engine.page_shift
-        deltas = PageDeltas(rows, index, engine.pool.alloc(growing.size))
-        engine.table.pages[rows, index] = deltas.pages
+        deltas = PageDeltas(rows, index, engine.memory.pool.alloc(growing.size))
+        engine.memory.table.pages[rows, index] = deltas.pages
         return deltas
 
     def _look_ahead(self) -> None:
         """See who opens a page with the next launch; the run is over if the free list does not have it."""
         self._growing = members_growing(self._positions, self._engine.config.page_size)
-        if self._growing.size > self._engine.pool.free_count:
+        if self._growing.size > self._engine.memory.pool.free_count:
             self.left = 0
 
 
@@ -148,9 +149,9 @@ def _steady_launches(engine: Engine) -> int:
         or engine.paused
         or engine.decode_owed
         or engine.timers
-        or engine.leases
-        or engine.fenced_pages
-        or engine.rewrites
+        or engine.memory.leases
+        or engine.memory.fenced_pages
+        or engine.memory.rewrites
         or cohort.stops.shape[1]
         or config.retract_every
     ):

@@ -2,15 +2,7 @@
 
 No clock, no I/O, no randomness: equal journals give equal Steps. All control flow of scheduling is in this file, in
 reading order; the decisions themselves are pure functions in the files named for them (admission, ordering,
-retraction). Facts fold; only LaneReady launches.
-
-Who holds a page, at any moment exactly one of:
-
-    the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
-
-**Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
-leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
-that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are dropped.
+retraction, delivery), rows and pages are kept by `memory`. Facts fold; only LaneReady launches.
 """
 
 from __future__ import annotations
@@ -22,8 +14,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lockstep.core import control
+from lockstep.core import control, delivery
 from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve, wanted_for_good
+from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
     NO_DELTAS,
     NO_ROWS,
@@ -33,7 +26,6 @@ from lockstep.core.commands import (
     Mode,
     PageDeltas,
     RejectRequest,
-    RowTaken,
     Step,
     StreamTokens,
 )
@@ -43,7 +35,6 @@ from lockstep.core.errors import ContractError
 from lockstep.core.events import (
     AdmissionDeferred,
     BatchFinished,
-    BatchId,
     ClockAdvanced,
     ControlRequested,
     DecodeSkipped,
@@ -53,7 +44,6 @@ from lockstep.core.events import (
     HostTimeClamped,
     LaneReady,
     Observed,
-    PagesEvicted,
     PrefillCompleted,
     RejectReason,
     RequestAdmitted,
@@ -65,63 +55,23 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
 )
+from lockstep.core.memory import Memory
 from lockstep.core.ordering import ORDERS
-from lockstep.core.pages import PagePool
-from lockstep.core.radix import Match, RadixCache, RadixNode
 from lockstep.core.requests import (
     EMPTY_COHORT,
-    NO_ROW,
     Cohort,
     Int32s,
     Int64s,
     Request,
     RequestState,
-    RequestTable,
 )
 from lockstep.core.retraction import choose_victim, members_growing
 from lockstep.core.support import Refused, accepted_prompt
 
-NO_FENCE: BatchId = -1
 ONE = np.int32(1)
-EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
 
+OWN_OBSTACLES: frozenset[DeferReason] = frozenset()
 RetractReason = Literal["pages", "forced", "pause", "restart"]
-
-
-class InFlight:
-    """A launched batch whose result was not delivered yet."""
-
-    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers")
-
-    def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
-        self.plan = plan
-        self.requests = requests  # by position in the plan
-        self.samplers = samplers  # the rows that sample, as columns
-        self.sampled_at: Int32s = plan.stops if plan.mode == "decode" else plan.stops[plan.sample_rows]
-        self.ending = ending  # samplers that end by length with this batch
-        self.dead: list[int] = []  # rows whose request left after the launch
-
-
-class Lease(NamedTuple):
-    """What a request left behind in flight: its row, its pages and its lock, until batch `fence` is collected."""
-
-    fence: BatchId
-    row: int
-    namespace: str
-    tokens: bytes  # int32 ids it came to the row with
-    prompt_tokens: int
-    handle: RadixNode | None
-    protected_pages: int
-    computed: int  # positions whose KV is launched
-    publish: bool  # keep the computed KV in the radix cache
-
-
-class Part(NamedTuple):
-    """One request's share of an extend: positions [start:stop)."""
-
-    request: Request
-    start: int
-    stop: int
 
 
 class Obstacle(NamedTuple):
@@ -131,13 +81,10 @@ class Obstacle(NamedTuple):
     needed: int = 0
     available: int = 0
 
-
-class Rewrite(NamedTuple):
-    """Entries of a row's page table that changed outside a launch; the next plan tells the device."""
-
-    row: int
-    first: int  # page index
-    pages: Int32s
+    @property
+    def own(self) -> bool:
+        """Whether it concerns this request only, so that those behind it may pass. Shortage stops the whole line."""
+        return self.reason in OWN_OBSTACLES
 
 
 class Engine:
@@ -150,22 +97,16 @@ class Engine:
         self.digest = EMPTY_DIGEST
 
         self.page_shift = config.page_size.bit_length() - 1  # positions >> page_shift: the page they lie in
-        self.table = RequestTable(config.rows_max, config.page_size)
-        self.pool = PagePool(config.pages)
-        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
+        self.in_flight: deque[InFlight] = deque()
+        self.memory = Memory(config, self.in_flight)
 
         self.requests: dict[RequestId, Request] = {}  # every request that has not ended
-        self.waiting: list[Request] = []
+        self.waiting: list[Request] = []  # the line, in the order in which its members began to wait
+        self.held: dict[RequestId, Request] = {}  # accepted, but something must happen before they may join the line
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
         self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
         self.active = 0  # requests PREFILLING or RUNNING
-
-        self.in_flight: deque[InFlight] = deque()
-        self.leases: list[Lease] = []
-        self.fenced_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
-        self.rewrites: list[Rewrite] = []
-        self.rows_taken: list[RowTaken] = []
 
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.batch_is_full = False  # admission ran out of memory; not tried again before somebody leaves
@@ -196,7 +137,7 @@ class Engine:
         if event.time_us < self.now_us:
             raise ContractError(f"time ran backwards: {event.time_us} us after {self.now_us} us; the host must clamp")
         found_nothing = False
-        step = Step()
+        step = Step(time_us=event.time_us)
         match event:
             case BatchFinished():
                 self._collect(event, step)
@@ -282,11 +223,24 @@ class Engine:
         rejected = RequestRejected(self.now_us, request_id, reason, message)
         request = self.requests.pop(request_id, None)
         if request is not None:
-            self.waiting.remove(request)
-            self.batch_is_full = False  # whoever is behind it may fit
+            self._leave_line(request)
             request.advance(rejected)
         step.decided.append(rejected)
         step.commands.append(RejectRequest(request_id, reason, message))
+
+    def join_line(self, request: Request) -> None:
+        """Let a request that was held wait for its turn, at the place in the line that its arrival gives it."""
+        del self.held[request.request_id]
+        at = len(self.waiting)
+        while at and not self.waiting[at - 1].ran and self.waiting[at - 1].request_id > request.request_id:
+            at -= 1
+        self.waiting.insert(at, request)
+
+    def _leave_line(self, request: Request) -> None:
+        """A request that waits ends. Whoever is behind it may fit."""
+        if self.held.pop(request.request_id, None) is None:
+            self.waiting.remove(request)
+            self.batch_is_full = False
 
     def _cancel(self, event: RequestCancelled, step: Step) -> None:
         """End a request wherever it is. Late echoes of requests that ended are ignored."""
@@ -304,10 +258,9 @@ class Engine:
         if flush:
             self._flush_stream(request, outputs, step)
         if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-            self.batch_is_full = False  # whoever is behind it may fit
+            self._leave_line(request)
         else:
-            self._leave(request, step, publish=reason not in ("invalid", "error"))
+            self.leave(request, step, publish=reason not in ("invalid", "error"))
         del self.requests[request.request_id]
         cached = max(request.cached_tokens, 0)
         finished = RequestFinished(self.now_us, request.request_id, reason, outputs, cached)
@@ -318,7 +271,7 @@ class Engine:
     def _flush_stream(self, request: Request, outputs: int, step: Step) -> None:
         """Send what its cadence has held back so far."""
         every = request.stream_every if request.streams else -request.stream_every
-        sent = int(sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
+        sent = int(delivery.sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
         if sent == outputs:
             return
         held_back = np.frombuffer(self._tokens(request, outputs), np.int32)[request.prompt_tokens + sent :]
@@ -334,14 +287,12 @@ class Engine:
         request.outputs = outputs
         pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
         retracted = RequestRetracted(self.now_us, request.request_id, outputs, pages, sampled - outputs, reason)
-        self._leave(request, step, publish=False)
+        self.leave(request, step, publish=False)
         request.advance(retracted)
         request.waiting_since_us = self.now_us
         request.matched = (-1, 0)
         if self.config.retracted_requeue == "front":
-            ahead = takewhile(
-                lambda other: other.cached_tokens >= 0 and other.request_id < request.request_id, self.waiting
-            )
+            ahead = takewhile(lambda other: other.ran and other.request_id < request.request_id, self.waiting)
             self.waiting.insert(len(list(ahead)), request)
         else:
             self.waiting.append(request)
@@ -362,7 +313,7 @@ class Engine:
         while self.timers:
             due, request_id = self.timers[0]
             request = self.requests.get(request_id)
-            never_ran = request is not None and request.cached_tokens < 0
+            never_ran = request is not None and not request.ran
             relevant = request is not None and (
                 due == request.finish_by_us or (due == request.deadline_us and never_ran)
             )
@@ -395,7 +346,7 @@ class Engine:
         if self.waiting and self.cohort.size:
             remaining = self.cohort.limits - self.positions - 1
             reserve = running_reserve(remaining, self.cohort.ignores_eos, self.ratio.value)
-        available = self.available_pages * config.page_size
+        available = self.memory.available_pages * config.page_size
         budget = PrefillBudget(
             available, reserve, config.max_prefill_tokens, config.chunked_prefill_size, config.page_size
         )
@@ -406,14 +357,18 @@ class Engine:
             if not parts:
                 return None  # no page for it now; decodes go on and give pages back
         if self.waiting and not self.batch_is_full:
-            admitted = 0
-            for request in ORDERS[config.schedule_policy](self.waiting, self.radix):
+            line = ORDERS[config.schedule_policy](self.waiting, self.memory.radix)
+            admitted, in_line = 0, line is self.waiting
+            for request in line:
                 obstacle = self._try_admit(request, budget, parts, step)
-                if obstacle is not None:
-                    self._defer(request, obstacle, step)
+                if obstacle is None:
+                    admitted += 1
+                    continue
+                self._defer(request, obstacle, step)
+                if not obstacle.own:
                     break
-                admitted += 1
-            if admitted and config.schedule_policy == "fcfs":
+                in_line = False
+            if admitted and in_line:
                 del self.waiting[:admitted]
             elif admitted:
                 self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
@@ -424,8 +379,8 @@ class Engine:
         page_size = self.config.page_size
         start, whole = request.computed, extend_stop(request)
         take = chunk_tokens(whole - start, budget, first=True, may_split=True)
-        if -(-take // page_size) > self.available_pages:
-            take = self.available_pages * page_size
+        if -(-take // page_size) > self.memory.available_pages:
+            take = self.memory.available_pages * page_size
         if take > 0:
             self._extend_to(request, start + take, parts, step)
             budget.charge(take, request.max_new_tokens if start + take == whole else 0)
@@ -435,7 +390,7 @@ class Engine:
         config = self.config
         if self.active >= config.max_running_requests:
             return Obstacle("running_limit")
-        if not self.table.row_available():
+        if not self.memory.table.row_available():
             return Obstacle("rows")
         verdict = budget.verdict()
         if verdict != "continue":
@@ -443,7 +398,7 @@ class Engine:
 
         page_size = config.page_size
         tokens = len(request.tokens) // 4
-        match = self._match(request, (tokens - 1) // page_size)
+        match = self.memory.match(request)
         cached = match.pages * page_size if match is not None else 0
         locking = match.evictable_pages if match is not None else 0
         new_tokens = tokens - cached
@@ -456,22 +411,14 @@ class Engine:
         take = chunk_tokens(new_tokens, budget, first=not parts, may_split=self.prefilling is None)
         if take <= 0:
             return Obstacle("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
-        if -(-take // page_size) > self.available_pages - locking:
-            return Obstacle("pages", take, (self.available_pages - locking) * page_size)
+        if -(-take // page_size) > self.memory.available_pages - locking:
+            return Obstacle("pages", take, (self.memory.available_pages - locking) * page_size)
 
-        row = self.table.take_row(request)
-        if self.radix is not None and match is not None:
-            request.handle = self.radix.lock(match)
-            request.protected_pages = match.pages
-            self.table.pages[row, : match.pages] = self.radix.pages_of(request.handle)
-        if request.cached_tokens < 0:
+        row = self.memory.take_row(request, match)
+        if not request.ran:
             request.cached_tokens = min(cached, request.prompt_tokens)
-        request.computed = cached
         request.chunks = 0
         self.active += 1
-        self.rows_taken.append(RowTaken(row, request.request_id, request.epoch, request.sampling))
-        if match is not None and match.pages:
-            self.rewrites.append(Rewrite(row, 0, self.table.pages[row, : match.pages].copy()))
         waited_us = self.now_us - request.waiting_since_us
         if self.deferred is not None and self.deferred[0] == request.request_id:
             self.deferred = None
@@ -482,9 +429,6 @@ class Engine:
         budget.charge(take, request.max_new_tokens if take == new_tokens else 0)
         self._extend_to(request, cached + take, parts, step)
         return None
-
-    def _match(self, request: Request, most_pages: int) -> Match | None:
-        return self.radix.match(request.namespace, request.tokens, most_pages) if self.radix is not None else None
 
     def _defer(self, request: Request, obstacle: Obstacle, step: Step) -> None:
         """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
@@ -498,14 +442,8 @@ class Engine:
 
     def _extend_to(self, request: Request, stop: int, parts: list[Part], step: Step) -> None:
         """Give the request pages up to `stop` and make that its part of the extend."""
-        page_size = self.config.page_size
         start = request.computed
-        first, last = -(-start // page_size), -(-stop // page_size)
-        self.table.reserve(last, 0)
-        if last > first:
-            pages = self._alloc(last - first, "admission", step)
-            self.table.pages[request.row, first:last] = pages
-            self.rewrites.append(Rewrite(request.row, first, pages))
+        self.memory.reach(request, stop, step)
         request.computed = stop
         request.chunks += 1
         parts.append(Part(request, start, stop))
@@ -533,7 +471,7 @@ class Engine:
             starts=starts,
             stops=stops,
             extend_rows=len(parts),
-            token_ids=np.concatenate([np.frombuffer(p.request.tokens, np.int32)[p.start : p.stop] for p in parts]),
+            token_ids=new_tokens_of(parts),
             sample_rows=sample_rows,
         )
         joining, positions = samplers, stops[sample_rows]
@@ -557,7 +495,7 @@ class Engine:
             self.forced_at = self.decode_launches
             self.retract(self.cohort.requests[choose_victim(self.cohort, self.positions)], "forced", step)
         growing = members_growing(self.positions, config.page_size)
-        made_room = growing.size > self.available_pages
+        made_room = growing.size > self.memory.available_pages
         if made_room:
             if not self._make_room(step):
                 return None if self.cohort.size else self._plan_extend(step)
@@ -571,8 +509,7 @@ class Engine:
         deltas = NO_DELTAS
         if growing.size:
             rows, index = cohort.rows[growing], starts[growing] >> self.page_shift
-            deltas = PageDeltas(rows, index, self._alloc(growing.size, "decode", step))
-            self.table.pages[rows, index] = deltas.pages
+            deltas = self.memory.open_pages(rows, index, step)
         stops = starts + ONE
         plan = self._plan(
             "decode",
@@ -601,7 +538,7 @@ class Engine:
         retracted = 0
         while True:
             needed = members_growing(self.positions, page_size).size
-            available, returning = self.available_pages, self._returning_pages()
+            available, returning = self.memory.available_pages, self.memory.returning_pages()
             if needed <= available:
                 break
             if needed <= available + returning:
@@ -627,22 +564,6 @@ class Engine:
             self.ratio.retracted(outputs, max_new, self.cohort.size)
         return needed <= available
 
-    def _returning_pages(self) -> int:
-        """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
-        fenced = sum(pages.size for _, pages in self.fenced_pages)
-        leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases)
-        ending = 0
-        for batch in self.in_flight:
-            for i in batch.ending:
-                request, row = batch.samplers.requests[i], int(batch.samplers.rows[i])
-                if request.row == row and row not in batch.dead:
-                    ending += self._freed_by(request.computed, request.protected_pages, request.handle)
-        return fenced + leased + ending
-
-    def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
-        """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
-        return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
-
     def _end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
         """Members that end by length with this launch leave the cohort now: no forward is spent on them again."""
         ended = stops + 1 >= cohort.limits
@@ -657,7 +578,7 @@ class Engine:
         self.positions = positions
         if not cohort.size:
             return
-        table = self.table
+        table = self.memory.table
         furthest, outputs = int(positions.max()), int((positions - cohort.prompts).max())
         table.reserve((furthest >> self.page_shift) + 1, outputs + 2)
         to_length = int((cohort.limits - positions).min()) - 1
@@ -684,23 +605,28 @@ class Engine:
         self.in_flight.popleft()
         if samplers.size and not event.error:
             tokens = np.frombuffer(event.tokens, np.int32)
-            self.table.outputs[samplers.rows, batch.sampled_at - samplers.prompts] = tokens
-            verdicts = self._verdicts(event, batch, tokens)
-            self._stream(batch, tokens, verdicts, step)
-            self.break_ranks([samplers.requests[i] for i in verdicts])
-            for i, reason in verdicts.items():
+            self.memory.table.outputs[samplers.rows, batch.sampled_at - samplers.prompts] = tokens
+            if batch.dead:
+                self.tokens_discarded += len(delivery.dead_samplers(batch))
+            ends = delivery.verdicts(event, batch, tokens)
+            message = delivery.message(batch, tokens, ends, self.memory.table.outputs)
+            if message is not None:
+                step.commands.append(message)
+            self.break_ranks([samplers.requests[i] for i in ends])
+            for i, reason in ends.items():
                 self.finish(samplers.requests[i], reason, step)
-        if plan.mode == "extend" and self.radix is not None:
+        if plan.mode == "extend" and self.memory.radix is not None:
             for request, row, stop in zip(batch.requests, plan.rows.tolist(), plan.stops.tolist(), strict=True):
                 if request.row == row and row not in batch.dead:
-                    self._publish(request, stop, step)
-        if self.leases or self.fenced_pages:
-            self._lift_fences(plan.batch_id, step)
+                    self.memory.publish(request, stop, step)
+        if self.memory.lift_fences(plan.batch_id, step):
+            self.batch_is_full = False
 
     def _fail(self, batch: InFlight, step: Step) -> None:
         """The device could not run the batch: its requests end with an error, the others do not notice."""
         failed = batch.plan.rows.tolist()
-        self.leases = [lease._replace(publish=lease.publish and lease.row not in failed) for lease in self.leases]
+        memory = self.memory
+        memory.leases = [lease._replace(publish=lease.publish and lease.row not in failed) for lease in memory.leases]
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self.finish(request, "error", step, flush=True)
@@ -725,64 +651,6 @@ class Engine:
             )
         return batch
 
-    def _verdicts(self, event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:
-        """Samplers that end with this batch, and why. Precedence per token: see events.FinishReason."""
-        samplers = batch.samplers
-        verdicts: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
-        if samplers.stops.shape[1]:
-            outputs = batch.sampled_at + 1 - samplers.prompts
-            stopped = (tokens[:, None] == samplers.stops).any(axis=1) & (outputs >= samplers.min_new)
-            for i in np.flatnonzero(stopped).tolist():
-                verdicts[i] = "stop"
-        for i in event.text_stops:
-            if batch.sampled_at[i] + 1 - samplers.prompts[i] >= samplers.min_new[i]:
-                verdicts[i] = "text_stop"
-        for row in batch.dead:
-            for i in np.flatnonzero(samplers.rows == row).tolist():
-                self.tokens_discarded += 1
-                verdicts.pop(i, None)
-        return dict(sorted(verdicts.items())) if len(verdicts) > 1 else verdicts
-
-    def _stream(self, batch: InFlight, tokens: Int32s, verdicts: dict[int, FinishReason], step: Step) -> None:
-        """Send what is due: every token of steady cohorts, otherwise at each request's own cadence and at its end."""
-        samplers = batch.samplers
-        last = batch.sampled_at - samplers.prompts  # number of the newest output
-        if samplers.steady and not batch.dead:
-            step.commands.append(StreamTokens(samplers.request_ids, last, samplers.ones, tokens))
-            return
-        sending = sent_by(last + ONE, samplers.every)
-        ending = list(verdicts)
-        sending[ending] = last[ending] + ONE
-        offsets = sent_by(last, samplers.every)
-        counts = sending - offsets
-        if batch.dead:
-            counts[np.isin(samplers.rows, batch.dead)] = 0
-        due = counts.nonzero()[0]
-        if not due.size:
-            return
-        counts, offsets = counts[due], offsets[due]
-        starts = counts.cumsum(dtype=np.int32) - counts  # of each request's share in the message
-        numbers = np.arange(int(counts.sum()), dtype=np.int32) + (offsets - starts).repeat(counts)
-        sent = self.table.outputs[samplers.rows[due].repeat(counts), numbers]
-        step.commands.append(StreamTokens(samplers.request_ids[due], offsets, counts, sent))
-
-    # ---------------------------------------------------------------------------------------------------------- memory
-
-    @property
-    def available_pages(self) -> int:
-        """Pages that can be had now: free ones, and cached ones nobody holds."""
-        cached = self.radix.evictable_pages if self.radix is not None else 0
-        return self.pool.free_count + cached
-
-    def _alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
-        """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
-        missing = pages - self.pool.free_count
-        if missing > 0 and self.radix is not None:
-            evicted = self.radix.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE))
-            self.pool.free(evicted)
-            step.decided.append(PagesEvicted(self.now_us, evicted.size, reason))
-        return self.pool.alloc(pages)
-
     def _plan(
         self,
         mode: Mode,
@@ -799,13 +667,7 @@ class Engine:
         """Complete a plan: its number, and what changed about rows since the plan before it."""
         batch_id = self.next_batch_id
         self.next_batch_id += 1
-        if self.rewrites:
-            deltas = _merged(self.rewrites, deltas)
-            self.rewrites = []
-        taken: tuple[RowTaken, ...] = ()
-        if self.rows_taken:
-            taken = tuple(self.rows_taken)
-            self.rows_taken = []
+        taken, deltas = self.memory.changes(deltas)
         return BatchPlan(
             batch_id=batch_id,
             mode=mode,
@@ -821,39 +683,14 @@ class Engine:
             generation=self.generation,
         )
 
-    def _leave(self, request: Request, step: Step, *, publish: bool) -> None:
-        """Take a request off its row. What work in flight still uses stays behind as a Lease."""
-        row, fence = request.row, None
-        for batch in self.in_flight:
-            if row not in batch.dead and (batch.plan.rows == row).any():
-                batch.dead.append(row)
-                fence = batch.plan.batch_id
+    def leave(self, request: Request, step: Step, *, publish: bool) -> None:
+        """Take a request off its row. What work in flight still uses stays behind until it is collected."""
         self.break_ranks([request])
         if self.prefilling is request:
             self.prefilling = None
-        self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
-        lease = Lease(
-            fence if fence is not None else NO_FENCE,
-            row,
-            request.namespace,
-            request.tokens,
-            request.prompt_tokens,
-            request.handle,
-            request.protected_pages,
-            request.computed,
-            publish,
-        )
-        request.row = NO_ROW
-        request.handle = None
-        request.protected_pages = 0
-        request.computed = 0
-        request.epoch += 1
         self.active -= 1
         self.batch_is_full = False
-        if fence is None:
-            self.release(lease, step)
-        else:
-            self.leases.append(lease)
+        self.memory.leave(request, step, publish=publish)
 
     def break_ranks(self, requests: list[Request]) -> None:
         """Take those of the requests that decode out of the cohort, all at once, noting where each stands."""
@@ -869,75 +706,6 @@ class Engine:
         if going:
             self._set_cohort(self.cohort.only(~members), self.positions[~members])
 
-    def _lift_fences(self, batch_id: BatchId, step: Step) -> None:
-        """Batch `batch_id` is collected: give back what waited for it."""
-        for lease in [lease for lease in self.leases if lease.fence <= batch_id]:
-            self.leases.remove(lease)
-            self.release(lease, step)
-        for fence, pages in self.fenced_pages:
-            if fence <= batch_id:
-                self.pool.free(pages)
-        self.fenced_pages = [entry for entry in self.fenced_pages if entry[0] > batch_id]
-
-    def release(self, lease: Lease, step: Step) -> None:
-        """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
-        page_size = self.config.page_size
-        row, kept = lease.row, lease.protected_pages
-        held = -(-lease.computed // page_size)
-        pages = self.table.pages[row]
-        if self.radix is not None:
-            if lease.publish and lease.computed // page_size > kept:
-                whole = lease.computed // page_size
-                tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
-                already = self.radix.insert(lease.namespace, tokens, pages[:whole]).already
-                self.pool.free(pages[kept:already].copy())
-                kept = whole
-            if lease.handle is not None:
-                self.radix.unlock(lease.handle)
-        if held > kept:
-            self.pool.free(pages[kept:held].copy())
-        self._trim(step)
-        self.table.free_row(row)
-        self.batch_is_full = False
-
-    def _publish(self, request: Request, computed: int, step: Step) -> None:
-        """Share a prompt's completed KV: insert its whole pages; where the tree had them already, use the tree's."""
-        radix, row = self.radix, request.row
-        pages = computed // self.config.page_size
-        if radix is None or pages <= request.protected_pages:
-            return
-        mine = self.table.pages[row, :pages]
-        tokens = request.tokens[: 4 * pages * self.config.page_size]
-        node, already = radix.insert(request.namespace, tokens, mine)
-        if already > request.protected_pages:
-            twice = slice(request.protected_pages, already)
-            duplicates = mine[twice].copy()
-            mine[twice] = radix.pages_of(node)[twice]
-            self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
-            self._free_behind(row, duplicates)
-        radix.lock_node(node)
-        if request.handle is not None:
-            radix.unlock(request.handle)
-        request.handle = node
-        request.protected_pages = pages
-        self._trim(step)
-
-    def _free_behind(self, row: int, pages: Int32s) -> None:
-        """Free pages of a row once the last plan in flight that may read them is collected."""
-        fences = [batch.plan.batch_id for batch in self.in_flight if (batch.plan.rows == row).any()]
-        if fences:
-            self.fenced_pages.append((fences[-1], pages))
-        else:
-            self.pool.free(pages)
-
-    def _trim(self, step: Step) -> None:
-        """Hold the radix cache to its cap."""
-        if self.radix is not None and self.radix.capacity_pages is not None:
-            trimmed = self.radix.trim()
-            if trimmed.size:
-                self.pool.free(trimmed)
-                step.decided.append(PagesEvicted(self.now_us, trimmed.size, "capacity"))
-
     # ---------------------------------------------------------------------------------------------- where a request is
 
     def computed_of(self, request: Request) -> int:
@@ -950,7 +718,7 @@ class Engine:
 
     def _tokens(self, request: Request, outputs: int) -> bytes:
         """Its prompt and so many of its outputs, packed int32."""
-        return self.table.first_tokens(
+        return self.memory.table.first_tokens(
             request.row, request.tokens, request.prompt_tokens, request.prompt_tokens + outputs
         )
 
@@ -965,39 +733,6 @@ class Engine:
         )
 
 
-def pages_only_held_by(handle: RadixNode | None) -> int:
-    """Cached pages that nobody else locks: unlocking this handle makes them evictable."""
-    pages = 0
-    while handle is not None and handle.lock_count == 1:
-        pages += len(handle.pages)
-        handle = handle.parent
-    return pages
-
-
 def extend_stop(request: Request) -> int:
     """Positions an extend must compute before the request can decode: its prompt and the output it kept."""
     return request.prompt_tokens + request.outputs
-
-
-def sent_by(outputs: Int32s, every: Int32s) -> Int32s:
-    """Output tokens sent by the time there are `outputs` of them and more to come. int32 [n] both, and the result.
-
-    A streaming request sends its first token at once and then every `every` tokens. One that does not stream
-    (`every` negative) sends after every whole -`every`, to show that it lives.
-    """
-    interval = np.abs(every)
-    first = np.where(every > 0, ONE, interval)
-    sent: Int32s = np.where(outputs < first, 0, outputs - (outputs - first) % interval).astype(np.int32)
-    return sent
-
-
-def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
-    """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
-    rows = np.array([rewrite.row for rewrite in rewrites], np.int32)
-    sizes = [rewrite.pages.size for rewrite in rewrites]
-    index = [np.arange(r.first, r.first + r.pages.size, dtype=np.int32) for r in rewrites]
-    return PageDeltas(
-        np.concatenate((rows.repeat(sizes), deltas.rows)),
-        np.concatenate((*index, deltas.index)),
-        np.concatenate((*(rewrite.pages for rewrite in rewrites), deltas.pages)),
-    )

@@ -38,21 +38,23 @@ def is_idle(engine: Engine) -> bool:
 def check_quiescent(engine: Engine) -> None:
     """At rest everything is back: rows, pages, maps (L9). Call when `is_idle`."""
     check(engine)
-    cached = engine.radix.total_pages if engine.radix is not None else 0
-    locked = engine.radix.locked_pages if engine.radix is not None else 0
-    free_rows = len(engine.table.free_rows)
-    _same("L9 free pages and cached pages", engine.pool.free_count + cached, engine.config.pages)
+    cached = engine.memory.radix.total_pages if engine.memory.radix is not None else 0
+    locked = engine.memory.radix.locked_pages if engine.memory.radix is not None else 0
+    free_rows = len(engine.memory.table.free_rows)
+    _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
     _same("L9 locked pages", locked, 0)
-    _same("L9 free rows", free_rows, len(engine.table.holders))
-    for name in ("waiting", "leases", "fenced_pages", "rewrites", "rows_taken", "in_flight", "drains"):
-        if getattr(engine, name):
-            _fail(f"L9: `{name}` is not empty at rest: {getattr(engine, name)}")
+    _same("L9 free rows", free_rows, len(engine.memory.table.holders))
+    owners = ((engine, "waiting held in_flight drains"), (engine.memory, "leases fenced_pages rewrites rows_taken"))
+    for owner, names in owners:
+        for name in names.split():
+            if getattr(owner, name):
+                _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
 
 
 def _containers(engine: Engine) -> None:
     """S15, S16, S34: each live request is in exactly one container, the one its state names."""
-    waiting = [request.request_id for request in engine.waiting]
+    waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
     cohort = [request.request_id for request in engine.cohort.requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = []
@@ -83,9 +85,9 @@ def _containers(engine: Engine) -> None:
 
 def _rows(engine: Engine) -> None:
     """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
-    table = engine.table
+    table = engine.memory.table
     held = [request.row for request in engine.requests.values() if request.state is not RequestState.WAITING]
-    leased = [lease.row for lease in engine.leases]
+    leased = [lease.row for lease in engine.memory.leases]
     _partition("S6 rows", range(len(table.holders)), {"free": table.free_rows, "held": held, "leased": leased})
     for request in engine.requests.values():
         if request.state is RequestState.WAITING:
@@ -125,45 +127,45 @@ def _spans(engine: Engine) -> None:
 
 def _pages(engine: Engine) -> None:
     """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
-    owners: dict[str, Iterable[int]] = {"free": engine.pool.free_ids().tolist()}
-    if engine.radix is not None:
-        owners["cached"] = [page for node in engine.radix.walk() for page in node.pages.tolist()]
+    owners: dict[str, Iterable[int]] = {"free": engine.memory.pool.free_ids().tolist()}
+    if engine.memory.radix is not None:
+        owners["cached"] = [page for node in engine.memory.radix.walk() for page in node.pages.tolist()]
     for request in _row_holders(engine):
         owners[f"{request.name} in row {request.row}"] = _private(
             engine, request.row, request.protected_pages, engine.computed_of(request)
         ).tolist()
-    for lease in engine.leases:
+    for lease in engine.memory.leases:
         owners[f"lease of row {lease.row}"] = _private(
             engine, lease.row, lease.protected_pages, lease.computed
         ).tolist()
-    for i, (fence, pages) in enumerate(engine.fenced_pages):
+    for i, (fence, pages) in enumerate(engine.memory.fenced_pages):
         owners[f"fence {i} of batch {fence}"] = pages.tolist()
     _partition("S1 pages", range(engine.config.pages), owners)
 
 
 def _private(engine: Engine, row: int, protected_pages: int, computed: int) -> Int32s:
     held = -(-computed // engine.config.page_size)
-    return engine.table.pages[row, protected_pages:held]
+    return engine.memory.table.pages[row, protected_pages:held]
 
 
 def _locks(engine: Engine) -> None:
     """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
-    if engine.radix is None:
+    if engine.memory.radix is None:
         return
     holders = _row_holders(engine)
     handles = [request.handle for request in holders if request.handle is not None]
-    handles += [lease.handle for lease in engine.leases if lease.handle is not None]
-    engine.radix.check(handles)
+    handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
+    engine.memory.radix.check(handles)
     for request in holders:
         if request.handle is None:
             _same(f"S14 protected pages of {request.name} without a handle", request.protected_pages, 0)
             continue
-        path = engine.radix.pages_of(request.handle)
+        path = engine.memory.radix.pages_of(request.handle)
         _same(f"S14 path of {request.name}", len(path), request.protected_pages)
-        if not np.array_equal(path, engine.table.pages[request.row, : request.protected_pages]):
+        if not np.array_equal(path, engine.memory.table.pages[request.row, : request.protected_pages]):
             _fail(f"S14: {request.name}'s page table differs from the path it locks")
         shared = len(path) * engine.config.page_size
-        tokens = engine.table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared)
+        tokens = engine.memory.table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared)
         keys, node = [], request.handle
         while node.parent is not None:
             keys.append(node.key)
@@ -178,8 +180,8 @@ def _in_flight(engine: Engine) -> None:
     if len(engine.in_flight) > config.overlap_depth + 1:
         _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
     free = np.zeros(config.pages, np.bool_)
-    free[engine.pool.free_ids()] = True
-    leased = {lease.row: lease for lease in engine.leases}
+    free[engine.memory.pool.free_ids()] = True
+    leased = {lease.row: lease for lease in engine.memory.leases}
     for batch in engine.in_flight:
         plan = batch.plan
         rows = plan.rows.tolist()
@@ -188,11 +190,11 @@ def _in_flight(engine: Engine) -> None:
         if (plan.stops <= plan.starts).any():
             _fail(f"S24: batch {plan.batch_id} has an empty row: {plan.starts} to {plan.stops}")
         for row, stop in zip(rows, plan.stops.tolist(), strict=True):
-            if engine.table.holders[row] is None:
+            if engine.memory.table.holders[row] is None:
                 _fail(f"S5: row {row} was freed while batch {plan.batch_id} is in flight")
             if row in batch.dead and (row not in leased or leased[row].fence < plan.batch_id):
                 _fail(f"S5: row {row} is dead in batch {plan.batch_id} but no lease waits for it")
-            pages = engine.table.pages[row, : -(-stop // config.page_size)]
+            pages = engine.memory.table.pages[row, : -(-stop // config.page_size)]
             if free[pages].any():
                 _fail(f"S5: batch {plan.batch_id} in flight uses free pages {pages[free[pages]].tolist()} of row {row}")
         if len(plan.token_ids) != int((plan.stops - plan.starts)[: plan.extend_rows].sum()):
@@ -201,7 +203,10 @@ def _in_flight(engine: Engine) -> None:
 
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
-    stuck = engine.launch_found_nothing and not engine.in_flight and not engine.paused and engine.requests
+    awaited = len(engine.held)  # something outside the engine comes first
+    stuck = (
+        engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
+    )
     if stuck:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 

@@ -210,26 +210,26 @@ def _stream_parts(command: StreamTokens, names: Names) -> list[str]:
 
 def pages_line(engine: Engine) -> str:
     """How the pool stands. Cached pages are those of the radix cache that nobody holds; they can be had at once."""
-    cached = engine.radix.evictable_pages if engine.radix is not None else 0
-    text = f"pages {engine.pool.free_count}/{engine.config.pages} free"
+    cached = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
+    text = f"pages {engine.memory.pool.free_count}/{engine.config.pages} free"
     return f"{text}, {cached} cached" if cached else text
 
 
 def page_owner_lines(engine: Engine, names: Names) -> list[str]:
     """Every page and who owns it: the pool, the radix cache, a request, or work in flight."""
     page_size = engine.config.page_size
-    owners: dict[str, list[int]] = {"free": engine.pool.free_ids().tolist(), "radix cache": []}
-    if engine.radix is not None:
-        owners["radix cache"] = [page for node in engine.radix.walk() for page in node.pages.tolist()]
+    owners: dict[str, list[int]] = {"free": engine.memory.pool.free_ids().tolist(), "radix cache": []}
+    if engine.memory.radix is not None:
+        owners["radix cache"] = [page for node in engine.memory.radix.walk() for page in node.pages.tolist()]
     for request in _with_rows(engine):
         held = -(-engine.computed_of(request) // page_size)
-        private = engine.table.pages[request.row, request.protected_pages : held].tolist()
+        private = engine.memory.table.pages[request.row, request.protected_pages : held].tolist()
         owners[names.request(request.request_id)] = private
-    for lease in engine.leases:
+    for lease in engine.memory.leases:
         held = -(-lease.computed // page_size)
-        private = engine.table.pages[lease.row, lease.protected_pages : held].tolist()
+        private = engine.memory.table.pages[lease.row, lease.protected_pages : held].tolist()
         owners[f"left behind in row {lease.row} until b{lease.fence}"] = private
-    for fence, pages in engine.fenced_pages:
+    for fence, pages in engine.memory.fenced_pages:
         owners.setdefault(f"duplicates until b{fence}", []).extend(pages.tolist())
     return [f"pages of {owner}: {runs(sorted(pages))}" for owner, pages in owners.items() if pages]
 
@@ -239,13 +239,13 @@ def table_lines(engine: Engine, names: Names) -> list[str]:
     page_size, lines = engine.config.page_size, []
     for request in sorted(_with_rows(engine), key=lambda request: request.row):
         computed = engine.computed_of(request)
-        table = engine.table.pages[request.row, : -(-computed // page_size)].tolist()
+        table = engine.memory.table.pages[request.row, : -(-computed // page_size)].tolist()
         pages = [f"{page}*" if i < request.protected_pages else f"{page}" for i, page in enumerate(table)]
         lines.append(
             f"row {request.row} {names.request(request.request_id)} {request.state.name.lower()} "
             f"computed {computed} outputs {engine.outputs_of(request)} pages {' '.join(pages) or 'none'}"
         )
-    for lease in sorted(engine.leases, key=lambda lease: lease.row):
+    for lease in sorted(engine.memory.leases, key=lambda lease: lease.row):
         lines.append(f"row {lease.row} left behind until b{lease.fence}, computed {lease.computed}")
     return lines or ["table is empty"]
 
@@ -318,7 +318,7 @@ def debug_line(engine: Engine, event: Observed, step: Step) -> str:
         text = " ".join(f"{letter}{letters.count(letter)}" for letter in "EDw:r." if letter in letters)
     else:
         text = " ".join(letters)
-    free, total = engine.pool.free_count, engine.config.pages
+    free, total = engine.memory.pool.free_count, engine.config.pages
     return f"{event.time_us / 1000:8.1f}  {batch:<18} {text:<9}  {_bar(engine)} {free}/{total}"
 
 
@@ -332,7 +332,7 @@ def debug_text(engine: Engine, event: Observed, step: Step, names: Names, level:
         lines += [f"          {queue_line(engine, names)}"]
         lines += [f"          {line}" for line in table_lines(engine, names) + in_flight_lines(engine, names)]
     if level >= 4:
-        lines += [f"          {line}" for line in page_owner_lines(engine, names) + tree_lines(engine.radix)]
+        lines += [f"          {line}" for line in page_owner_lines(engine, names) + tree_lines(engine.memory.radix)]
     return lines
 
 
@@ -355,8 +355,8 @@ def _letters(engine: Engine, step: Step, plan: BatchPlan | None) -> dict[Request
 
 def _bar(engine: Engine) -> str:
     total = engine.config.pages
-    cached = engine.radix.evictable_pages if engine.radix is not None else 0
-    used = total - engine.pool.free_count - cached
+    cached = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
+    used = total - engine.memory.pool.free_count - cached
     width = min(BAR_WIDTH, total)
     full = -(-used * width // total)
     kept = min(-(-cached * width // total), width - full)

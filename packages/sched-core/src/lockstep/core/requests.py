@@ -140,6 +140,11 @@ class Request:
         return self.label or f"r{self.request_id}"
 
     @property
+    def ran(self) -> bool:
+        """Whether it was ever admitted."""
+        return self.cached_tokens >= 0
+
+    @property
     def limit(self) -> int:
         """Positions of prompt and output together at which it ends by length."""
         return self.prompt_tokens + self.max_new_tokens

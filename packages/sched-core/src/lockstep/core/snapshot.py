@@ -6,16 +6,17 @@ trusted only beside the digest that the journal recorded for the same event.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from lockstep.core.batching import InFlight
 from lockstep.core.commands import BatchPlan, Mode, PageDeltas, RowTaken
 from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine, InFlight, Lease, Rewrite
+from lockstep.core.engine import Engine
 from lockstep.core.events import SamplingParams
+from lockstep.core.memory import Lease, Rewrite
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import EMPTY_COHORT, Cohort, Request, RequestState, RequestTable
@@ -107,6 +108,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     outputs_width: int
     requests: list[RequestImage]
     waiting: list[int]
+    held: list[int]
     prefilling: int | None
     cohort: list[int]
     positions: bytes
@@ -137,27 +139,29 @@ _decode = msgspec.msgpack.Decoder(EngineImage).decode
 
 def dump(engine: Engine) -> bytes:
     """The engine's state between two steps."""
+    memory = engine.memory
     image = EngineImage(
         format=SNAPSHOT_FORMAT,
         config=engine.config,
         now_us=engine.now_us,
         generation=engine.generation,
         digest=engine.digest,
-        pool=engine.pool.dump(),
-        radix=engine.radix.dump() if engine.radix is not None else None,
-        rows=len(engine.table.holders),
-        free_rows=list(engine.table.free_rows),
-        pages_width=engine.table.pages.shape[1],
-        outputs_width=engine.table.outputs.shape[1],
+        pool=memory.pool.dump(),
+        radix=memory.radix.dump() if memory.radix is not None else None,
+        rows=len(memory.table.holders),
+        free_rows=list(memory.table.free_rows),
+        pages_width=memory.table.pages.shape[1],
+        outputs_width=memory.table.outputs.shape[1],
         requests=[_request_image(engine, request) for request in engine.requests.values()],
         waiting=[request.request_id for request in engine.waiting],
+        held=list(engine.held),
         prefilling=engine.prefilling.request_id if engine.prefilling is not None else None,
         cohort=[request.request_id for request in engine.cohort.requests],
         positions=engine.positions.tobytes(),
         in_flight=[_batch_image(batch) for batch in engine.in_flight],
-        leases=[_lease_image(engine, lease) for lease in engine.leases],
-        fenced_pages=[(fence, pages.tobytes()) for fence, pages in engine.fenced_pages],
-        rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in engine.rewrites],
+        leases=[_lease_image(engine, lease) for lease in memory.leases],
+        fenced_pages=[(fence, pages.tobytes()) for fence, pages in memory.fenced_pages],
+        rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in memory.rewrites],
         ratio=engine.ratio.value,
         batch_is_full=engine.batch_is_full,
         decode_owed=engine.decode_owed,
@@ -186,19 +190,20 @@ def restore(data: bytes) -> Engine:
     if image.format != SNAPSHOT_FORMAT:
         raise ValueError(f"snapshot format {image.format}, this version reads {SNAPSHOT_FORMAT}")
     engine = Engine(image.config)
-    engine.pool = PagePool.load(image.pool)
-    engine.radix = RadixCache.load(image.radix) if image.radix is not None else None
-    nodes = {node.number: node for node in engine.radix.walk()} if engine.radix is not None else {}
+    memory = engine.memory
+    memory.pool = PagePool.load(image.pool)
+    memory.radix = RadixCache.load(image.radix) if image.radix is not None else None
+    nodes = {node.number: node for node in memory.radix.walk()} if memory.radix is not None else {}
 
-    engine.table = RequestTable(image.config.rows_max, image.config.page_size)
-    engine.table.resize(image.rows, image.pages_width, image.outputs_width)
-    engine.table.free_rows = image.free_rows
+    memory.table = RequestTable(image.config.rows_max, image.config.page_size)
+    memory.table.resize(image.rows, image.pages_width, image.outputs_width)
+    memory.table.free_rows = image.free_rows
     for one in image.requests:
         engine.requests[one.request_id] = _request(engine, one, nodes)
     for lease in image.leases:
-        _lay_row(engine.table, lease.row, lease.row_pages, lease.row_outputs)
-        engine.table.holders[lease.row] = GONE
-        engine.leases.append(
+        _lay_row(memory.table, lease.row, lease.row_pages, lease.row_outputs)
+        memory.table.holders[lease.row] = GONE
+        memory.leases.append(
             Lease(
                 fence=lease.fence,
                 row=lease.row,
@@ -212,13 +217,14 @@ def restore(data: bytes) -> Engine:
             )
         )
     engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
+    engine.held = {request_id: engine.requests[request_id] for request_id in image.held}
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
     engine.cohort = Cohort.of([engine.requests[request_id] for request_id in image.cohort])
     engine.positions = np.frombuffer(image.positions, np.int32)
     engine.active = sum(request.row >= 0 for request in engine.requests.values())
-    engine.in_flight = deque(_batch(engine, batch) for batch in image.in_flight)
-    engine.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
-    engine.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
+    engine.in_flight.extend(_batch(engine, batch) for batch in image.in_flight)
+    memory.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
+    memory.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
     engine.ratio.value = image.ratio
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
@@ -255,7 +261,7 @@ def _lease_image(engine: Engine, lease: Lease) -> LeaseImage:
 
 def _row_image(engine: Engine, row: int, computed: int, outputs: int) -> tuple[bytes, bytes]:
     held = -(-computed // engine.config.page_size)
-    return engine.table.pages[row, :held].tobytes(), engine.table.outputs[row, :outputs].tobytes()
+    return engine.memory.table.pages[row, :held].tobytes(), engine.memory.table.outputs[row, :outputs].tobytes()
 
 
 def _lay_row(table: RequestTable, row: int, pages: bytes, outputs: bytes) -> None:
@@ -272,8 +278,8 @@ def _request(engine: Engine, image: RequestImage, nodes: dict[int, RadixNode]) -
     request.handle = nodes[image.handle] if image.handle is not None else None
     request.matched = (-1, 0)
     if request.row >= 0:
-        engine.table.holders[request.row] = request
-        _lay_row(engine.table, request.row, image.row_pages, image.row_outputs)
+        engine.memory.table.holders[request.row] = request
+        _lay_row(engine.memory.table, request.row, image.row_pages, image.row_outputs)
     return request
 
 

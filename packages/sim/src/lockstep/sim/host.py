@@ -347,9 +347,9 @@ class EngineHost:
         """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
         engine = self.engine
         step = self._fold(LaneReady(now_us))
-        radix = engine.radix
+        radix = engine.memory.radix
         cached_pages = radix.evictable_pages if radix is not None else 0
-        self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.pool.free_count, cached_pages)
+        self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
         plan = step.launched()
         if plan is None:
             self._nothing_new = True
@@ -376,8 +376,8 @@ class EngineHost:
         if run is None:
             return None
         engine, device, journal, metrics = self.engine, self.device, self.journal, self.metrics
-        waiting, active, free_pages = len(engine.waiting), engine.active, engine.pool.free_count
-        cached_pages = engine.radix.evictable_pages if engine.radix is not None else 0
+        waiting, active, free_pages = len(engine.waiting), engine.active, engine.memory.pool.free_count
+        cached_pages = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
         result_us = round(self.cpu.result_us(newest.rows))  # one cohort throughout, so one cost
         launched_us = None
         while run.left and not self.stop_requested:

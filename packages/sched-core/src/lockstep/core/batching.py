@@ -1,0 +1,41 @@
+"""Batches: what a plan is made of, and what is remembered of it until its result is delivered."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.core.commands import BatchPlan
+from lockstep.core.requests import Cohort, Int32s, Request
+
+
+class Part(NamedTuple):
+    """One request's share of an extend: positions [start:stop)."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+class InFlight:
+    """A launched batch whose result was not delivered yet."""
+
+    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers")
+
+    def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
+        self.plan = plan
+        self.requests = requests  # by position in the plan
+        self.samplers = samplers  # the rows that sample, as columns
+        self.sampled_at: Int32s = plan.stops if plan.mode == "decode" else plan.stops[plan.sample_rows]
+        self.ending = ending  # samplers that end by length with this batch
+        self.dead: list[int] = []  # rows whose request left after the launch
+
+    def names(self, row: int) -> bool:
+        """Whether the plan reads or writes this row."""
+        return bool((self.plan.rows == row).any())
+
+
+def new_tokens_of(parts: list[Part]) -> Int32s:
+    """The ids that the parts compute, end to end."""
+    return np.concatenate([np.frombuffer(p.request.tokens, np.int32)[p.start : p.stop] for p in parts])

@@ -1,0 +1,295 @@
+"""Rows and KV pages of one engine: who holds them, and when they come back.
+
+Who holds a page, at any moment exactly one of:
+
+    the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
+
+**Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
+leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
+that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are dropped.
+
+Nothing here chooses: the engine says who takes a row, who leaves and what is published; this file keeps the books.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from lockstep.core.batching import InFlight
+from lockstep.core.commands import PageDeltas, RowTaken, Step
+from lockstep.core.config import SchedConfig
+from lockstep.core.events import BatchId, PagesEvicted
+from lockstep.core.pages import PagePool
+from lockstep.core.radix import Match, RadixCache, RadixNode
+from lockstep.core.requests import NO_ROW, Int32s, Request, RequestTable
+
+NO_FENCE: BatchId = -1
+EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
+
+
+class Lease(NamedTuple):
+    """What a request left behind in flight: its row, its pages and its lock, until batch `fence` is collected."""
+
+    fence: BatchId
+    row: int
+    namespace: str
+    tokens: bytes  # int32 ids it came to the row with
+    prompt_tokens: int
+    handle: RadixNode | None
+    protected_pages: int
+    computed: int  # positions whose KV is launched
+    publish: bool  # keep the computed KV in the radix cache
+
+
+class Rewrite(NamedTuple):
+    """Entries of a row's page table that changed outside a launch; the next plan tells the device."""
+
+    row: int
+    first: int  # page index
+    pages: Int32s
+
+
+class Memory:
+    """The rows, the page pool and the radix cache of one engine, and what waits to come back to them."""
+
+    def __init__(self, config: SchedConfig, in_flight: deque[InFlight]) -> None:
+        """`in_flight` is the engine's own queue, oldest first: the fences are read off it."""
+        self.config = config
+        self.in_flight = in_flight
+        self.table = RequestTable(config.rows_max, config.page_size)
+        self.pool = PagePool(config.pages)
+        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
+        self.leases: list[Lease] = []
+        self.fenced_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
+        self.rewrites: list[Rewrite] = []
+        self.rows_taken: list[RowTaken] = []
+
+    # ------------------------------------------------------------------------------------------------- what can be had
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had now: free ones, and cached ones nobody holds."""
+        cached = self.radix.evictable_pages if self.radix is not None else 0
+        return self.pool.free_count + cached
+
+    def match(self, request: Request) -> Match | None:
+        """The cached prefix of a request that waits, at most one token short of all it has."""
+        if self.radix is None:
+            return None
+        most = (len(request.tokens) // 4 - 1) // self.config.page_size
+        return self.radix.match(request.namespace, request.tokens, most)
+
+    def returning_pages(self) -> int:
+        """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
+        fenced = sum(pages.size for _, pages in self.fenced_pages)
+        leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases)
+        ending = 0
+        for batch in self.in_flight:
+            for i in batch.ending:
+                request, row = batch.samplers.requests[i], int(batch.samplers.rows[i])
+                if request.row == row and row not in batch.dead:
+                    ending += self._freed_by(request.computed, request.protected_pages, request.handle)
+        return fenced + leased + ending
+
+    def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
+        """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
+        return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
+
+    # ---------------------------------------------------------------------------------------------------- take and grow
+
+    def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
+        """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
+        missing = pages - self.pool.free_count
+        if missing > 0 and self.radix is not None:
+            evicted = self.radix.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE))
+            self.pool.free(evicted)
+            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
+        return self.pool.alloc(pages)
+
+    def take_row(self, request: Request, match: Match | None) -> int:
+        """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
+        row = self.table.take_row(request)
+        self.rows_taken.append(RowTaken(row, request.request_id, request.epoch, request.sampling))
+        if self.radix is not None and match is not None:
+            request.handle = self.radix.lock(match)
+            request.protected_pages = match.pages
+            if match.pages:
+                pages = self.radix.pages_of(request.handle)
+                self.table.pages[row, : match.pages] = pages
+                self.rewrites.append(Rewrite(row, 0, pages))
+        request.computed = request.protected_pages * self.config.page_size
+        return row
+
+    def reach(self, request: Request, stop: int, step: Step) -> None:
+        """Give the request pages for its positions up to `stop`."""
+        page_size = self.config.page_size
+        first, last = -(-request.computed // page_size), -(-stop // page_size)
+        self.table.reserve(last, 0)
+        if last > first:
+            pages = self.alloc(last - first, "admission", step)
+            self.table.pages[request.row, first:last] = pages
+            self.rewrites.append(Rewrite(request.row, first, pages))
+
+    def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
+        """One more page for each of these rows, at these places of their tables. int32 [n] both."""
+        deltas = PageDeltas(rows, index, self.alloc(rows.size, "decode", step))
+        self.table.pages[rows, index] = deltas.pages
+        return deltas
+
+    def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
+        """What changed about rows since the plan before: who took them, and all changes of tables, `deltas` last."""
+        if self.rewrites:
+            deltas = _merged(self.rewrites, deltas)
+            self.rewrites = []
+        taken: tuple[RowTaken, ...] = ()
+        if self.rows_taken:
+            taken = tuple(self.rows_taken)
+            self.rows_taken = []
+        return taken, deltas
+
+    # -------------------------------------------------------------------------------------------------------- give back
+
+    def leave(self, request: Request, step: Step, *, publish: bool) -> None:
+        """Take a request off its row. What work in flight still uses stays behind as a Lease."""
+        row, fence = request.row, NO_FENCE
+        for batch in self.in_flight:
+            if row not in batch.dead and batch.names(row):
+                batch.dead.append(row)
+                fence = batch.plan.batch_id
+        self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
+        lease = Lease(
+            fence,
+            row,
+            request.namespace,
+            request.tokens,
+            request.prompt_tokens,
+            request.handle,
+            request.protected_pages,
+            request.computed,
+            publish,
+        )
+        request.row = NO_ROW
+        request.handle = None
+        request.protected_pages = 0
+        request.computed = 0
+        request.epoch += 1
+        if fence == NO_FENCE:
+            self.release(lease, step)
+        else:
+            self.leases.append(lease)
+
+    def lift_fences(self, batch_id: BatchId, step: Step) -> bool:
+        """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
+        done = [lease for lease in self.leases if lease.fence <= batch_id]
+        for lease in done:
+            self.leases.remove(lease)
+            self.release(lease, step)
+        for fence, pages in self.fenced_pages:
+            if fence <= batch_id:
+                self.pool.free(pages)
+        self.fenced_pages = [entry for entry in self.fenced_pages if entry[0] > batch_id]
+        return bool(done)
+
+    def release(self, lease: Lease, step: Step) -> None:
+        """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
+        page_size = self.config.page_size
+        row, kept = lease.row, lease.protected_pages
+        held = -(-lease.computed // page_size)
+        pages = self.table.pages[row]
+        if self.radix is not None:
+            if lease.publish and lease.computed // page_size > kept:
+                whole = lease.computed // page_size
+                tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
+                already = self.radix.insert(lease.namespace, tokens, pages[:whole]).already
+                self.pool.free(pages[kept:already].copy())
+                kept = whole
+            if lease.handle is not None:
+                self.radix.unlock(lease.handle)
+        if held > kept:
+            self.pool.free(pages[kept:held].copy())
+        self._trim(step)
+        self.table.free_row(row)
+
+    def void(self, step: Step) -> None:
+        """The device's memory is gone: nothing fences anything, and nothing is cached."""
+        for lease in self.leases:
+            self.release(lease, step)
+        self.leases = []
+        for _, pages in self.fenced_pages:
+            self.pool.free(pages)
+        self.fenced_pages = []
+        self.rewrites = []
+        if self.radix is not None:
+            self.pool.free(self.radix.reset())
+
+    # ------------------------------------------------------------------------------------------------------------ share
+
+    def publish(self, request: Request, computed: int, step: Step) -> None:
+        """Share a prompt's completed KV: insert its whole pages; where the tree had them already, use the tree's."""
+        radix, row = self.radix, request.row
+        pages = computed // self.config.page_size
+        if radix is None or pages <= request.protected_pages:
+            return
+        mine = self.table.pages[row, :pages]
+        tokens = request.tokens[: 4 * pages * self.config.page_size]
+        node, already = radix.insert(request.namespace, tokens, mine)
+        if already > request.protected_pages:
+            twice = slice(request.protected_pages, already)
+            duplicates = mine[twice].copy()
+            mine[twice] = radix.pages_of(node)[twice]
+            self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
+            self._free_behind(row, duplicates)
+        radix.lock_node(node)
+        if request.handle is not None:
+            radix.unlock(request.handle)
+        request.handle = node
+        request.protected_pages = pages
+        self._trim(step)
+
+    def flush(self, step: Step) -> None:
+        """Empty the radix cache of what nobody holds."""
+        if self.radix is not None:
+            evicted = self.radix.reset()
+            self.pool.free(evicted)
+            if evicted.size:
+                step.decided.append(PagesEvicted(step.time_us, evicted.size, "flush"))
+
+    def _free_behind(self, row: int, pages: Int32s) -> None:
+        """Free pages of a row once the last plan in flight that may read them is collected."""
+        fences = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
+        if fences:
+            self.fenced_pages.append((fences[-1], pages))
+        else:
+            self.pool.free(pages)
+
+    def _trim(self, step: Step) -> None:
+        """Hold the radix cache to its cap."""
+        if self.radix is not None and self.radix.capacity_pages is not None:
+            trimmed = self.radix.trim()
+            if trimmed.size:
+                self.pool.free(trimmed)
+                step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))
+
+
+def pages_only_held_by(handle: RadixNode | None) -> int:
+    """Cached pages that nobody else locks: unlocking this handle makes them evictable."""
+    pages = 0
+    while handle is not None and handle.lock_count == 1:
+        pages += len(handle.pages)
+        handle = handle.parent
+    return pages
+
+
+def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
+    """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
+    rows = np.array([rewrite.row for rewrite in rewrites], np.int32)
+    sizes = [rewrite.pages.size for rewrite in rewrites]
+    index = [np.arange(r.first, r.first + r.pages.size, dtype=np.int32) for r in rewrites]
+    return PageDeltas(
+        np.concatenate((rows.repeat(sizes), deltas.rows)),
+        np.concatenate((*index, deltas.index)),
+        np.concatenate((*(rewrite.pages for rewrite in rewrites), deltas.pages)),
+    )
