@@ -255,12 +255,19 @@ class Driver:
         if (plan is not None and plan.mode == "decode") or not self.engine.cohort.size:
             self.owed = False
         if plan is not None and plan.extend_rows:
-            new_tokens = plan.stops - plan.starts
+            new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
             charged = int((-(-new_tokens // config.page_size) * config.page_size).sum())
-            if config.chunked_prefill_size is not None:
-                assert charged <= max(config.chunked_prefill_size, config.page_size), f"S24: {charged} new tokens"
-            if config.chunked_prefill_size is not None or len(new_tokens) > 1:
-                assert charged <= config.max_prefill_tokens or config.chunked_prefill_size is None, f"S24: {charged}"
+            decodes = len(plan.rows) - plan.extend_rows
+            for limit in (config.chunked_prefill_size, config.max_prefill_tokens):
+                alone = (
+                    limit is config.max_prefill_tokens and config.chunked_prefill_size is None and len(new_tokens) == 1
+                )
+                if limit is not None and not alone:
+                    assert charged <= max(limit - decodes, config.page_size), f"S24: {charged} new tokens"
+            if config.prefill_max_requests is not None:
+                assert plan.extend_rows <= config.prefill_max_requests
+            if decodes:
+                self.marks.add("mixed batch")
         timers = [
             due
             for request in self.engine.requests.values()
@@ -342,6 +349,13 @@ def random_config(rng: random.Random) -> SchedConfig:
         max_prefill_tokens=rng.choice([page_size, page_size + 1, 64, 4096]),
         chunked_prefill_size=chunk,
         retracted_requeue=rng.choice(["tail", "front"]),
+        batching=rng.choice(["prefill_first", "prefill_first", "mixed", "running_first"]),
+        reserve=rng.choice(["ratio", "ratio", "ratio", "on_demand", "full"]),
+        retraction_policy=rng.choice(["length", "newest"]),
+        prefill_max_requests=rng.choice([None, None, 1, 2]),
+        decode_look_ahead=rng.choice([1, 1, 2, 5]),
+        prefill_decode_interval=rng.choice([0, 0, 0, 1, 3]),
+        overlap_consecutive_prefills=rng.random() < 0.8,
         retract_every=rng.choice([0, 0, 0, 1, 3]),
         overlap_depth=rng.choice([0, 1, 2]),
         stream_interval=rng.choice([1, 1, 3]),
@@ -358,6 +372,9 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         pages=rng.randint(40, 80) // page_size,
         max_running_requests=rng.choice([4, 8]),
         schedule_conservativeness=0.02,
+        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
+        reserve=rng.choice(["ratio", "ratio", "on_demand"]),
+        retraction_policy=rng.choice(["length", "newest"]),
         retracted_requeue=rng.choice(["tail", "front"]),
         chunked_prefill_size=rng.choice([None, 4, 8]),
         overlap_depth=rng.choice([0, 1, 2]),

@@ -7,9 +7,13 @@ Three budgets limit an extend, all in tokens:
     input    new tokens one extend may take (`max_prefill_tokens`)
     chunk    new tokens before a prompt is split (`chunked_prefill_size`)
 
-The reserve of a running request is the rest of its output, clipped, times the *new-token ratio*: an optimistic share,
-because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction showed it was
-too low. Requests admitted in the pass itself are charged in full. The arithmetic follows SGLang's PrefillAdder.
+Decodes that run in the same pass take their token each out of all three. What is reserved is a policy:
+
+    ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
+               because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
+               showed it was too low. Requests admitted in the pass itself are charged in full. SGLang's PrefillAdder.
+    on_demand  nothing: whoever's whole prompt fits starts, and whoever outgrows the pool is retracted. vLLM.
+    full       all of everybody's output: nobody is ever retracted for pages. mini-sglang.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lockstep.core.config import Reserve
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
@@ -51,24 +57,49 @@ class NewTokenRatio:
         self.value = self.initial
 
 
-def running_reserve(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
+def running_reserve(policy: Reserve, remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
     """Tokens that running requests will still want: int32 [n] still to come; [n] 1 for those that run to the limit."""
+    if policy == "on_demand":
+        return 0
+    if policy == "full":
+        return int(remaining.sum(dtype=np.int64))
     clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS).astype(np.int64)
     certain = int(clipped @ ignores_eos)
     return certain + int((int(clipped.sum()) - certain) * ratio)
 
 
 class PrefillBudget:
-    """What one extend may still take. All in tokens; `chunk` None means prompts are never split."""
+    """What one extend may still take. All in tokens but `set_aside`; `chunk` None means prompts are never split."""
 
-    __slots__ = ("chunk", "current", "input", "page_size", "total")
+    __slots__ = ("align", "chunk", "current", "input", "page_size", "policy", "set_aside", "total")
 
-    def __init__(self, available: int, reserve: int, input_tokens: int, chunk: int | None, page_size: int) -> None:
+    def __init__(
+        self,
+        available: int,
+        reserve: int,
+        input_tokens: int,
+        chunk: int | None,
+        page_size: int,
+        policy: Reserve = "ratio",
+        align: int | None = None,
+    ) -> None:
         self.total = available - reserve
         self.current = available
         self.input = input_tokens
         self.chunk = chunk
         self.page_size = page_size
+        self.policy = policy
+        self.align = align or page_size  # a prompt is split at multiples of this
+        self.set_aside = 0  # pages promised to the decodes of the same pass
+
+    def share_with(self, decodes: int, set_aside: int) -> None:
+        """So many decodes run in the same pass, needing `set_aside` new pages. One page of prompt may always go on."""
+        self.total -= decodes
+        self.current -= decodes
+        self.input = max(self.input - decodes, self.page_size)
+        if self.chunk is not None:
+            self.chunk = max(self.chunk - decodes, self.page_size)
+        self.set_aside = set_aside
 
     def verdict(self) -> Verdict:
         """Whether another candidate may be considered at all."""
@@ -86,21 +117,26 @@ class PrefillBudget:
     def charge(self, new_tokens: int, output_tokens: int) -> None:
         """Take an extend of `new_tokens`, and the output it may lead to (0 unless it completes the prompt)."""
         pages = ceil_to(new_tokens, self.page_size)
-        tail = self.page_size + min(output_tokens, CLIP_MAX_NEW_TOKENS) if output_tokens else 0
-        self.total -= pages + tail
+        self.total -= pages
+        if output_tokens and self.policy != "on_demand":
+            self.total -= self.page_size + self._clipped(output_tokens)
         self.current -= pages
         self.input -= pages
         if self.chunk is not None:
             self.chunk -= pages
 
+    def wanted(self, new_tokens: int, remaining_output: int) -> int:
+        """What a candidate's whole prompt and expected output must stay *below* of `total`."""
+        if self.policy == "on_demand":
+            return ceil_to(new_tokens, self.page_size) - 1
+        return new_tokens + self.page_size + self._clipped(max(remaining_output, 0))
 
-def wanted_for_good(new_tokens: int, remaining_output: int, page_size: int) -> int:
-    """What a candidate's whole prompt and expected output must stay *below* of the total budget, as in SGLang."""
-    return new_tokens + min(max(remaining_output, 0), CLIP_MAX_NEW_TOKENS) + page_size
+    def _clipped(self, output_tokens: int) -> int:
+        return output_tokens if self.policy == "full" else min(output_tokens, CLIP_MAX_NEW_TOKENS)
 
 
 def chunk_tokens(new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:
-    """How many of a prompt's new tokens the next extend takes: all, a whole number of pages, or 0 for none.
+    """How many of a prompt's new tokens the next extend takes: all, a multiple of `budget.align`, or 0 for none.
 
     `first`: nothing is in the batch yet. `may_split`: no other request of the batch is split.
     """
@@ -110,7 +146,7 @@ def chunk_tokens(new_tokens: int, budget: PrefillBudget, first: bool, may_split:
     limit = min(budget.chunk, budget.input)
     if whole <= limit:
         return new_tokens
-    return limit // budget.page_size * budget.page_size if may_split and limit > 0 else 0
+    return limit // budget.align * budget.align if may_split and limit > 0 else 0
 
 
 def ceil_to(tokens: int, page_size: int) -> int:

@@ -7,7 +7,7 @@ here, so that no two places compute it differently.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -15,6 +15,9 @@ from lockstep.core.errors import ConfigError
 
 SchedulePolicy = Literal["fcfs", "lpm"]
 Requeue = Literal["tail", "front"]
+Batching = Literal["prefill_first", "mixed", "running_first"]
+Reserve = Literal["ratio", "on_demand", "full"]
+RetractionPolicy = Literal["length", "newest"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
@@ -45,10 +48,18 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_prefill_tokens: int = 16384  # new tokens one extend may take in all
     chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
+    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with who runs coming first
+    reserve: Reserve = "ratio"  # what admission leaves for running requests: see admission.py
+    retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py
+    prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
+    truncation_align_size: int | None = None  # prompts are split at its multiples, for reproducible numerics
+    decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
+    prefill_decode_interval: int = 0  # decodes launched between two extends while anybody decodes, at least
     retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
 
     # overlap and output
     overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
+    overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
     stream_interval: int = 1  # tokens between two messages of a streaming request
     force_stream_interval: int = 50  # the same for a request that does not stream
     eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
@@ -59,10 +70,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
         if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
-        if self.schedule_policy not in ("fcfs", "lpm"):
-            raise ConfigError(f"`schedule_policy` must be fcfs or lpm, got `{self.schedule_policy}`")
-        if self.retracted_requeue not in ("tail", "front"):
-            raise ConfigError(f"`retracted_requeue` must be tail or front, got `{self.retracted_requeue}`")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
         if not 0.0 < self.schedule_conservativeness <= 100.0:
             raise ConfigError(
                 f"`schedule_conservativeness` must be above 0 and at most 100, got `{self.schedule_conservativeness}`"
@@ -77,6 +87,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`max_prefill_tokens` {self.max_prefill_tokens} is less than `page_size` {self.page_size}: "
                 "no extend would ever hold a whole page\nhint: raise max_prefill_tokens or lower page_size"
             )
+        align = self.truncation_align_size
+        if align is not None:
+            _check_alignment(self, align)
         if self.request_rows is not None and self.request_rows < self.max_running_requests:
             raise ConfigError(
                 f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
@@ -109,18 +122,82 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return min(self.context_tokens_max, self.pool_tokens + 1)
 
 
+CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule_policy": get_args(SchedulePolicy),
+    "retracted_requeue": get_args(Requeue),
+    "batching": get_args(Batching),
+    "reserve": get_args(Reserve),
+    "retraction_policy": get_args(RetractionPolicy),
+}
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "lockstep": {},
+    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail
+        "page_size": 1,
+        "batching": "prefill_first",
+        "reserve": "ratio",
+        "retraction_policy": "length",
+        "retracted_requeue": "tail",
+        "chunked_prefill_size": 8192,
+        "max_prefill_tokens": 16384,
+        "overlap_depth": 1,
+    },
+    "vllm": {  # V1 0.33: one token budget, who runs first; allocate on demand, preempt the newest, to the front
+        "page_size": 16,
+        "batching": "running_first",
+        "reserve": "on_demand",
+        "retraction_policy": "newest",
+        "retracted_requeue": "front",
+        "chunked_prefill_size": 2048,
+        "max_prefill_tokens": 2048,
+        "max_running_requests": 128,
+        "overlap_depth": 1,
+    },
+}
+"""Families of settings: those of other engines, as named policy values; `lockstep` is the defaults."""
+
+
+def profile_settings(name: str) -> dict[str, Any]:
+    """The settings of a profile. Raises ConfigError for a name that is none."""
+    if name not in PROFILES:
+        raise ConfigError(f"`profile` must be {_one_of(tuple(PROFILES))}, got `{name}`")
+    return dict(PROFILES[name])
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _check_alignment(config: SchedConfig, align: int) -> None:
+    if align % config.page_size:
+        raise ConfigError(f"`truncation_align_size` {align} is no multiple of `page_size` {config.page_size}")
+    for name in ("chunked_prefill_size", "max_prefill_tokens"):
+        limit = getattr(config, name)
+        if limit is not None and limit < align:
+            raise ConfigError(
+                f"`truncation_align_size` {align} exceeds `{name}` {limit}: no prompt could ever be split\n"
+                f"hint: raise {name} or lower truncation_align_size"
+            )
+    if config.batching != "prefill_first":
+        raise ConfigError(
+            f"`truncation_align_size` needs `batching` prefill_first, got `{config.batching}`: "
+            "decodes in the same pass change what is left for the prompt, and with it where it is split"
+        )
+
+
 def _require_positive(config: SchedConfig) -> None:
     at_least_one = (
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
-        "radix_capacity_pages"
+        "radix_capacity_pages prefill_max_requests truncation_align_size decode_look_ahead"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"`{name}` must be a whole number of at least 1, got `{value}`")
-    if config.retract_every < 0:
-        raise ConfigError(f"`retract_every` must be 0 (never) or more, got `{config.retract_every}`")
+    for name in ("retract_every", "prefill_decode_interval"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"`{name}` must be 0 (never) or more, got `{getattr(config, name)}`")
     if config.context_tokens_max < 2:
         raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
     for token in config.eos_token_ids:

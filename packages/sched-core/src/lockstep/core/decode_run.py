@@ -154,6 +154,7 @@ def _steady_launches(engine: Engine) -> int:
         or engine.memory.rewrites
         or cohort.stops.shape[1]
         or config.retract_every
+        or config.decode_look_ahead > 1
     ):
         return 0
     for batch in engine.in_flight:

@@ -13,9 +13,10 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core import control, delivery
-from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve, wanted_for_good
+from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve
 from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
     NO_DELTAS,
@@ -57,6 +58,7 @@ from lockstep.core.events import (
 )
 from lockstep.core.memory import Memory
 from lockstep.core.ordering import ORDERS
+from lockstep.core.radix import Match
 from lockstep.core.requests import (
     EMPTY_COHORT,
     Cohort,
@@ -65,7 +67,7 @@ from lockstep.core.requests import (
     Request,
     RequestState,
 )
-from lockstep.core.retraction import choose_victim, members_growing
+from lockstep.core.retraction import choose_victim, members_growing, pages_ahead
 from lockstep.core.support import Refused, accepted_prompt
 
 ONE = np.int32(1)
@@ -85,6 +87,29 @@ class Obstacle(NamedTuple):
     def own(self) -> bool:
         """Whether it concerns this request only, so that those behind it may pass. Shortage stops the whole line."""
         return self.reason in OWN_OBSTACLES
+
+
+class Fit(NamedTuple):
+    """How a waiting request joins an extend. Tokens, all of them."""
+
+    match: Match | None
+    cached_tokens: int
+    new_tokens: int  # still to compute, all chunks together
+    take: int  # of these, in this extend
+    locked_tokens: int  # cached ones that nobody held so far
+
+
+class Decodes(NamedTuple):
+    """One more token for each member of a cohort."""
+
+    cohort: Cohort
+    starts: Int32s
+    stops: Int32s
+    deltas: PageDeltas
+    ending: list[int]  # members that end by length with it
+
+
+NO_DECODES = Decodes(EMPTY_COHORT, NO_ROWS, NO_ROWS, NO_DELTAS, [])
 
 
 class Engine:
@@ -114,6 +139,7 @@ class Engine:
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
+        self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
         self.forced_at = -1  # decode launches when a retraction was last forced
         self.launch_found_nothing = False  # this step had a free slot and nothing to launch
         self.next_batch_id = 0
@@ -168,6 +194,7 @@ class Engine:
     def _launch(self, event: LaneReady, step: Step) -> bool:
         """Prefill first, then decode; but a decode that others gave pages up for goes before any prefill.
 
+        Under `batching` running_first, who runs gets its pages before anybody is admitted beside it.
         Returns: whether a slot was free and there was nothing to launch.
         """
         if event.microbatch:
@@ -176,15 +203,34 @@ class Engine:
         self._expire(step)  # nobody is admitted past its deadline
         if self.paused or len(self.in_flight) > self.config.overlap_depth:
             return False
-        if self.decode_owed and self.cohort.size:
-            batch = self._plan_decode(step)
-        else:
-            batch = self._plan_extend(step) or self._plan_decode(step)
+        if self._waits_for_prefill():
+            return True
+        batch = None if self._decode_goes_first() else self._plan_extend(step)
+        batch = batch or self._plan_decode(step)
         if batch is None:
             return True
+        if batch.plan.extend_rows:
+            self.extended_at = self.decode_launches
         self.in_flight.append(batch)
         step.commands.append(LaunchBatch(batch.plan))
         return False
+
+    def _decode_goes_first(self) -> bool:
+        """Whether the cohort goes before any prefill: it was promised to, or `batching` says so, or the cadence."""
+        config = self.config
+        if not self.cohort.size:
+            return False
+        return (
+            self.decode_owed
+            or (config.batching == "running_first" and self._short_of_pages())
+            or self.decode_launches - self.extended_at < config.prefill_decode_interval
+        )
+
+    def _waits_for_prefill(self) -> bool:
+        """Whether overlap is off for this batch: it would be an extend right behind an extend in flight."""
+        if self.config.overlap_consecutive_prefills or not self.in_flight or not self.in_flight[-1].plan.extend_rows:
+            return False
+        return not self._decode_goes_first() and self._would_extend()
 
     # ----------------------------------------------------------------------------------------- arrivals and departures
 
@@ -342,15 +388,7 @@ class Engine:
         if self.prefilling is None and (not self.waiting or self.batch_is_full):
             return None
         config = self.config
-        reserve = 0
-        if self.waiting and self.cohort.size:
-            remaining = self.cohort.limits - self.positions - 1
-            reserve = running_reserve(remaining, self.cohort.ignores_eos, self.ratio.value)
-        available = self.memory.available_pages * config.page_size
-        budget = PrefillBudget(
-            available, reserve, config.max_prefill_tokens, config.chunked_prefill_size, config.page_size
-        )
-
+        budget = self._prefill_budget()
         parts: list[Part] = []
         if self.prefilling is not None:
             self._continue_chunk(self.prefilling, budget, parts, step)
@@ -360,12 +398,13 @@ class Engine:
             line = ORDERS[config.schedule_policy](self.waiting, self.memory.radix)
             admitted, in_line = 0, line is self.waiting
             for request in line:
-                obstacle = self._try_admit(request, budget, parts, step)
-                if obstacle is None:
+                found = self._examine(request, budget, len(parts))
+                if isinstance(found, Fit):
+                    self._admit(request, found, budget, parts, step)
                     admitted += 1
                     continue
-                self._defer(request, obstacle, step)
-                if not obstacle.own:
+                self._defer(request, found, step)
+                if not found.own:
                     break
                 in_line = False
             if admitted and in_line:
@@ -374,24 +413,61 @@ class Engine:
                 self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
         return self._extend_batch(parts, step) if parts else None
 
+    def _prefill_budget(self) -> PrefillBudget:
+        """What this extend may take, beside what the running requests will want and what decodes along with it."""
+        config, cohort = self.config, self.cohort
+        reserve = 0
+        if self.waiting and cohort.size:
+            remaining = cohort.limits - self.positions - 1
+            reserve = running_reserve(config.reserve, remaining, cohort.ignores_eos, self.ratio.value)
+        budget = PrefillBudget(
+            self.memory.available_pages * config.page_size,
+            reserve,
+            config.max_prefill_tokens,
+            config.chunked_prefill_size,
+            config.page_size,
+            config.reserve,
+            config.truncation_align_size,
+        )
+        if config.batching != "prefill_first" and cohort.size:
+            first = config.batching == "running_first"
+            budget.share_with(cohort.size, members_growing(self.positions, config.page_size).size if first else 0)
+        return budget
+
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
         """The next chunk goes first and past the total budget, since its end frees memory; it needs only pages."""
         page_size = self.config.page_size
         start, whole = request.computed, extend_stop(request)
         take = chunk_tokens(whole - start, budget, first=True, may_split=True)
-        if -(-take // page_size) > self.memory.available_pages:
-            take = self.memory.available_pages * page_size
+        room = (self.memory.available_pages - budget.set_aside) * page_size
+        if -(-take // page_size) * page_size > room:
+            take = room // budget.align * budget.align
         if take > 0:
             self._extend_to(request, start + take, parts, step)
             budget.charge(take, request.max_new_tokens if start + take == whole else 0)
 
-    def _try_admit(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> Obstacle | None:
-        """Admit one waiting request into this extend, or say why not, changing nothing."""
+    def _would_extend(self) -> bool:
+        """Whether an extend could be launched now. Changes nothing."""
+        if self.prefilling is not None:
+            return True
+        if not self.waiting or self.batch_is_full:
+            return False
+        budget = self._prefill_budget()
+        for request in ORDERS[self.config.schedule_policy](self.waiting, self.memory.radix):
+            found = self._examine(request, budget, 0)
+            if isinstance(found, Fit) or not found.own:
+                return isinstance(found, Fit)
+        return False
+
+    def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> Fit | Obstacle:
+        """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
         config = self.config
         if self.active >= config.max_running_requests:
             return Obstacle("running_limit")
         if not self.memory.table.row_available():
             return Obstacle("rows")
+        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
+            return Obstacle("prefill_budget")
         verdict = budget.verdict()
         if verdict != "continue":
             return Obstacle("kv_budget" if verdict == "no_tokens" else "prefill_budget")
@@ -403,32 +479,34 @@ class Engine:
         locking = match.evictable_pages if match is not None else 0
         new_tokens = tokens - cached
         alone = not self.active  # then the pool is its own: what passed the entry check fits
-        remaining = request.max_new_tokens - request.outputs
-        wanted = wanted_for_good(new_tokens, remaining, page_size)
+        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
         left = budget.total - locking * page_size
         if not alone and wanted >= left:
             return Obstacle("kv_budget", wanted, left)
         take = chunk_tokens(new_tokens, budget, first=not parts, may_split=self.prefilling is None)
         if take <= 0:
             return Obstacle("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
-        if -(-take // page_size) > self.memory.available_pages - locking:
-            return Obstacle("pages", take, (self.memory.available_pages - locking) * page_size)
+        room = self.memory.available_pages - budget.set_aside - locking
+        if -(-take // page_size) > room:
+            return Obstacle("pages", take, room * page_size)
+        return Fit(match, cached, new_tokens, take, locking * page_size)
 
-        row = self.memory.take_row(request, match)
+    def _admit(self, request: Request, fit: Fit, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
+        """Give a waiting request its row and its first part of this extend."""
+        row = self.memory.take_row(request, fit.match)
         if not request.ran:
-            request.cached_tokens = min(cached, request.prompt_tokens)
+            request.cached_tokens = min(fit.cached_tokens, request.prompt_tokens)
         request.chunks = 0
         self.active += 1
         waited_us = self.now_us - request.waiting_since_us
         if self.deferred is not None and self.deferred[0] == request.request_id:
             self.deferred = None
-        admitted = RequestAdmitted(self.now_us, request.request_id, row, cached, new_tokens, waited_us)
+        admitted = RequestAdmitted(self.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us)
         request.advance(admitted)
         step.decided.append(admitted)
-        budget.hold(locking * page_size)
-        budget.charge(take, request.max_new_tokens if take == new_tokens else 0)
-        self._extend_to(request, cached + take, parts, step)
-        return None
+        budget.hold(fit.locked_tokens)
+        budget.charge(fit.take, request.max_new_tokens if fit.take == fit.new_tokens else 0)
+        self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
     def _defer(self, request: Request, obstacle: Obstacle, step: Step) -> None:
         """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
@@ -457,31 +535,53 @@ class Engine:
         step.decided.append(completed)
 
     def _extend_batch(self, parts: list[Part], step: Step) -> InFlight:
+        """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
         requests = [part.request for part in parts]
         rows = np.array([request.row for request in requests], np.int32)
+        request_ids = np.array([request.request_id for request in requests], np.int64)
         starts = np.array([part.start for part in parts], np.int32)
         stops = np.array([part.stop for part in parts], np.int32)
         sampling = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
-        samplers = Cohort.of([requests[i] for i in sampling]) if sampling else EMPTY_COHORT
+        prefilled = Cohort.of([requests[i] for i in sampling]) if sampling else EMPTY_COHORT
         sample_rows = np.array(sampling, np.int32)
+        decodes = self._decodes_along(step)
+        along = decodes.cohort
+        mode: Mode = "mixed" if along.size else "extend"
+        if along.size:
+            rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
+            starts, stops = np.concatenate((starts, decodes.starts)), np.concatenate((stops, decodes.stops))
+            sample_rows = np.concatenate((sample_rows, along.everyone + np.int32(len(parts))))
         plan = self._plan(
-            "extend",
+            mode,
             rows=rows,
-            request_ids=np.array([request.request_id for request in requests], np.int64),
+            request_ids=request_ids,
             starts=starts,
             stops=stops,
             extend_rows=len(parts),
             token_ids=new_tokens_of(parts),
             sample_rows=sample_rows,
+            deltas=decodes.deltas,
         )
-        joining, positions = samplers, stops[sample_rows]
-        ends = positions + 1 >= samplers.limits
+        joining, positions = prefilled, stops[sample_rows[: prefilled.size]]
+        ends = positions + 1 >= prefilled.limits
         ending: list[int] = ends.nonzero()[0].tolist()
         if ending:
-            joining, positions = samplers.only(~ends), positions[~ends]
+            joining, positions = prefilled.only(~ends), positions[~ends]
         if joining.size:
             self._set_cohort(self.cohort.joined_by(joining), np.concatenate((self.positions, positions)))
-        return InFlight(plan, requests, samplers, ending)
+        ending += [prefilled.size + i for i in decodes.ending]
+        return InFlight(
+            plan, requests + along.requests, prefilled.joined_by(along) if along.size else prefilled, ending
+        )
+
+    def _decodes_along(self, step: Step) -> Decodes:
+        """The cohort's next token as part of an extend; of nobody, if batches are not mixed or a page is missing."""
+        if self.config.batching == "prefill_first" or not self.cohort.size:
+            return NO_DECODES
+        if self._short_of_pages():
+            return NO_DECODES  # they sit this one out
+        self.decode_launches += 1
+        return self._advance(members_growing(self.positions, self.config.page_size), step)
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
@@ -493,24 +593,17 @@ class Engine:
         config = self.config
         if self._forced_retraction_due() and self.cohort.size > 1:
             self.forced_at = self.decode_launches
-            self.retract(self.cohort.requests[choose_victim(self.cohort, self.positions)], "forced", step)
-        growing = members_growing(self.positions, config.page_size)
-        made_room = growing.size > self.memory.available_pages
-        if made_room:
-            if not self._make_room(step):
-                return None if self.cohort.size else self._plan_extend(step)
-            growing = members_growing(self.positions, config.page_size)
+            victim = choose_victim(config.retraction_policy, self.cohort, self.positions)
+            self.retract(self.cohort.requests[victim], "forced", step)
+        made_room = self._short_of_pages()
+        if made_room and not self._make_room(step):
+            return None if self.cohort.size else self._plan_extend(step)
         self.decode_owed = False
         self.decode_launches += 1
         if not made_room:
             self.ratio.decoded()
 
-        cohort, starts = self.cohort, self.positions
-        deltas = NO_DELTAS
-        if growing.size:
-            rows, index = cohort.rows[growing], starts[growing] >> self.page_shift
-            deltas = self.memory.open_pages(rows, index, step)
-        stops = starts + ONE
+        cohort, starts, stops, deltas, ending = self._advance(members_growing(self.positions, config.page_size), step)
         plan = self._plan(
             "decode",
             rows=cohort.rows,
@@ -520,12 +613,29 @@ class Engine:
             sample_rows=cohort.everyone,
             deltas=deltas,
         )
-        self.positions = stops
-        self.horizon -= 1
-        ending: list[int] = []
-        if self.horizon <= 0:
-            ending = self._end_of_horizon(cohort, stops)
         return InFlight(plan, cohort.requests, cohort, ending)
+
+    def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
+        """Move the whole cohort on by one position, opening a page for those `growing`."""
+        cohort, starts = self.cohort, self.positions
+        deltas = NO_DELTAS
+        if growing.size:
+            rows, index = cohort.rows[growing], starts[growing] >> self.page_shift
+            deltas = self.memory.open_pages(rows, index, step)
+        stops = self.positions = starts + ONE
+        self.horizon -= 1
+        ending = self._end_of_horizon(cohort, stops) if self.horizon <= 0 else []
+        return Decodes(cohort, starts, stops, deltas, ending)
+
+    def _short_of_pages(self) -> bool:
+        """Whether the next decode, or as many as `decode_look_ahead` says, does not fit."""
+        return self._pages_needed() > self.memory.available_pages
+
+    def _pages_needed(self) -> int:
+        ahead = self.config.decode_look_ahead
+        if ahead == 1:
+            return members_growing(self.positions, self.config.page_size).size
+        return pages_ahead(self.cohort, self.positions, self.config.page_size, ahead)
 
     def _forced_retraction_due(self) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
@@ -534,10 +644,10 @@ class Engine:
 
     def _make_room(self, step: Step) -> bool:
         """Retract until the next decode fits. False when it has to wait for pages that work in flight gives back."""
-        page_size = self.config.page_size
+        config = self.config
         retracted = 0
         while True:
-            needed = members_growing(self.positions, page_size).size
+            needed = self._pages_needed()
             available, returning = self.memory.available_pages, self.memory.returning_pages()
             if needed <= available:
                 break
@@ -545,8 +655,10 @@ class Engine:
                 self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
-            if self.cohort.size > 1:
-                self.retract(self.cohort.requests[choose_victim(self.cohort, self.positions)], "pages", step)
+            newest_prefills = config.retraction_policy == "newest" and self.prefilling is not None
+            if self.cohort.size > 1 and not newest_prefills:
+                victim = choose_victim(config.retraction_policy, self.cohort, self.positions)
+                self.retract(self.cohort.requests[victim], "pages", step)
             elif self.prefilling is not None:
                 self.retract(self.prefilling, "pages", step)
             elif self.in_flight:
@@ -615,8 +727,9 @@ class Engine:
             self.break_ranks([samplers.requests[i] for i in ends])
             for i, reason in ends.items():
                 self.finish(samplers.requests[i], reason, step)
-        if plan.mode == "extend" and self.memory.radix is not None:
-            for request, row, stop in zip(batch.requests, plan.rows.tolist(), plan.stops.tolist(), strict=True):
+        if plan.extend_rows and self.memory.radix is not None:
+            rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
+            for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     self.memory.publish(request, stop, step)
         if self.memory.lift_fences(plan.batch_id, step):

@@ -5,15 +5,26 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.config import RetractionPolicy
 from lockstep.core.requests import Cohort, Int32s
 
 
-def choose_victim(cohort: Cohort, positions: Int32s) -> int:
-    """The member to retract: fewest output tokens first (least work lost), then the longest prompt (most pages back),
-    then the newest. Index into the cohort, which must have at least two members: one always runs on.
+def choose_victim(policy: RetractionPolicy, cohort: Cohort, positions: Int32s) -> int:
+    """The member to retract. Index into the cohort, which must have at least two members: one always runs on.
+
+    length  fewest output tokens first (least work lost), then the longest prompt (most pages back), then the newest
+    newest  who joined last, as vLLM: those before it keep their places
     """
+    if policy == "newest":
+        return cohort.size - 1
     outputs = positions - cohort.prompts
     return int(np.lexsort((-cohort.request_ids, -cohort.prompts, outputs))[0])
+
+
+def pages_ahead(cohort: Cohort, positions: Int32s, page_size: int, steps: int) -> int:
+    """Pages that the next `steps` decodes open, of each member only as far as its last token needs."""
+    reach = np.minimum(positions + steps, cohort.limits - 1)
+    return int((-(-reach // page_size) + (-positions // page_size)).sum())
 
 
 def members_growing(positions: Int32s, page_size: int) -> NDArray[np.intp]:

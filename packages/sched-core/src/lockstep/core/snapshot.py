@@ -123,6 +123,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     launch_found_nothing: bool
     horizon: int
     decode_launches: int
+    extended_at: int
     forced_at: int
     next_batch_id: int
     last_request_id: int
@@ -169,6 +170,7 @@ def dump(engine: Engine) -> bytes:
         launch_found_nothing=engine.launch_found_nothing,
         horizon=engine.horizon,
         decode_launches=engine.decode_launches,
+        extended_at=engine.extended_at,
         forced_at=engine.forced_at,
         next_batch_id=engine.next_batch_id,
         last_request_id=engine.last_request_id,
@@ -228,7 +230,7 @@ def restore(data: bytes) -> Engine:
     engine.ratio.value = image.ratio
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
-        "forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded"
+        "extended_at forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded"
     ).split():
         setattr(engine, name, getattr(image, name))
     return engine

@@ -104,8 +104,16 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
     ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),
+    ("batching", click.STRING, "prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)"),
+    ("reserve", click.STRING, "room left for running requests: ratio, on_demand or full"),
+    ("retraction_policy", click.STRING, "who gives pages back: length (fewest outputs) or newest"),
+    ("prefill_max_requests", _Or(click.INT, none=NONE), "requests that one extend may take in"),
+    ("truncation_align_size", _Or(click.INT, none=NONE), "prompts are split at multiples of so many tokens"),
+    ("decode_look_ahead", click.INT, "tokens of every running request that must fit before a decode"),
+    ("prefill_decode_interval", click.INT, "decodes between two extends while anybody decodes, at least"),
     ("retract_every", click.INT, "force one retraction every so many decodes, for testing; 0 is never"),
     ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
+    ("overlap_consecutive_prefills", click.BOOL, "launch an extend behind an extend in flight"),
     ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
     ("force_stream_interval", click.INT, "the same for a request that does not stream"),
     ("eos_token_ids", click.INT, "the model's end tokens; give the option once for each"),
@@ -156,6 +164,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
 @click.option("--check", default="off", metavar="every|N|off", help="check invariants after every N-th event")

@@ -33,7 +33,7 @@ import msgspec
 from simpy import Environment
 
 from lockstep.core import invariants
-from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig
+from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig, profile_settings
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent
@@ -80,13 +80,24 @@ class Scenario:
     weights_dtype: WeightsDtype | None = None  # None: the checkpoint's own
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
+    profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
 
     def command(self) -> str:
         """The command line that runs this again."""
         words = ["lockstep", "simulate", "--model", self.model, "--gpu", self.gpu, "--workload", self.workload]
-        for name in ("tp", "rate", "rate_scale", "limit", "seed", "mem_fraction", "weights_dtype", "kv_dtype"):
+        for name in (
+            "tp",
+            "rate",
+            "rate_scale",
+            "limit",
+            "seed",
+            "mem_fraction",
+            "weights_dtype",
+            "kv_dtype",
+            "profile",
+        ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
                 words += [option_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
@@ -258,7 +269,8 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
 
 def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
     """The scheduler's settings: what was given, else what the model's context and the GPU's memory say."""
-    given = {"context_tokens_max": model.context_tokens_max, **scenario.settings}
+    profile = profile_settings(scenario.profile)
+    given = {"context_tokens_max": model.context_tokens_max, **profile, **scenario.settings}
     if scenario.max_new_tokens is not None:
         if scenario.max_new_tokens < 1:
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
