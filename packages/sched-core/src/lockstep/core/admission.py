@@ -92,6 +92,11 @@ class PrefillBudget:
         self.align = align or page_size  # a prompt is split at multiples of this
         self.set_aside = 0  # pages promised to the decodes of the same pass
 
+    def shorten(self, tokens: int | None) -> None:
+        """Hold the chunk to so many tokens, if that is less, but not to less than one unit of splitting."""
+        if tokens is not None and self.chunk is not None:
+            self.chunk = min(self.chunk, max(tokens // self.align * self.align, self.align))
+
     def share_with(self, decodes: int, set_aside: int) -> None:
         """So many decodes run in the same pass, needing `set_aside` new pages. One page of prompt may always go on."""
         self.total -= decodes

@@ -45,6 +45,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # admission
     schedule_policy: SchedulePolicy = "fcfs"
     schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
+    chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
     max_prefill_tokens: int = 16384  # new tokens one extend may take in all
     chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
@@ -87,6 +88,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`max_prefill_tokens` {self.max_prefill_tokens} is less than `page_size` {self.page_size}: "
                 "no extend would ever hold a whole page\nhint: raise max_prefill_tokens or lower page_size"
             )
+        if self.chunk_target_us is not None and self.chunked_prefill_size is None:
+            raise ConfigError("`chunk_target_us` shortens chunks, but `chunked_prefill_size` is none: nothing is split")
         align = self.truncation_align_size
         if align is not None:
             _check_alignment(self, align)
@@ -189,7 +192,7 @@ def _require_positive(config: SchedConfig) -> None:
     at_least_one = (
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
-        "radix_capacity_pages prefill_max_requests truncation_align_size decode_look_ahead"
+        "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

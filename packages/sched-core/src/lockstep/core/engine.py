@@ -56,6 +56,7 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
 )
+from lockstep.core.latency import ExtendLatency
 from lockstep.core.memory import Memory
 from lockstep.core.ordering import ORDERS
 from lockstep.core.radix import Match
@@ -133,6 +134,7 @@ class Engine:
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
         self.active = 0  # requests PREFILLING or RUNNING
 
+        self.latency = ExtendLatency()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.batch_is_full = False  # admission ran out of memory; not tried again before somebody leaves
         self.decode_owed = False  # a retraction made room for a decode: it goes before any admission
@@ -429,7 +431,12 @@ class Engine:
             config.reserve,
             config.truncation_align_size,
         )
-        if config.batching != "prefill_first" and cohort.size:
+        decodes = cohort.size if config.batching != "prefill_first" else 0
+        if config.chunk_target_us is not None:
+            context = self.prefilling.computed if self.prefilling is not None else 0
+            beside = int(self.positions.sum()) if decodes else 0
+            budget.shorten(self.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
+        if decodes:
             first = config.batching == "running_first"
             budget.share_with(cohort.size, members_growing(self.positions, config.page_size).size if first else 0)
         return budget
@@ -711,6 +718,8 @@ class Engine:
         plan, samplers = batch.plan, batch.samplers
         if event.error:
             self._fail(batch, step)
+        elif plan.extend_rows and self.config.chunk_target_us is not None and event.finished_us > event.started_us:
+            self.latency.observe(plan, event.finished_us - event.started_us)
         for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
                 self.finish(samplers.requests[i], "invalid", step, flush=True)

@@ -117,6 +117,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     fenced_pages: list[tuple[int, bytes]]
     rewrites: list[tuple[int, int, bytes]]
     ratio: float
+    latency: list[float]
     batch_is_full: bool
     decode_owed: bool
     deferred: tuple[int, str] | None
@@ -164,6 +165,7 @@ def dump(engine: Engine) -> bytes:
         fenced_pages=[(fence, pages.tobytes()) for fence, pages in memory.fenced_pages],
         rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in memory.rewrites],
         ratio=engine.ratio.value,
+        latency=engine.latency.sums,
         batch_is_full=engine.batch_is_full,
         decode_owed=engine.decode_owed,
         deferred=engine.deferred,
@@ -228,6 +230,7 @@ def restore(data: bytes) -> Engine:
     memory.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
     memory.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
     engine.ratio.value = image.ratio
+    engine.latency.sums = image.latency
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
         "extended_at forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded"

@@ -101,6 +101,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("running_timeout_us", _Or(_Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
     ("schedule_policy", click.STRING, "order of the waiting line: fcfs or lpm"),
     ("schedule_conservativeness", click.FLOAT, "scales the output that running requests are expected to want"),
+    ("chunk_target_us", _Or(_Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
     ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),

@@ -184,6 +184,8 @@ class Device:
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
         if plan.mode != "decode":
+            if plan.extend_rows < len(plan.rows):
+                self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
             return extend_shape_of(plan)
         rows = plan.rows
         if rows is self._decode_rows:
