@@ -31,7 +31,7 @@ RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text
 given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
 Commands that print: pages, tree, table, queue, flight, owners, counts, plan (the newest). `show streams` (or queued,
-prefilled, closed, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
+prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
 
 `finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
 `finish N`.
@@ -456,6 +456,8 @@ class Run:
                         visible = True
                 if visible:
                     lines.append(command_line(command, self.names))
+                if isinstance(command, FinishRequest) and "usage" in self.shown:
+                    lines.append(usage_line(command, self.names))
         if "timers" in self.shown and steps[-1].wake_at_us is not None:
             lines.append(f"wake at {steps[-1].wake_at_us / 1000:g} ms")
         return lines
@@ -586,6 +588,12 @@ def result_of(words: list[str]) -> Result:
         elif word != "tokens":
             raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, invalid=a")
     return result
+
+
+def usage_line(command: FinishRequest, names: Names) -> str:
+    """What the client is charged for."""
+    counts = f"{command.prompt_tokens} prompt, {command.cached_tokens} cached, {command.output_tokens} output"
+    return f"usage {names.request(command.request_id)}: {counts}"
 
 
 def us(text: str) -> int:
