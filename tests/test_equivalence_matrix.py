@@ -30,7 +30,7 @@ def axes(page_size: int) -> dict[str, tuple[Any, ...]]:
 
 
 def cells(seed: int) -> Iterator[tuple[str, SchedConfig]]:
-    """Every combination, with a page size and a pool that the seed draws: each request fits alone, all together rarely."""
+    """Every combination, with a page size and a pool that the seed draws: each request fits alone, all rarely do."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
     longest = max(len(asked.prompt) + asked.max_new for asked in everybody(seed))

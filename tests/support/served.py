@@ -150,7 +150,9 @@ class _Host:
             self.turns()
 
 
-def serve(config: SchedConfig, timeline: Sequence[Moment], *, later: Iterable[Asked] = (), check: bool = False) -> Served:
+def serve(
+    config: SchedConfig, timeline: Sequence[Moment], *, later: Iterable[Asked] = (), check: bool = False
+) -> Served:
     """Play a timeline, then go on until everybody, later turns too, has an answer.
 
     The tagged KV verifies every plan and cell; with `check`, all invariants are recomputed after every event.
