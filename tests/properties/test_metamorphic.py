@@ -1,7 +1,8 @@
 """What is around a request changes when it is served, never what it is answered.
 
-A timeline of arrivals and launch opportunities is changed in a way that must not matter: a stranger joins, arrivals of
-one instant change places, one batch of arrivals becomes two. Every request must get what its own words ask for.
+A timeline of arrivals and passes of the host's loop is changed in a way that must not matter: a stranger joins,
+arrivals of one instant change places, one batch of arrivals becomes two. Every request must get what it alone asks
+for.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def configs(draw: st.DrawFn) -> SchedConfig:
 
 
 def timeline(batches: list[Instant], passes: int) -> list[Moment]:
-    """So many launch opportunities after each batch."""
+    """So many passes after each batch."""
     moments: list[Moment] = []
     for batch in batches:
         moments += [*batch, *[None] * passes]

@@ -62,7 +62,7 @@ class Asked:
 
 
 Moment = Asked | None
-"""Of a timeline: a request arrives, or (None) the host offers the launch slot."""
+"""Of a timeline: a request arrives, or (None) one pass of the host's loop: launch what goes, deliver the oldest."""
 
 
 @dataclass
