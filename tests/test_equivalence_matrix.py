@@ -26,6 +26,7 @@ def axes(page_size: int) -> dict[str, tuple[Any, ...]]:
         "radix_cache": (True, False),
         "chunked_prefill_size": (page_size, 3 * page_size, None),
         "retract_every": (0, 3),
+        "batching": ("prefill_first", "mixed"),
     }
 
 

@@ -280,7 +280,7 @@ class RadixCache:
     # ---- snapshot
 
     def dump(self) -> dict[str, Any]:
-        """The state in builtins, for any codec that keeps the order of maps. Handles are kept under `node.number`."""
+        """The state in builtins. Handles are kept under `node.number`."""
         trees: dict[str, list[tuple[int, int, int, int, bytes, bytes]]] = {}
         for node in self.walk():
             parent = -1 if node.parent is None else node.parent.number
@@ -292,7 +292,7 @@ class RadixCache:
             "epoch": self.epoch,
             "tick": self._tick,
             "next_number": self._next_number,
-            "trees": trees,
+            "trees": list(trees.items()),  # a codec may sort maps
         }
 
     @classmethod
@@ -300,7 +300,7 @@ class RadixCache:
         """The cache that `dump` described: equal calls have equal results from here on, numbers of nodes included."""
         cache = cls(state["page_tokens"], state["capacity_pages"])
         nodes: dict[int, RadixNode] = {}
-        for namespace, rows in state["trees"].items():
+        for namespace, rows in state["trees"]:
             for number, parent_number, tick, handles, key, pages in rows:
                 parent = nodes.get(parent_number)
                 node = RadixNode(number, parent, namespace, key, np.frombuffer(pages, dtype=np.int32).copy())
