@@ -353,6 +353,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         reserve=rng.choice(["ratio", "ratio", "ratio", "on_demand", "full"]),
         retraction_policy=rng.choice(["length", "newest"]),
         prefill_max_requests=rng.choice([None, None, 1, 2]),
+        decode_steps_per_launch=rng.choice([1, 1, 1, 1, 2, 4]),
         chunk_target_us=rng.choice([None, None, 3]) if chunk else None,
         decode_look_ahead=rng.choice([1, 1, 2, 5]),
         prefill_decode_interval=rng.choice([0, 0, 0, 1, 3]),

@@ -172,6 +172,7 @@ class TaggedKv:
         launched = next(launched for launched in self.stream if not launched.executed)
         plan, page_size = launched.plan, self.config.page_size
         at = 0
+        sampled: dict[int, list[int]] = {}  # by position in the plan: tokens before the last
         for i, row_index in enumerate(plan.rows.tolist()):
             row, start, stop = self.rows[row_index], int(plan.starts[i]), int(plan.stops[i])
             story = self.stories[row.request_id]
@@ -179,8 +180,14 @@ class TaggedKv:
             if i < plan.extend_rows:
                 new = plan.token_ids[at : at + stop - start].tolist()
                 at += stop - start
+            elif not row.failed:
+                newest = self._newest(plan, row, start)
+                fed_back = [self._sample_at(plan, row, position) for position in range(start + 1, stop)]
+                sampled[i] = fed_back
+                new = [newest, *fed_back]
             else:
-                new = [] if row.failed else [self._newest(plan, row, start)]
+                sampled[i] = [self.sample(row.request_id, position) for position in range(start + 1, stop)]
+                new = []
             if not row.failed:
                 if new != story.tokens[start:stop]:
                     raise KvError(f"b{plan.batch_id}: r{row.request_id}[{start}:{stop}] is given the tokens {new}, "
@@ -189,7 +196,7 @@ class TaggedKv:
             positions = np.arange(start, stop)
             cells = table[positions // page_size] * page_size + positions % page_size
             self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(story, stop)[start:stop]
-        tokens = [self._sample(plan, i) for i in plan.sample_rows.tolist()]
+        tokens = [token for i in plan.sample_rows.tolist() for token in (*sampled.get(i, ()), self._sample(plan, i))]
         launched.executed, launched.tokens = True, np.array(tokens, np.int32)
         self.forwards += 1
         return launched.tokens
@@ -256,8 +263,8 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} runs r{request_id} in row {row_index}, which it does not have")
         if not 0 <= start < stop:
             raise KvError(f"b{plan.batch_id} has the empty span r{request_id}[{start}:{stop}]")
-        if i >= plan.extend_rows and stop != start + 1:
-            raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}], not one token")
+        if i >= plan.extend_rows and stop - start > plan.steps:
+            raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}] in {plan.steps} steps")
         if row.reach and start != row.reach:
             raise KvError(f"b{plan.batch_id} runs r{request_id} from {start}, but it stands at {row.reach}")
         row.reach = stop
@@ -319,7 +326,9 @@ class TaggedKv:
         return row.newest[1]
 
     def _sample(self, plan: BatchPlan, i: int) -> int:
-        row, position = self.rows[int(plan.rows[i])], int(plan.stops[i])
+        return self._sample_at(plan, self.rows[int(plan.rows[i])], int(plan.stops[i]))
+
+    def _sample_at(self, plan: BatchPlan, row: Row, position: int) -> int:
         story = self.stories[row.request_id]
         token = self.sample(row.request_id, position)
         if row.failed:

@@ -21,15 +21,29 @@ class Part(NamedTuple):
 class InFlight:
     """A launched batch whose result was not delivered yet."""
 
-    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers")
+    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers", "steps")
 
     def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
         self.plan = plan
         self.requests = requests  # by position in the plan
         self.samplers = samplers  # the rows that sample, as columns
         self.sampled_at: Int32s = plan.stops if plan.mode == "decode" else plan.stops[plan.sample_rows]
+        self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
+        if plan.mode == "decode" and plan.steps > 1:
+            self.steps = plan.stops - plan.starts
+            self.sampled_at = plan.starts + np.int32(1)  # the first of them
         self.ending = ending  # samplers that end by length with this batch
         self.dead: list[int] = []  # rows whose request left after the launch
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens its result has."""
+        return self.samplers.size if self.steps is None else int(self.steps.sum())
+
+    def tokens_of(self, row: int) -> int:
+        """How many tokens it samples for this row."""
+        mine = self.samplers.rows == row
+        return int(mine.any()) if self.steps is None else int(self.steps[mine].sum())
 
     def names(self, row: int) -> bool:
         """Whether the plan reads or writes this row."""

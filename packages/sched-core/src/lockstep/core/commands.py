@@ -90,6 +90,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     The first `extend_rows` rows find their new tokens in `token_ids`, end to end. Every row behind them computes one
     token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
+    A plan with `steps` above 1 decodes so often in one launch: a row samples a token for each position of its span.
     A row named in `starts_after` stands somewhere in between: `starts` has the least it can be, `stops` the most.
     """
 
@@ -112,6 +113,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Ranks | None = None
     sample_after: BatchId | None = None  # sampling must wait until this batch's results moved the grammars
     layers: tuple[int, int] | None = None  # split prefill: run layers [start:stop) only
+    steps: int = 1  # forwards: above 1, decode rows feed their own samples back and have spans of up to so many tokens
 
 
 class LaunchBatch(msgspec.Struct, frozen=True):

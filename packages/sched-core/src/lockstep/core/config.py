@@ -60,6 +60,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # overlap and output
     overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
+    decode_steps_per_launch: int = 1  # decodes in one launch (multi-step scheduling): late to see an end or a shortage
     overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
     stream_interval: int = 1  # tokens between two messages of a streaming request
     force_stream_interval: int = 50  # the same for a request that does not stream
@@ -192,7 +193,8 @@ def _require_positive(config: SchedConfig) -> None:
     at_least_one = (
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
-        "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead"
+        "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
+        "decode_steps_per_launch"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

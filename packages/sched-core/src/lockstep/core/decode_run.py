@@ -155,6 +155,7 @@ def _steady_launches(engine: Engine) -> int:
         or cohort.stops.shape[1]
         or config.retract_every
         or config.decode_look_ahead > 1
+        or config.decode_steps_per_launch > 1
     ):
         return 0
     for batch in engine.in_flight:

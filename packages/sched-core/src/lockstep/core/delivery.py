@@ -13,14 +13,15 @@ ONE = np.int32(1)
 
 
 def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:
-    """Samplers that end with this batch, and why, in their order. Precedence per token: see events.FinishReason."""
+    """Who ends with a batch of one token per sampler, and why, in their order. Precedence: see events.FinishReason."""
     samplers = batch.samplers
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
     if samplers.stops.shape[1]:
-        outputs = batch.sampled_at + 1 - samplers.prompts
-        stopped = (tokens[:, None] == samplers.stops).any(axis=1) & (outputs >= samplers.min_new)
-        for i in np.flatnonzero(stopped).tolist():
-            ends[i] = "stop"
+        hits = tokens[:, None] == samplers.stops
+        if hits.any():
+            outputs = batch.sampled_at + 1 - samplers.prompts
+            for i in np.flatnonzero(hits.any(axis=1) & (outputs >= samplers.min_new)).tolist():
+                ends[i] = "stop"
     for i in event.text_stops:
         if batch.sampled_at[i] + 1 - samplers.prompts[i] >= samplers.min_new[i]:
             ends[i] = "text_stop"
@@ -29,37 +30,68 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     return dict(sorted(ends.items())) if len(ends) > 1 else ends
 
 
+def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
+    """Of a batch with several tokens per sampler, end to end: who ends, and how many tokens of each count.
+
+    What a request sampled behind its end never was.
+    """
+    samplers, steps = batch.samplers, batch.steps
+    assert steps is not None
+    ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
+    counts = steps.copy()
+    if samplers.stops.shape[1]:
+        members = samplers.everyone.repeat(steps)
+        step = step_numbers(steps)
+        outputs = (batch.sampled_at - samplers.prompts)[members] + step + ONE
+        stopped = (tokens[:, None] == samplers.stops[members]).any(axis=1) & (outputs >= samplers.min_new[members])
+        for at in np.flatnonzero(stopped)[::-1].tolist():  # the first of each member is the last to be seen
+            i = int(members[at])
+            ends[i], counts[i] = "stop", step[at] + ONE
+    for i in dead_samplers(batch):
+        ends.pop(i, None)
+        counts[i] = 0
+    return dict(sorted(ends.items())), counts
+
+
+def step_numbers(steps: Int32s) -> Int32s:
+    """0 .. steps[i] - 1 for each i, end to end."""
+    firsts = steps.cumsum(dtype=np.int32) - steps
+    return np.arange(int(steps.sum()), dtype=np.int32) - firsts.repeat(steps)
+
+
 def dead_samplers(batch: InFlight) -> list[int]:
     """Samplers whose request left after the launch: what they sampled is dropped."""
     return [i for row in batch.dead for i in np.flatnonzero(batch.samplers.rows == row).tolist()]
 
 
-def message(batch: InFlight, tokens: Int32s, ends: dict[int, FinishReason], outputs: Int32s) -> StreamTokens | None:
+def message(
+    batch: InFlight, tokens: Int32s, ends: dict[int, FinishReason], outputs: Int32s, counts: Int32s | None = None
+) -> StreamTokens | None:
     """What is sent now: every token of steady cohorts, otherwise at each request's own cadence and at its end.
 
     Args:
         tokens: int32 [samplers], as delivered; ends: the verdicts on them.
         outputs: int32 [rows, width], the output table, `tokens` included.
+        counts: int32 [samplers], how many tokens of each count, if not one.
     """
     samplers = batch.samplers
-    last = batch.sampled_at - samplers.prompts  # number of the newest output
-    if samplers.steady and not batch.dead:
-        return StreamTokens(samplers.request_ids, last, samplers.ones, tokens)
-    sending = sent_by(last + ONE, samplers.every)
+    before = batch.sampled_at - samplers.prompts  # outputs each had
+    if samplers.steady and not batch.dead and counts is None:
+        return StreamTokens(samplers.request_ids, before, samplers.ones, tokens)
+    after = before + (ONE if counts is None else counts)
+    sending = sent_by(after, samplers.every)
     ending = list(ends)
-    sending[ending] = last[ending] + ONE
-    offsets = sent_by(last, samplers.every)
-    counts = sending - offsets
+    sending[ending] = after[ending]
+    offsets = sent_by(before, samplers.every)
+    sizes = sending - offsets
     if batch.dead:
-        counts[np.isin(samplers.rows, batch.dead)] = 0
-    due = counts.nonzero()[0]
+        sizes[np.isin(samplers.rows, batch.dead)] = 0
+    due = sizes.nonzero()[0]
     if not due.size:
         return None
-    counts, offsets = counts[due], offsets[due]
-    starts = counts.cumsum(dtype=np.int32) - counts  # of each request's share in the message
-    numbers = np.arange(int(counts.sum()), dtype=np.int32) + (offsets - starts).repeat(counts)
-    sent = outputs[samplers.rows[due].repeat(counts), numbers]
-    return StreamTokens(samplers.request_ids[due], offsets, counts, sent)
+    sizes, offsets = sizes[due], offsets[due]
+    sent = outputs[samplers.rows[due].repeat(sizes), offsets.repeat(sizes) + step_numbers(sizes)]
+    return StreamTokens(samplers.request_ids[due], offsets, sizes, sent)
 
 
 def sent_by(outputs: Int32s, every: Int32s) -> Int32s:

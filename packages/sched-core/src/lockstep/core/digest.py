@@ -64,7 +64,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     add(plan.rows)
     add(plan.request_ids)
     add(plan.starts)
-    if plan.extend_rows:
+    if plan.extend_rows or plan.steps > 1:
         add(plan.stops)
     if sampling != rows:
         add(plan.sample_rows)

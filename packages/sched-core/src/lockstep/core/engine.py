@@ -297,12 +297,16 @@ class Engine:
         if request is not None:
             self.finish(request, "cancelled", step)
 
-    def finish(self, request: Request, reason: FinishReason, step: Step, *, flush: bool = False) -> None:
+    def finish(
+        self, request: Request, reason: FinishReason, step: Step, *, flush: bool = False, outputs: int | None = None
+    ) -> None:
         """End a request: free what it holds, keep its computed KV for others, close its stream.
 
         With `flush`, tokens that its cadence held back are sent first; for ends that come with no new token.
+        `outputs`: how many tokens count, if not all that were delivered.
         """
-        outputs = self.outputs_of(request)
+        if outputs is None:
+            outputs = self.outputs_of(request)
         if flush:
             self._flush_stream(request, outputs, step)
         if request.state is RequestState.WAITING:
@@ -610,7 +614,12 @@ class Engine:
         if not made_room:
             self.ratio.decoded()
 
-        cohort, starts, stops, deltas, ending = self._advance(members_growing(self.positions, config.page_size), step)
+        steps = config.decode_steps_per_launch
+        if steps == 1:
+            advanced = self._advance(members_growing(self.positions, config.page_size), step)
+        else:
+            advanced = self._advance_by(steps, step)
+        cohort, starts, stops, deltas, ending = advanced
         plan = self._plan(
             "decode",
             rows=cohort.rows,
@@ -619,6 +628,7 @@ class Engine:
             stops=stops,
             sample_rows=cohort.everyone,
             deltas=deltas,
+            steps=steps,
         )
         return InFlight(plan, cohort.requests, cohort, ending)
 
@@ -634,12 +644,25 @@ class Engine:
         ending = self._end_of_horizon(cohort, stops) if self.horizon <= 0 else []
         return Decodes(cohort, starts, stops, deltas, ending)
 
+    def _advance_by(self, steps: int, step: Step) -> Decodes:
+        """Move every member on by `steps` positions at once, or as far as its length goes, opening their pages."""
+        cohort, starts, page_size = self.cohort, self.positions, np.int32(self.config.page_size)
+        stops: Int32s = np.minimum(starts + np.int32(steps), cohort.limits - ONE)
+        first = -(-starts // page_size)
+        opening = -(-stops // page_size) - first
+        self.memory.table.reserve(int((first + opening).max()), int((stops - cohort.prompts).max()) + 2)
+        deltas = NO_DELTAS
+        if opening.any():
+            index = first.repeat(opening) + delivery.step_numbers(opening)
+            deltas = self.memory.open_pages(cohort.rows.repeat(opening), index, step)
+        return Decodes(cohort, starts, stops, deltas, self._end_of_horizon(cohort, stops))
+
     def _short_of_pages(self) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit."""
         return self._pages_needed() > self.memory.available_pages
 
     def _pages_needed(self) -> int:
-        ahead = self.config.decode_look_ahead
+        ahead = max(self.config.decode_look_ahead, self.config.decode_steps_per_launch)
         if ahead == 1:
             return members_growing(self.positions, self.config.page_size).size
         return pages_ahead(self.cohort, self.positions, self.config.page_size, ahead)
@@ -725,17 +748,7 @@ class Engine:
                 self.finish(samplers.requests[i], "invalid", step, flush=True)
         self.in_flight.popleft()
         if samplers.size and not event.error:
-            tokens = np.frombuffer(event.tokens, np.int32)
-            self.memory.table.outputs[samplers.rows, batch.sampled_at - samplers.prompts] = tokens
-            if batch.dead:
-                self.tokens_discarded += len(delivery.dead_samplers(batch))
-            ends = delivery.verdicts(event, batch, tokens)
-            message = delivery.message(batch, tokens, ends, self.memory.table.outputs)
-            if message is not None:
-                step.commands.append(message)
-            self.break_ranks([samplers.requests[i] for i in ends])
-            for i, reason in ends.items():
-                self.finish(samplers.requests[i], reason, step)
+            self._take_tokens(event, batch, step)
         if plan.extend_rows and self.memory.radix is not None:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
@@ -743,6 +756,30 @@ class Engine:
                     self.memory.publish(request, stop, step)
         if self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
+
+    def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
+        """Record a batch's tokens, stream what is due, and end whom they end."""
+        samplers, outputs = batch.samplers, self.memory.table.outputs
+        tokens = np.frombuffer(event.tokens, np.int32)
+        first = batch.sampled_at - samplers.prompts
+        counts = None
+        if batch.steps is None:
+            outputs[samplers.rows, first] = tokens
+            if batch.dead:
+                self.tokens_discarded += len(delivery.dead_samplers(batch))
+            ends = delivery.verdicts(event, batch, tokens)
+        else:
+            numbers = first.repeat(batch.steps) + delivery.step_numbers(batch.steps)
+            outputs[samplers.rows.repeat(batch.steps), numbers] = tokens
+            ends, counts = delivery.step_verdicts(batch, tokens)
+            self.tokens_discarded += int((batch.steps - counts).sum())
+        message = delivery.message(batch, tokens, ends, outputs, counts)
+        if message is not None:
+            step.commands.append(message)
+        self.break_ranks([samplers.requests[i] for i in ends])
+        for i, reason in ends.items():
+            produced = None if counts is None else int(first[i] + counts[i])
+            self.finish(samplers.requests[i], reason, step, outputs=produced)
 
     def _fail(self, batch: InFlight, step: Step) -> None:
         """The device could not run the batch: its requests end with an error, the others do not notice."""
@@ -760,10 +797,9 @@ class Engine:
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         batch = self.in_flight[0]
         sampled = 0 if event.error else batch.samplers.size
-        if len(event.tokens) != 4 * sampled:
-            raise ContractError(
-                f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {4 * sampled}"
-            )
+        size = 0 if event.error else 4 * batch.tokens
+        if len(event.tokens) != size:
+            raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
         for i in (*event.invalid, *event.text_stops):
             if not 0 <= i < sampled:
                 raise ContractError(f"batch {event.batch_id} names sampling row {i} of {sampled}")
@@ -785,6 +821,7 @@ class Engine:
         extend_rows: int = 0,
         token_ids: Int32s = NO_ROWS,
         deltas: PageDeltas = NO_DELTAS,
+        steps: int = 1,
     ) -> BatchPlan:
         """Complete a plan: its number, and what changed about rows since the plan before it."""
         batch_id = self.next_batch_id
@@ -803,6 +840,7 @@ class Engine:
             rows_taken=taken,
             deltas=deltas,
             generation=self.generation,
+            steps=steps,
         )
 
     def leave(self, request: Request, step: Step, *, publish: bool) -> None:
@@ -849,10 +887,7 @@ class Engine:
         if request.state is not RequestState.RUNNING:
             return request.outputs
         sampled = self.computed_of(request) + 1 - request.prompt_tokens
-        return sampled - sum(
-            request.row not in batch.dead and bool((batch.samplers.rows == request.row).any())
-            for batch in self.in_flight
-        )
+        return sampled - sum(batch.tokens_of(request.row) for batch in self.in_flight if request.row not in batch.dead)
 
 
 def extend_stop(request: Request) -> int:

@@ -77,6 +77,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     mode: Mode
     generation: int
     extend_rows: int
+    steps: int
     rows: bytes
     request_ids: bytes
     starts: bytes
@@ -256,7 +257,7 @@ def _request_image(engine: Engine, request: Request) -> RequestImage:
 
 
 def _lease_image(engine: Engine, lease: Lease) -> LeaseImage:
-    on_the_way = sum(bool((batch.samplers.rows == lease.row).any()) for batch in engine.in_flight)
+    on_the_way = sum(batch.tokens_of(lease.row) for batch in engine.in_flight)
     sampled = max(lease.computed + 1 - lease.prompt_tokens, 0)
     pages, outputs = _row_image(engine, lease.row, lease.computed, max(sampled - on_the_way, 0))
     values = lease._asdict()
@@ -295,6 +296,7 @@ def _batch_image(batch: InFlight) -> BatchImage:
         mode=plan.mode,
         generation=plan.generation,
         extend_rows=plan.extend_rows,
+        steps=plan.steps,
         rows=plan.rows.tobytes(),
         request_ids=plan.request_ids.tobytes(),
         starts=plan.starts.tobytes(),
@@ -327,6 +329,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         mode=image.mode,
         generation=image.generation,
         extend_rows=image.extend_rows,
+        steps=image.steps,
         rows=rows,
         request_ids=request_ids,
         starts=np.frombuffer(image.starts, np.int32),

@@ -31,6 +31,7 @@ def accepted_prompt(event: RequestArrived, config: SchedConfig) -> bytes:
         raise Refused("bad_request", f"`prompt` is malformed: {error}") from error
     if not length:
         raise Refused("bad_request", "`prompt` is empty; it must have at least one token")
+    _refuse_multi_step(event, config)
     _refuse_malformed(event)
     _refuse_too_long(length, config)
     tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
@@ -56,6 +57,15 @@ def _refuse_unsupported(event: RequestArrived) -> None:
         if is_asked:
             value = getattr(event, field)
             raise Refused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
+
+
+def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
+    if config.decode_steps_per_launch > 1 and event.stop_texts:
+        raise Refused(
+            "unsupported",
+            f"`stop_texts` must be looked for after every token, but `decode_steps_per_launch` is "
+            f"{config.decode_steps_per_launch}",
+        )
 
 
 def _refuse_malformed(event: RequestArrived) -> None:

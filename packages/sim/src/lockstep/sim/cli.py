@@ -114,6 +114,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("prefill_decode_interval", click.INT, "decodes between two extends while anybody decodes, at least"),
     ("retract_every", click.INT, "force one retraction every so many decodes, for testing; 0 is never"),
     ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
+    ("decode_steps_per_launch", click.INT, "decodes in one launch: multi-step scheduling"),
     ("overlap_consecutive_prefills", click.BOOL, "launch an extend behind an extend in flight"),
     ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
     ("force_stream_interval", click.INT, "the same for a request that does not stream"),

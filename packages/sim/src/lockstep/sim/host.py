@@ -29,6 +29,7 @@ from simpy import Environment, Timeout
 
 from lockstep.core.commands import NO_ROWS, BatchPlan, FinishRequest, Int32s, RejectRequest, Step
 from lockstep.core.decode_run import DecodeRun
+from lockstep.core.delivery import step_numbers
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError, LockstepError
 from lockstep.core.events import (
@@ -189,7 +190,7 @@ class Device:
             return extend_shape_of(plan)
         rows = plan.rows
         if rows is self._decode_rows:
-            self._decode_context_tokens += len(rows)  # each went one position further
+            self._decode_context_tokens += len(rows) * plan.steps  # each went so many positions further
         else:
             self._decode_rows = rows
             self._decode_token_base = self._token_base[rows]
@@ -202,6 +203,9 @@ class Device:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
         started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
         mean_us, spread_us = self._cost.batch_us(shape)
+        for further in range(1, plan.steps):  # each step one position on, with every row of the launch
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            mean_us += self._cost.batch_us(shape._replace(decode_context_tokens=context_tokens)).mean_us
         if spread_us > 0.0:
             mean_us += spread_us * _standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         self._free_us = finished_us = started_us + max(1, round(mean_us))
@@ -210,12 +214,24 @@ class Device:
 
     def _sample(self, plan: BatchPlan) -> Int32s:
         """The tokens of a plan's sampling rows."""
+        if plan.steps > 1:
+            return self._sample_steps(plan)
         stops = plan.stops
         if plan.rows is self._decode_rows:
             rows, tokens = plan.rows, self._decode_token_base + stops
         else:
             rows, stops = plan.rows[plan.sample_rows], stops[plan.sample_rows]
             tokens = self._token_base[rows] + stops
+        if self._early_eos:
+            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+    def _sample_steps(self, plan: BatchPlan) -> Int32s:
+        """The tokens of a plan that decodes several times: those of each row end to end."""
+        counts = plan.stops - plan.starts
+        rows = plan.rows.repeat(counts)
+        stops = plan.starts.repeat(counts) + step_numbers(counts) + np.int32(1)
+        tokens: Int32s = self._token_base[rows] + stops
         if self._early_eos:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
         return tokens
