@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
-import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from calibration import PEERS_CALIBRATION_US, calibrate
+from peers import load_workloads, packed
 
 from lockstep.core.radix import RadixCache
 
@@ -57,17 +54,6 @@ PEERS_US = {
     },
 }
 BARS_US = {"match, full hit": 15.0, "insert": 25.0, "evict a leaf": 5.0}
-
-
-def load_prompts(workloads: Path, count: int) -> list[bytes]:
-    """The first `count` prompts of W4, int32 tokens."""
-    spec = importlib.util.spec_from_file_location("peer_workloads", workloads)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sequences: Iterator[list[int]] = module.w4_sequences(count)
-    return [np.array(sequence, dtype=np.int32).tobytes() for sequence in sequences]
 
 
 def measure(prompts: list[bytes], page_tokens: int) -> dict[str, float]:
@@ -131,11 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=2000, help="prompts (default 2000; the peers ran 10000)")
     count: int = parser.parse_args().n
-    peers = os.environ.get("LOCKSTEP_PEERS")
-    if peers is None:
-        print("LOCKSTEP_PEERS is not set: it names the folder with workloads.py", file=sys.stderr)
-        return 2
-    prompts = load_prompts(Path(peers, "workloads.py"), count)
+    prompts = [packed(tokens) for tokens in load_workloads().w4_sequences(count)]
 
     machine = calibrate()
     print("calibration, CPU us      here     peers")

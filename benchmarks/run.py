@@ -17,10 +17,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 
-# What each benchmark needs from outside, as environment variables that name a folder.
+# The benchmarks, and what each needs from outside, as environment variables that name a folder.
 NEEDS = {
     "radix_oracle": ("LOCKSTEP_DATA",),
     "radix_speed": ("LOCKSTEP_PEERS",),
+    "scheduler_speed": ("LOCKSTEP_PEERS",),
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
 }
@@ -31,17 +32,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which; all if none is named")
     parser.add_argument("--list", action="store_true", help="name them and what they need, and stop")
     arguments = parser.parse_args()
-    found = {path.stem: NEEDS.get(path.stem, ()) for path in sorted(FOLDER.glob("*.py")) if path.stem != "run"}
     if arguments.list:
-        for name, needs in found.items():
+        for name, needs in NEEDS.items():
             print(f"{name:20} {' '.join(needs)}".rstrip())
         return 0
-    unknown = [name for name in arguments.names if name not in found]
+    unknown = [name for name in arguments.names if name not in NEEDS]
     if unknown:
-        print(f"no benchmark {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
+        print(f"no benchmark {', '.join(unknown)}; there are {', '.join(NEEDS)}", file=sys.stderr)
         return 2
 
-    verdicts = {name: run(name, found[name]) for name in arguments.names or found}
+    verdicts = {name: run(name, NEEDS[name]) for name in arguments.names or NEEDS}
     print("== summary")
     for name, verdict in verdicts.items():
         print(f"{name:20} {verdict}")
