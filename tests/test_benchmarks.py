@@ -1,0 +1,51 @@
+"""The benchmarks run, at sizes at which no figure means anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+WORKLOADS = """
+def prompt(number, tokens):
+    return list(range(1000 * number + 10, 1000 * number + 10 + tokens))
+
+def w1_prompts(R, ctx):
+    return [prompt(i, ctx) for i in range(R)]
+
+def w2_prompts(G, K, prefix, uniq):
+    return [prompt(i % G, prefix) + prompt(100 + i, uniq) for i in range(G * K)]
+
+def w3_requests(n, lo=2, hi=9):
+    return [(prompt(0, 20) + prompt(1 + i, 20), lo + i % (hi - lo)) for i in range(n)]
+"""
+
+
+def test_scheduler_speed_runs_every_workload(tmp_path: Path) -> None:
+    (tmp_path / "workloads.py").write_text(WORKLOADS)
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "scheduler_speed.py", "--small", "--rounds", "1", "--json", figures],
+        env=os.environ | {"LOCKSTEP_PEERS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())["rows"]
+    assert {row["workload"] for row in rows} == {"w1", "w2", "w3", "w6", "w7"}
+    assert {row["through"] for row in rows if row["workload"] == "w1"} == {"Engine.step", "DecodeRun"}
+
+
+def test_missing_workloads_are_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "scheduler_speed.py", "--small"],
+        env=os.environ | {"LOCKSTEP_PEERS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, f"LOCKSTEP_PEERS is {tmp_path}, which has no workloads.py\n")
