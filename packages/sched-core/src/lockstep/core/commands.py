@@ -113,6 +113,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Ranks | None = None
     sample_after: BatchId | None = None  # sampling must wait until this batch's results moved the grammars
     layers: tuple[int, int] | None = None  # split prefill: run layers [start:stop) only
+    ids_digest: bytes = b""  # of `request_ids`, where they are many and it is known: see digest.py
     steps: int = 1  # forwards: above 1, decode rows feed their own samples back and have spans of up to so many tokens
 
 
@@ -151,6 +152,7 @@ class StreamTokens(msgspec.Struct, frozen=True):
     offsets: Int32s
     token_counts: Int32s
     tokens: Int32s
+    ids_digest: bytes = b""  # of `request_ids`, where they are many and it is known: see digest.py
 
 
 class FinishRequest(msgspec.Struct, frozen=True):

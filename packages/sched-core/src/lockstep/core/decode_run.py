@@ -66,7 +66,10 @@ class DecodeRun:
         self._tokens.append(tokens)
         newest = self._sampled_at - cohort.prompts
         self._sampled_at = self._sampled_at + ONE
-        step = Step(commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens)], time_us=event.time_us)
+        step = Step(
+            commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens, cohort.ids_digest)],
+            time_us=event.time_us,
+        )
         self._digest = step.digest = step_digest(self._digest, step)
         return step
 
@@ -82,6 +85,7 @@ class DecodeRun:
             stops=starts + ONE,
             sample_rows=cohort.everyone,
             deltas=self._open_pages(starts),
+            ids_digest=cohort.ids_digest,
             generation=self._engine.generation,
         )
         self._plans.append(plan)
@@ -124,7 +128,7 @@ class DecodeRun:
             return NO_DELTAS
         rows, index = self._cohort.rows[growing], starts[growing] >> engine.page_shift
         deltas = PageDeltas(rows, index, engine.memory.pool.alloc(growing.size))
-        engine.memory.table.pages[rows, index] = deltas.pages
+        engine.memory.table.write_pages(rows, index, deltas.pages)
         return deltas
 
     def _look_ahead(self) -> None:

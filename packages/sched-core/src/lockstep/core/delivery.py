@@ -77,7 +77,7 @@ def message(
     samplers = batch.samplers
     before = batch.sampled_at - samplers.prompts  # outputs each had
     if samplers.steady and not batch.dead and counts is None:
-        return StreamTokens(samplers.request_ids, before, samplers.ones, tokens)
+        return StreamTokens(samplers.request_ids, before, samplers.ones, tokens, samplers.ids_digest)
     after = before + (ONE if counts is None else counts)
     sending = sent_by(after, samplers.every)
     ending = list(ends)

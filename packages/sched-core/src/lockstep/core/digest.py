@@ -1,8 +1,10 @@
 """The digest of a Step: a chain over logical decisions, equal wherever the same journal is folded.
 
-Covered: every decided event (without its time), every launched plan (rows, spans, page-table changes, sampling rows)
-and which output numbers were streamed to whom. Not covered: token ids, which are observed, and how anything is encoded
-on disk or wire. A field added to a decided event later leaves old digests alone as long as it holds its default.
+Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
+rows) and which output numbers were streamed to whom. Not covered: token ids, which are observed; how anything is
+encoded on disk or wire; and what follows from the rest: a request's row, which its admission names, and counts of one.
+From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
+A field added to a decided event later leaves old digests alone as long as it holds its default.
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ from struct import Struct
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.commands import BatchPlan, ControlAnswered, LaunchBatch, Mode, Step, StreamTokens
 from lockstep.core.events import Decided
 
 DIGEST_BYTES = 16
+MANY = 128  # requests of a plan or message
 EMPTY_DIGEST = bytes(DIGEST_BYTES)
 MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
 
 _encode = msgspec.msgpack.Encoder().encode
 _plan_head = Struct("<cBqqiiiii").pack
-_stream_head = Struct("<ci").pack
+_stream_head = Struct("<cii").pack
 
 
 def step_digest(previous: bytes, step: Step) -> bytes:
@@ -34,10 +39,12 @@ def step_digest(previous: bytes, step: Step) -> bytes:
         add(_decided_bytes(event))
     for command in step.commands:
         if isinstance(command, StreamTokens):
-            add(_stream_head(b"s", len(command.offsets)))
-            add(command.request_ids)
+            count, tokens = len(command.offsets), len(command.tokens)
+            add(_stream_head(b"s", count, tokens))
+            _add_ids(add, command.request_ids, command.ids_digest)
             add(command.offsets)
-            add(command.token_counts)
+            if tokens != count:
+                add(command.token_counts)
         elif isinstance(command, LaunchBatch):
             _add_plan(add, command.plan)
         elif isinstance(command, ControlAnswered):
@@ -61,8 +68,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
             changes,
         )
     )
-    add(plan.rows)
-    add(plan.request_ids)
+    _add_ids(add, plan.request_ids, plan.ids_digest)
     add(plan.starts)
     if plan.extend_rows or plan.steps > 1:
         add(plan.stops)
@@ -72,6 +78,15 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
         add(deltas.rows)
         add(deltas.index)
         add(deltas.pages)
+
+
+def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
+    """What stands for the ids of many requests; b"" for few, which stand for themselves."""
+    return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
+
+
+def _add_ids(add: Callable[[Any], None], request_ids: NDArray[np.int64], known: bytes) -> None:
+    add(known or ids_digest(request_ids) or request_ids)
 
 
 def _decided_bytes(event: Decided) -> bytes:

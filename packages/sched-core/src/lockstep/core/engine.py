@@ -629,6 +629,7 @@ class Engine:
             sample_rows=cohort.everyone,
             deltas=deltas,
             steps=steps,
+            ids_digest=cohort.ids_digest,
         )
         return InFlight(plan, cohort.requests, cohort, ending)
 
@@ -764,13 +765,13 @@ class Engine:
         first = batch.sampled_at - samplers.prompts
         counts = None
         if batch.steps is None:
-            outputs[samplers.rows, first] = tokens
+            self.memory.table.write_outputs(samplers.rows, first, tokens)
             if batch.dead:
                 self.tokens_discarded += len(delivery.dead_samplers(batch))
             ends = delivery.verdicts(event, batch, tokens)
         else:
             numbers = first.repeat(batch.steps) + delivery.step_numbers(batch.steps)
-            outputs[samplers.rows.repeat(batch.steps), numbers] = tokens
+            self.memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
             ends, counts = delivery.step_verdicts(batch, tokens)
             self.tokens_discarded += int((batch.steps - counts).sum())
         message = delivery.message(batch, tokens, ends, outputs, counts)
@@ -822,6 +823,7 @@ class Engine:
         token_ids: Int32s = NO_ROWS,
         deltas: PageDeltas = NO_DELTAS,
         steps: int = 1,
+        ids_digest: bytes = b"",
     ) -> BatchPlan:
         """Complete a plan: its number, and what changed about rows since the plan before it."""
         batch_id = self.next_batch_id
@@ -841,6 +843,7 @@ class Engine:
             deltas=deltas,
             generation=self.generation,
             steps=steps,
+            ids_digest=ids_digest,
         )
 
     def leave(self, request: Request, step: Step, *, publish: bool) -> None:

@@ -136,7 +136,7 @@ class Memory:
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
         """One more page for each of these rows, at these places of their tables. int32 [n] both."""
         deltas = PageDeltas(rows, index, self.alloc(rows.size, "decode", step))
-        self.table.pages[rows, index] = deltas.pages
+        self.table.write_pages(rows, index, deltas.pages)
         return deltas
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
