@@ -22,6 +22,7 @@ NEEDS = {
     "radix_oracle": ("LOCKSTEP_DATA",),
     "radix_speed": ("LOCKSTEP_PEERS",),
     "scheduler_speed": ("LOCKSTEP_PEERS",),
+    "policy_pass": ("LOCKSTEP_PEERS",),
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
 }

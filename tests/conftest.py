@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from hypothesis import settings
 
+from tests.support import guide
+
 # No deadline: a slow machine is not a bug. The blob in a failure reruns exactly that example.
 settings.register_profile("lockstep", deadline=None, print_blob=True)
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _policy_of_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Policy `fair` of docs/policies.md is installed, for every test."""
+    folder = tmp_path_factory.mktemp("lockstep_fair")
+    guide.install(folder)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.driver import (
     Action,
+    crowded_actions,
+    crowded_config,
     pressed_actions,
     pressed_config,
     random_actions,
@@ -36,10 +38,12 @@ from tests.support.plants import PLANTS
 
 SEEDS_PER_TASK = 20
 EXPECTED_MARKS = (
+    "bypass limit reached",
     "cancelled while PREFILLING",
     "cancelled while RUNNING",
     "cancelled while WAITING",
     "decode waits for fenced pages",
+    "deferred (prefix)",
     "duplicate pages fenced",
     "evicted (admission)",
     "evicted (capacity)",
@@ -74,8 +78,11 @@ EXPECTED_MARKS = (
 def history(seed: int) -> tuple[Any, list[Action]]:
     """Settings and actions of one seed."""
     rng = random.Random(seed)
-    if rng.random() < 0.2:
+    kind = rng.random()
+    if kind < 0.2:
         return pressed_config(rng), pressed_actions(rng, 300)
+    if kind < 0.35:
+        return crowded_config(rng), crowded_actions(rng, 200)
     return random_config(rng), random_actions(rng, rng.choice([20, 100, 300, 500]))
 
 

@@ -177,7 +177,6 @@ UNSUPPORTED: dict[str, object] = {
     "session": "s",
     "spans": (PromptSpan(0, 1, "image", b""),),
     "parallel_samples": 2,
-    "priority": 0,
     "logprob_start": 0,
     "transfer_room": 0,
     "prompt": TokenDigest(3, b""),

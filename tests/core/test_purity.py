@@ -21,6 +21,7 @@ CORE = Path(__file__).parents[2] / "packages/sched-core/src/lockstep/core"
 GRANTED = {
     "journal.py": {"os", "pathlib", "importlib", "threading", "open"},  # files, and a thread that syncs them to disk
     "command.py": {"os", "pathlib", "importlib", "print"},  # the command line
+    "policies.py": {"importlib"},  # which policies are installed
     "__init__.py": {"importlib"},  # public names that load their module when first asked for
 }
 

@@ -161,6 +161,27 @@ def test_invariants_can_be_checked() -> None:
     assert "--check" in refused(*SMALL, "--check", "0")
 
 
+def test_a_policy_of_an_installed_package_runs_and_its_journal_replays(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(*SMALL, "--schedule-policy", "fair", "--out", str(out)).exit_code == 0
+    config = read_journal(out / "journal").header.config
+    assert (config.schedule_policy, config.schedule_policy_version) == ("fair", "1.0")
+    replay(out / "journal")
+    assert "is asked for in version 2, but lockstep-fair 1.0 is installed" in refused(
+        *SMALL, "--schedule-policy", "fair", "--schedule-policy-version", "2"
+    )
+
+
+def test_a_policy_that_fails_ends_the_run_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lockstep_fair
+
+    monkeypatch.setattr(lockstep_fair, "fair", lambda line: [0, 0])
+    result = run(*SMALL, "--schedule-policy", "fair")
+    assert result.exit_code == 1
+    assert "PolicyError: policy `fair` 1.0 returned [0, 0] for " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 

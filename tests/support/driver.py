@@ -8,7 +8,9 @@ down. The swarm draws lists from a seed; the Hypothesis machine builds them rule
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -23,9 +25,10 @@ from lockstep.core.commands import (
     Step,
     StreamTokens,
 )
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import SCHEDULE_POLICIES, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
+    AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
     Control,
@@ -91,6 +94,8 @@ class Driver:
         self.next_control = 0
         self.events: list[tuple[Observed, bytes]] = []
         self.marks: set[str] = set()
+        self.bypassed: Counter[int] = Counter()  # admissions from behind each request since it waits
+        self.ran: set[int] = set()  # requests that were admitted at least once
         self.left: set[int] = set()  # requests whose client cancelled
         self.owed = False  # somebody was retracted for pages: a decode comes before any admission
 
@@ -193,7 +198,9 @@ class Driver:
     def fold(self, event: Observed) -> None:
         """Give the engine one event; hold its Step against the stories."""
         chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
+        line = [request.request_id for request in self.engine.waiting]
         step = self.engine.step(event)
+        self._count_bypasses(line, step)
         self.steps += 1
         self.events.append((event, step.digest))
         for command in step.commands:
@@ -211,6 +218,28 @@ class Driver:
         self._mark(step, chunked)
         if self.check:
             invariants.check(self.engine)
+
+    def _count_bypasses(self, line: list[int], step: Step) -> None:
+        """L5, counted by other means than the engine's: nobody is passed by more than `bypass_limit` times a wait."""
+        limit = self.engine.config.bypass_limit
+        for event in step.decided:
+            match event:
+                case RequestRetracted(_, request_id):
+                    front = self.engine.config.retracted_requeue == "front"
+                    older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, line)
+                    line.insert(len(list(older)) if front else len(line), request_id)
+                case RequestAdmitted(_, request_id):
+                    self.ran.add(request_id)
+                    ahead = line[: line.index(request_id)]
+                    line.remove(request_id)
+                    self.bypassed.pop(request_id, None)
+                    self.bypassed.update(ahead)
+                    if limit is not None and any(self.bypassed[other] >= limit > 0 for other in ahead):
+                        self.marks.add("bypass limit reached")
+        for request in self.engine.waiting:
+            passed = self.bypassed[request.request_id]
+            assert limit is None or passed <= limit, f"L5: {request.name} was passed by {passed} times"
+            assert request.bypassed == passed, f"L5: {request.name} counts {request.bypassed}, it was {passed}"
 
     def _streamed(self, command: StreamTokens) -> None:
         """S20: in order, no gap, no duplicate, and the very tokens of the request."""
@@ -294,6 +323,8 @@ class Driver:
                     self.marks.add(f"rejected ({reason})")
                 case RequestFinished(_, _, reason):
                     self.marks.add(f"finished ({reason})")
+                case AdmissionDeferred(reason="prefix"):
+                    self.marks.add("deferred (prefix)")
                 case DecodeSkipped():
                     self.marks.add("decode waits for fenced pages")
         if self.engine.memory.leases:
@@ -334,6 +365,7 @@ def random_config(rng: random.Random) -> SchedConfig:
     page_size = rng.choice([1, 1, 2, 4, 16, 64])
     chunk = rng.choice([None, page_size, 3 * page_size, max(page_size, 64)])
     radix = rng.random() < 0.85
+    policies = [policy for policy in SCHEDULE_POLICIES if radix or policy not in ("lpm", "dfs-weight")]
     return SchedConfig(
         page_size=page_size,
         pages=rng.choice([2, 3, rng.randint(2, 12), rng.randint(8, 80), max(2, 150 // page_size)]),
@@ -344,7 +376,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         max_queued_requests=rng.choice([None, None, 1, 4]),
         waiting_timeout_us=rng.choice([None, None, 40]),
         running_timeout_us=rng.choice([None, None, 90]),
-        schedule_policy=rng.choice(["fcfs", "lpm"]) if radix else "fcfs",
+        schedule_policy=rng.choice(["fcfs", rng.choice(policies), rng.choice(policies)]),
         schedule_conservativeness=rng.choice([0.02, 0.02, 0.3, 1.0, 2.0]),
         max_prefill_tokens=rng.choice([page_size, page_size + 1, 64, 4096]),
         chunked_prefill_size=chunk,
@@ -363,7 +395,19 @@ def random_config(rng: random.Random) -> SchedConfig:
         stream_interval=rng.choice([1, 1, 3]),
         force_stream_interval=rng.choice([2, 50]),
         eos_token_ids=rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8)]),
+        **_random_order(rng, radix),
     )
+
+
+def _random_order(rng: random.Random, radix: bool) -> dict[str, Any]:
+    """Settings of the waiting line that go with any policy."""
+    return {
+        "schedule_seed": rng.choice([0, 1, 2**63 - 1]),
+        "schedule_low_priority_values_first": rng.random() < 0.3,
+        "default_priority_value": rng.choice([None, None, 0, 1]),
+        "prefix_deduplication": rng.choice(["off", "last", "defer", "defer"]) if radix else "off",
+        "bypass_limit": rng.choice([None, 0, 1, 2, 5, 256]),
+    }
 
 
 def pressed_config(rng: random.Random) -> SchedConfig:
@@ -380,7 +424,9 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         retracted_requeue=rng.choice(["tail", "front"]),
         chunked_prefill_size=rng.choice([None, 4, 8]),
         overlap_depth=rng.choice([0, 1, 2]),
-        radix_cache=rng.random() < 0.7,
+        radix_cache=(radix := rng.random() < 0.7),
+        schedule_policy=rng.choice(["fcfs", "lof", "priority", "spf"]),
+        **_random_order(rng, radix),
     )
 
 
@@ -393,6 +439,27 @@ def pressed_actions(rng: random.Random, count: int) -> list[Action]:
         else _random_action(rng, name, 3, 3, 1)
         for name in names
     ]
+
+
+def crowded_config(rng: random.Random) -> SchedConfig:
+    """A pool with room for a few long prompts, so that many wait for their turn."""
+    page_size = rng.choice([1, 4, 16])
+    return SchedConfig(
+        page_size=page_size,
+        pages=rng.randint(200, 400) // page_size,
+        max_running_requests=rng.choice([2, 4, 8]),
+        schedule_policy=rng.choice(SCHEDULE_POLICIES),
+        chunked_prefill_size=rng.choice([None, 16, 48]),
+        max_prefill_tokens=rng.choice([64, 4096]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        **_random_order(rng, radix=True),
+    )
+
+
+def crowded_actions(rng: random.Random, count: int) -> list[Action]:
+    """Many requests with long prompts that begin alike, and short outputs."""
+    names = rng.choices(["arrive", "ready", "finish", "wait", "cancel", "snapshot"], [3, 5, 4, 1, 0.2, 0.2], k=count)
+    return [_random_action(rng, name, 90, 4, 2) for name in names]
 
 
 def random_actions(rng: random.Random, count: int) -> list[Action]:
@@ -435,6 +502,10 @@ def _random_action(rng: random.Random, name: str, longest: int, most_outputs: in
                 options["finish_in_us"] = rng.randint(0, 60)
             if rng.random() < 0.1:
                 options["namespace"] = rng.choice(["tenant-a", "tenant-b"])
+            if rng.random() < 0.4:
+                options["priority"] = rng.randint(-1, 2)
+                options["routing_key"] = rng.choice(["", "a", "b"])
+                options["tenant"] = options["routing_key"]
             tokens = rng.randint(0 if rng.random() < 0.02 else 1, longest)
             max_new = rng.choice([1, rng.randint(1, most_outputs), rng.randint(1, most_outputs)])
             return ("arrive", 1 + 1000 * rng.randrange(bases), tokens, max_new, options)

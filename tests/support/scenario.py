@@ -420,7 +420,7 @@ class Run:
                 case "id":
                     fields["request_id"] = int(value)
                 case _ if name in RequestArrived.__struct_fields__:
-                    fields[name] = int(value) if value.isdecimal() else value
+                    fields[name] = int(value) if value.removeprefix("-").isdecimal() else value
                 case _:
                     raise ScenarioError(f"a request has no `{name}`")
         return RequestArrived(time_us=self.now_us, **fields)

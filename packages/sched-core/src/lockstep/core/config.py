@@ -13,11 +13,14 @@ import msgspec
 
 from lockstep.core.errors import ConfigError
 
-SchedulePolicy = Literal["fcfs", "lpm"]
+SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
+"""The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
+
 Requeue = Literal["tail", "front"]
 Batching = Literal["prefill_first", "mixed", "running_first"]
 Reserve = Literal["ratio", "on_demand", "full"]
 RetractionPolicy = Literal["length", "newest"]
+PrefixDeduplication = Literal["off", "last", "defer"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
@@ -43,7 +46,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     running_timeout_us: int | None = None  # a request not finished this long after arrival is finished
 
     # admission
-    schedule_policy: SchedulePolicy = "fcfs"
+    schedule_policy: str = "fcfs"  # one of SCHEDULE_POLICIES, or a policy of an installed package
     schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
     chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
     max_prefill_tokens: int = 16384  # new tokens one extend may take in all
@@ -66,6 +69,14 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     force_stream_interval: int = 50  # the same for a request that does not stream
     eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
 
+    # order of the waiting line
+    schedule_policy_version: str = ""  # of the package that brings the policy; empty: filled in with what is installed
+    schedule_seed: int = 0  # shuffles the line under policy random
+    schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
+    default_priority_value: int | None = None  # priority of requests that come without; None: behind all others
+    prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
+    bypass_limit: int | None = 256  # requests from behind that may go before one that waits; None: any number (SGLang)
+
     def __post_init__(self) -> None:
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
@@ -75,6 +86,14 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+        _settle_policy(self)
+        if not 0 <= self.schedule_seed < 2**63:
+            raise ConfigError(f"`schedule_seed` must be 0 to {2**63 - 1}, got `{self.schedule_seed}`")
+        if self.bypass_limit is not None and self.bypass_limit < 0:
+            raise ConfigError(
+                f"`bypass_limit` must be 0 (nobody is passed by) or more, got `{self.bypass_limit}`\n"
+                "hint: leave it unset to let a policy pass anybody for ever"
+            )
         if not 0.0 < self.schedule_conservativeness <= 100.0:
             raise ConfigError(
                 f"`schedule_conservativeness` must be above 0 and at most 100, got `{self.schedule_conservativeness}`"
@@ -101,10 +120,15 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if not self.radix_cache and self.radix_capacity_pages is not None:
             raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
-        if not self.radix_cache and self.schedule_policy == "lpm":
+        if not self.radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
             raise ConfigError(
-                "`schedule_policy` lpm orders by cached prefix, but `radix_cache` is off\n"
+                f"`schedule_policy` {self.schedule_policy} orders by cached prefix, but `radix_cache` is off\n"
                 "hint: turn radix_cache on or take schedule_policy fcfs"
+            )
+        if not self.radix_cache and self.prefix_deduplication != "off":
+            raise ConfigError(
+                f"`prefix_deduplication` {self.prefix_deduplication} waits for a prefix to be cached, but "
+                "`radix_cache` is off\nhint: drop one of the two"
             )
 
     @property
@@ -127,7 +151,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule_policy": get_args(SchedulePolicy),
+    "prefix_deduplication": get_args(PrefixDeduplication),
     "retracted_requeue": get_args(Requeue),
     "batching": get_args(Batching),
     "reserve": get_args(Reserve),
@@ -187,6 +211,20 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
             f"`truncation_align_size` needs `batching` prefill_first, got `{config.batching}`: "
             "decodes in the same pass change what is left for the prompt, and with it where it is split"
         )
+
+
+def _settle_policy(config: SchedConfig) -> None:
+    """A policy of an installed package gets its version, so that a journal's header names what decided."""
+    if config.schedule_policy in SCHEDULE_POLICIES:
+        if config.schedule_policy_version:
+            raise ConfigError(
+                f"`schedule_policy_version` is {config.schedule_policy_version}, but `schedule_policy` "
+                f"{config.schedule_policy} is the core's own\nhint: drop schedule_policy_version"
+            )
+    elif not config.schedule_policy_version:
+        from lockstep.core.policies import installed_version  # not needed by anybody else
+
+        msgspec.structs.force_setattr(config, "schedule_policy_version", installed_version(config.schedule_policy))
 
 
 def _require_positive(config: SchedConfig) -> None:

@@ -58,7 +58,7 @@ from lockstep.core.events import (
 )
 from lockstep.core.latency import ExtendLatency
 from lockstep.core.memory import Memory
-from lockstep.core.ordering import ORDERS
+from lockstep.core.ordering import Ordering
 from lockstep.core.radix import Match
 from lockstep.core.requests import (
     EMPTY_COHORT,
@@ -128,6 +128,7 @@ class Engine:
 
         self.requests: dict[RequestId, Request] = {}  # every request that has not ended
         self.waiting: list[Request] = []  # the line, in the order in which its members began to wait
+        self.ordering = Ordering(config)
         self.held: dict[RequestId, Request] = {}  # accepted, but something must happen before they may join the line
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
         self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
@@ -142,6 +143,7 @@ class Engine:
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
+        self.prefilled_tokens = 0  # new tokens of all extends; what waiting requests age by under policy hrrn
         self.forced_at = -1  # decode launches when a retraction was last forced
         self.launch_found_nothing = False  # this step had a free slot and nothing to launch
         self.next_batch_id = 0
@@ -253,6 +255,7 @@ class Engine:
         most = config.request_tokens_max - len(tokens) // 4
         request = Request(event, tokens, min(event.max_new_tokens, most), stops)
         request.stream_every = config.stream_interval if event.stream else config.force_stream_interval
+        request.prefilled_before = self.prefilled_tokens
         self.requests[request.request_id] = request
         self.waiting.append(request)
         queued = RequestQueued(self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens)
@@ -342,7 +345,7 @@ class Engine:
         self.leave(request, step, publish=False)
         request.advance(retracted)
         request.waiting_since_us = self.now_us
-        request.matched = (-1, 0)
+        request.matched = None
         if self.config.retracted_requeue == "front":
             ahead = takewhile(lambda other: other.ran and other.request_id < request.request_id, self.waiting)
             self.waiting.insert(len(list(ahead)), request)
@@ -393,7 +396,6 @@ class Engine:
         """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
         if self.prefilling is None and (not self.waiting or self.batch_is_full):
             return None
-        config = self.config
         budget = self._prefill_budget()
         parts: list[Part] = []
         if self.prefilling is not None:
@@ -401,22 +403,19 @@ class Engine:
             if not parts:
                 return None  # no page for it now; decodes go on and give pages back
         if self.waiting and not self.batch_is_full:
-            line = ORDERS[config.schedule_policy](self.waiting, self.memory.radix)
-            admitted, in_line = 0, line is self.waiting
-            for request in line:
+            for request in self.ordering.turn(self):
+                writer = self.ordering.writer_of_prefix(request, self)
+                if writer is not None:
+                    self._put_off(request, writer, step)
+                    continue
                 found = self._examine(request, budget, len(parts))
                 if isinstance(found, Fit):
                     self._admit(request, found, budget, parts, step)
-                    admitted += 1
                     continue
                 self._defer(request, found, step)
                 if not found.own:
                     break
-                in_line = False
-            if admitted and in_line:
-                del self.waiting[:admitted]
-            elif admitted:
-                self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
+            self.ordering.close(self)
         return self._extend_batch(parts, step) if parts else None
 
     def _prefill_budget(self) -> PrefillBudget:
@@ -463,12 +462,15 @@ class Engine:
             return True
         if not self.waiting or self.batch_is_full:
             return False
-        budget = self._prefill_budget()
-        for request in ORDERS[self.config.schedule_policy](self.waiting, self.memory.radix):
-            found = self._examine(request, budget, 0)
-            if isinstance(found, Fit) or not found.own:
-                return isinstance(found, Fit)
-        return False
+        budget, answer = self._prefill_budget(), False
+        for request in self.ordering.turn(self):
+            if self.ordering.writer_of_prefix(request, self) is None:
+                found = self._examine(request, budget, 0)
+                answer = isinstance(found, Fit)
+                if answer or (isinstance(found, Obstacle) and not found.own):
+                    break
+        self.ordering.close(self)
+        return answer
 
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> Fit | Obstacle:
         """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
@@ -529,12 +531,20 @@ class Engine:
             deferred = AdmissionDeferred(self.now_us, request.request_id, reason, needed, max(available, 0))
             step.decided.append(deferred)
 
+    def _put_off(self, request: Request, writer: Request, step: Step) -> None:
+        """Let a request wait alone until another has computed what it is about to need; say so once."""
+        if request.behind != writer.request_id:
+            request.behind = writer.request_id
+            deferred = AdmissionDeferred(self.now_us, request.request_id, "prefix", behind=writer.request_id)
+            step.decided.append(deferred)
+
     def _extend_to(self, request: Request, stop: int, parts: list[Part], step: Step) -> None:
         """Give the request pages up to `stop` and make that its part of the extend."""
         start = request.computed
         self.memory.reach(request, stop, step)
         request.computed = stop
         request.chunks += 1
+        self.prefilled_tokens += stop - start
         parts.append(Part(request, start, stop))
         if stop < extend_stop(request):
             self.prefilling = request

@@ -17,3 +17,7 @@ class ContractError(LockstepError):
 
 class InvariantError(LockstepError, AssertionError):
     """An equation that always holds does not. A bug in the core, never bad input."""
+
+
+class PolicyError(LockstepError):
+    """A policy of an installed package returned something that is no order of the waiting line, or failed."""

@@ -373,6 +373,7 @@ DeferReason = Literal[
     "prefetch",
     "media",
     "proposal_undone",
+    "prefix",
 ]
 RejectReason = Literal["too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported"]
 
@@ -404,12 +405,16 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
 
 
 class AdmissionDeferred(Decided, frozen=True, gc=False):
-    """The first of the waiting line could not start. Said once, until the reason or the request changes."""
+    """The first of the waiting line could not start. Said once, until the reason or the request changes.
+
+    With reason "prefix" it is put off alone, and others go on: `behind` computes what it is about to need.
+    """
 
     request_id: RequestId
     reason: DeferReason
     needed_tokens: int = 0
     available_tokens: int = 0
+    behind: RequestId = -1
 
 
 class PrefillCompleted(Decided, frozen=True, gc=False):

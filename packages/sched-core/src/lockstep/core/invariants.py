@@ -27,6 +27,7 @@ def check(engine: Engine) -> None:
     _pages(engine)
     _locks(engine)
     _in_flight(engine)
+    _line(engine)
     _progress(engine)
 
 
@@ -199,6 +200,19 @@ def _in_flight(engine: Engine) -> None:
                 _fail(f"S5: batch {plan.batch_id} in flight uses free pages {pages[free[pages]].tolist()} of row {row}")
         if len(plan.token_ids) != int((plan.stops - plan.starts)[: plan.extend_rows].sum()):
             _fail(f"S24: batch {plan.batch_id} carries {len(plan.token_ids)} ids for its extend rows")
+
+
+def _line(engine: Engine) -> None:
+    """L5, S14: nobody who waits was passed by too often; a remembered match is what the tree would say now."""
+    limit, radix = engine.config.bypass_limit, engine.memory.radix
+    for request in engine.waiting:
+        if limit is not None and request.bypassed > limit:
+            _fail(f"L5: {request.name} was passed by {request.bypassed} times, bypass_limit {limit}")
+        found = request.matched
+        if radix is not None and found is not None and found.node.version == found.version:
+            most = (len(request.tokens) // 4 - 1) // engine.config.page_size
+            pages = radix.match(request.namespace, request.tokens, most).pages
+            _same(f"S14 remembered pages of {request.name}", found.pages, pages)
 
 
 def _progress(engine: Engine) -> None:

@@ -17,6 +17,10 @@ trace. So a parent is at least as recent as its children, and nodes with equal t
 is unique. Evicting the tail page of the oldest leaf, again and again, is exact LRU over pages in which a parent
 outlives its children, and `evict(a)` then `evict(b)` gives the pages of `evict(a + b)`.
 
+**Remembering a match.** Where a match ends depends on that node alone: `find` gives it together with its `version`,
+which rises when the node gains a child, is split, shortened or removed. While the version stands, so does the match,
+whatever else happens in the tree. A namespace without a root ends in `nowhere`, whose version rises with each new root.
+
 **What must hold** (`check`):
 - a node has key bytes for exactly its pages, at least one, and owns both; a page is in the tree once;
 - `lock_count` of a node = handles at it and below it, so locked nodes form whole paths from the root;
@@ -63,6 +67,7 @@ class RadixNode:
         "queued",
         "stop",
         "tick",
+        "version",
     )
 
     def __init__(
@@ -79,6 +84,7 @@ class RadixNode:
         self.handles = 0  # locks taken on this very node
         self.lock_count = 0  # locks taken on it or below
         self.queued = False  # whether it has an entry in the queue of leaves
+        self.version = 0  # rises with every change that can alter a match ending here; not kept in a dump
 
     def __repr__(self) -> str:
         return f"RadixNode({self.number}, pages [..{self.stop}), locks {self.lock_count}, tick {self.tick})"
@@ -92,6 +98,14 @@ class Match(NamedTuple):
     pages: int  # matched pages, from the root
     edge_pages: int  # of these, pages that belong to `node`; fewer than it has if the match ends inside its edge
     evictable_pages: int  # matched pages that nobody holds: locking this match takes them from the evictable
+
+
+class Found(NamedTuple):
+    """Where the longest cached prefix of some tokens ends. It holds for as long as `node` has this `version`."""
+
+    node: RadixNode
+    version: int
+    pages: int  # from the root; fewer than node.stop if it ends inside the edge
 
 
 class Inserted(NamedTuple):
@@ -111,6 +125,7 @@ class RadixCache:
         "capacity_pages",
         "epoch",
         "locked_pages",
+        "nowhere",
         "page_tokens",
         "total_pages",
     )
@@ -127,6 +142,7 @@ class RadixCache:
         self._queue: list[tuple[int, int, RadixNode]] = []
         self._tick = 0
         self._next_number = 0
+        self.nowhere = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
 
     @property
     def evictable_pages(self) -> int:
@@ -147,6 +163,20 @@ class RadixCache:
         while not locked.lock_count and locked.parent is not None:
             locked = locked.parent
         return Match(namespace, node, pages, pages - node.parent.stop, pages - min(pages, locked.stop))
+
+    def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
+        """Where the longest cached prefix of `tokens` ends, at most `max_pages` from the root. Leaves no trace.
+
+        With `known`, found for the same arguments before, the search goes on from there if that can be.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return Found(self.nowhere, self.nowhere.version, 0)
+        start = root
+        if known is not None and known.node.stop == known.pages and known.node.parent is not None:
+            start = known.node  # still in the tree, with the same path above it
+        node, pages = self._descend(start, tokens, min(max_pages, len(tokens) // self._page_bytes))
+        return Found(node, node.version, pages)
 
     def pages_of(self, node: RadixNode) -> NDArray[np.int32]:
         """The pages of the path from the root to the end of `node`, int32 [node.stop], in order; a copy."""
@@ -255,6 +285,7 @@ class RadixCache:
                 leaf.key = leaf.key[: keep * self._page_bytes]
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.stop -= short
+                leaf.version += 1
                 short = 0
             else:
                 heappop(queue)
@@ -321,9 +352,12 @@ class RadixCache:
     # ---- the tree's own hands
 
     def _descend(self, node: RadixNode, tokens: bytes, limit: int) -> tuple[RadixNode, int]:
-        """The node in which the longest cached prefix of at most `limit` pages ends, and its pages."""
+        """The node in which the longest cached prefix of at most `limit` pages ends, and its pages.
+
+        The search begins behind `node`: the caller knows that `tokens` begin with the path to its end.
+        """
         page_bytes = self._page_bytes
-        pages = 0
+        pages = node.stop
         while pages < limit:
             offset = pages * page_bytes
             child = node.children.get(tokens[offset : offset + page_bytes])
@@ -347,8 +381,11 @@ class RadixCache:
     def _node(self, parent: RadixNode | None, namespace: str, key: bytes, pages: NDArray[np.int32]) -> RadixNode:
         node = RadixNode(self._next_number, parent, namespace, key, pages)
         self._next_number += 1
-        if parent is not None:
+        if parent is None:
+            self.nowhere.version += 1
+        else:
             parent.children[key[: self._page_bytes]] = node
+            parent.version += 1
         return node
 
     def _root(self, namespace: str) -> RadixNode:
@@ -373,6 +410,7 @@ class RadixCache:
         upper = self._node(parent, node.namespace, node.key[:cut], node.pages[:keep].copy())
         upper.tick, upper.lock_count = node.tick, node.lock_count
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[keep:].copy()
+        node.version += 1
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
@@ -390,6 +428,7 @@ class RadixCache:
             return
         if node.parent is None:
             del self._roots[node.namespace]
+            node.version += 1
         elif not node.queued:
             heappush(self._queue, (node.tick, node.number, node))
             node.queued = True
@@ -400,6 +439,7 @@ class RadixCache:
         assert parent is not None
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.parent = None
+        leaf.version += 1
         self._settle(parent)
 
     # ---- invariants

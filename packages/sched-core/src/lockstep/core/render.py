@@ -66,6 +66,7 @@ _DEFER_WORDS = {
     "prefetch": "its prefix is being fetched",
     "media": "its media are being encoded",
     "proposal_undone": "the ranks agreed on something else",
+    "prefix": "its prefix is being computed",
 }
 
 
@@ -111,7 +112,8 @@ def decided_line(event: Decided, names: Names) -> str:
             numbers = (
                 f", {event.needed_tokens} tokens wanted, {event.available_tokens} left" if event.needed_tokens else ""
             )
-            return f"deferred {names.request(event.request_id)} ({event.reason}): {_DEFER_WORDS[event.reason]}{numbers}"
+            words = _DEFER_WORDS[event.reason] + (f" by {names.request(event.behind)}" if event.behind >= 0 else "")
+            return f"deferred {names.request(event.request_id)} ({event.reason}): {words}{numbers}"
         case PrefillCompleted():
             return f"prefilled {names.request(event.request_id)} in {_count(event.chunks, 'chunk')}"
         case RequestRetracted():

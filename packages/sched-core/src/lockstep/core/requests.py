@@ -38,7 +38,7 @@ from lockstep.core.events import (
 )
 
 if TYPE_CHECKING:
-    from lockstep.core.radix import RadixNode
+    from lockstep.core.radix import Found, RadixNode
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -80,6 +80,8 @@ class Request:
 
     __slots__ = (
         "arrived_us",
+        "behind",
+        "bypassed",
         "cached_tokens",
         "chunks",
         "computed",
@@ -94,15 +96,19 @@ class Request:
         "min_new_tokens",
         "namespace",
         "outputs",
+        "prefilled_before",
+        "priority",
         "prompt_tokens",
         "protected_pages",
         "request_id",
+        "routing_key",
         "row",
         "sampling",
         "state",
         "stop_token_ids",
         "stream_every",
         "streams",
+        "tenant",
         "tokens",
         "waiting_since_us",
     )
@@ -111,6 +117,9 @@ class Request:
         self.request_id: RequestId = arrived.request_id
         self.label = arrived.label
         self.namespace = arrived.namespace
+        self.tenant = arrived.tenant
+        self.routing_key = arrived.routing_key
+        self.priority = arrived.priority
         self.arrived_us = arrived.time_us
         self.waiting_since_us = arrived.time_us
         self.deadline_us = arrived.deadline_us
@@ -133,7 +142,10 @@ class Request:
         self.handle: RadixNode | None = None  # its lock on the radix cache
         self.protected_pages = 0  # leading pages of its row that the radix cache owns
         self.cached_tokens = -1  # of its prompt, at its first admission; -1: never admitted
-        self.matched = (-1, 0)  # (tree epoch, pages): a remembered match is void once the epoch moved
+        self.matched: Found | None = None  # its prefix in the radix cache as last looked up, see ordering.matched
+        self.prefilled_before = 0  # Engine.prefilled_tokens when it arrived
+        self.bypassed = 0  # requests admitted before it since it waits, though they stood behind it in the line
+        self.behind: RequestId = -1  # the request that computes its prefix, when last it was put off for that
 
     @property
     def name(self) -> str:

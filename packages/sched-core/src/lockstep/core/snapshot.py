@@ -54,6 +54,12 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     cached_tokens: int
     row_pages: bytes
     row_outputs: bytes
+    tenant: str = ""
+    routing_key: str = ""
+    priority: int | None = None
+    prefilled_before: int = 0
+    bypassed: int = 0
+    behind: int = -1
 
 
 class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,6 +140,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     draining: bool
     drains: list[int]
     tokens_discarded: int
+    prefilled_tokens: int = 0
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -182,6 +189,7 @@ def dump(engine: Engine) -> bytes:
         draining=engine.draining,
         drains=list(engine.drains),
         tokens_discarded=engine.tokens_discarded,
+        prefilled_tokens=engine.prefilled_tokens,
     )
     return _encode(image)
 
@@ -234,7 +242,8 @@ def restore(data: bytes) -> Engine:
     engine.latency.sums = image.latency
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
-        "extended_at forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded"
+        "extended_at forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded "
+        "prefilled_tokens"
     ).split():
         setattr(engine, name, getattr(image, name))
     return engine
@@ -282,7 +291,7 @@ def _request(engine: Engine, image: RequestImage, nodes: dict[int, RadixNode]) -
             setattr(request, name, getattr(image, name))
     request.state = RequestState(image.state)
     request.handle = nodes[image.handle] if image.handle is not None else None
-    request.matched = (-1, 0)
+    request.matched = None
     if request.row >= 0:
         engine.memory.table.holders[request.row] = request
         _lay_row(engine.memory.table, request.row, image.row_pages, image.row_outputs)

@@ -48,7 +48,6 @@ def _refuse_unsupported(event: RequestArrived) -> None:
         ("session", event.session),
         ("spans", event.spans),
         ("parallel_samples", event.parallel_samples != 1),
-        ("priority", event.priority is not None),
         ("logprob_start", event.logprob_start is not None),
         ("transfer_room", event.transfer_room is not None),
         ("prompt", isinstance(event.prompt, TokenDigest)),

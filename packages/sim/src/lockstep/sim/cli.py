@@ -99,7 +99,11 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("max_queued_requests", _Or(click.INT, none=NONE), "waiting requests beyond this are rejected"),
     ("waiting_timeout_us", _Or(_Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
     ("running_timeout_us", _Or(_Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
-    ("schedule_policy", click.STRING, "order of the waiting line: fcfs or lpm"),
+    (
+        "schedule_policy",
+        click.STRING,
+        "order of the waiting line: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md",
+    ),
     ("schedule_conservativeness", click.FLOAT, "scales the output that running requests are expected to want"),
     ("chunk_target_us", _Or(_Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
@@ -119,6 +123,12 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
     ("force_stream_interval", click.INT, "the same for a request that does not stream"),
     ("eos_token_ids", click.INT, "the model's end tokens; give the option once for each"),
+    ("schedule_policy_version", click.STRING, "version that a policy of an installed package must have"),
+    ("schedule_seed", click.INT, "shuffles the line under policy random"),
+    ("schedule_low_priority_values_first", click.BOOL, "under policy priority, 0 goes before 1"),
+    ("default_priority_value", _Or(click.INT, none=NONE), "priority of requests that come without"),
+    ("prefix_deduplication", click.STRING, "requests whose prefix another one computes: off, last or defer"),
+    ("bypass_limit", _Or(click.INT, none=NONE), "requests from behind that may go before one that waits"),
 )
 
 
@@ -227,14 +237,14 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from lockstep.core.errors import ConfigError
+        from lockstep.core.errors import ConfigError, PolicyError
         from lockstep.core.journal import JournalError
         from lockstep.sim.cost import CapacityError, CatalogueError
         from lockstep.sim.workload import WorkloadError
 
         if isinstance(error, ConfigError | CatalogueError | CapacityError | WorkloadError):
             raise Refusal(error) from error
-        if isinstance(error, JournalError | OSError):
+        if isinstance(error, JournalError | OSError | PolicyError):
             raise Failure(error) from error
         raise
 
