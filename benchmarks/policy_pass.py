@@ -52,9 +52,9 @@ POLICIES = (*SGLANG_US, "spf", "priority", "random", "routing-key")
 def waiting_engine(policy: str, prompts: list[list[int]], waiting: int) -> Engine:
     """An engine in which one request runs and so many wait, their groups' prefixes cached."""
     engine = Engine(SchedConfig(schedule_policy=policy, page_size=PAGE_TOKENS, pages=65536, overlap_depth=0))
-    radix = engine.radix
+    radix = engine.memory.radix
     assert radix is not None
-    engine.table.reserve((SHARED_TOKENS + OWN_TOKENS) // PAGE_TOKENS, 0)
+    engine.memory.table.reserve((SHARED_TOKENS + OWN_TOKENS) // PAGE_TOKENS, 0)
     for i in range(GROUPS):
         prefix = np.array(prompts[i][:SHARED_TOKENS], np.int32).tobytes()
         pages = engine.memory.pool.alloc(SHARED_TOKENS // PAGE_TOKENS)
@@ -83,7 +83,7 @@ def arrival(request_id: int, prompt: list[int]) -> RequestArrived:
 def measure(policy: str, prompts: list[list[int]], waiting: int) -> dict[str, float]:
     """CPU us of one pass that admits nobody, by what happened before it."""
     engine = waiting_engine(policy, prompts, waiting)
-    radix = engine.radix
+    radix = engine.memory.radix
     assert radix is not None
     rng = np.random.default_rng(5)
 

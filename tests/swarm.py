@@ -66,6 +66,7 @@ EXPECTED_MARKS = (
     "retracted (forced)",
     "retracted (pages)",
     "retracted (pause)",
+    "retracted (prefix_failed)",
     "retracted (restart)",
     "retraction of a chunked request",
     "retraction with 1 tokens in flight",

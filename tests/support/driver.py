@@ -370,6 +370,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         page_size=page_size,
         pages=rng.choice([2, 3, rng.randint(2, 12), rng.randint(8, 80), max(2, 150 // page_size)]),
         radix_cache=radix,
+        same_step_sharing=radix and rng.random() < 0.3,
         radix_capacity_pages=rng.choice([None, None, 1, 5]) if radix else None,
         context_tokens_max=rng.choice([8, 60, 200, 10**6]),
         max_running_requests=rng.choice([1, 2, 4, 16]),
@@ -452,14 +453,16 @@ def crowded_config(rng: random.Random) -> SchedConfig:
         chunked_prefill_size=rng.choice([None, 16, 48]),
         max_prefill_tokens=rng.choice([64, 4096]),
         overlap_depth=rng.choice([0, 1, 2]),
+        same_step_sharing=rng.random() < 0.5,
         **_random_order(rng, radix=True),
     )
 
 
 def crowded_actions(rng: random.Random, count: int) -> list[Action]:
     """Many requests with long prompts that begin alike, and short outputs."""
-    names = rng.choices(["arrive", "ready", "finish", "wait", "cancel", "snapshot"], [3, 5, 4, 1, 0.2, 0.2], k=count)
-    return [_random_action(rng, name, 90, 4, 2) for name in names]
+    names = ["arrive", "ready", "finish", "wait", "cancel", "snapshot", "trouble"]
+    weights = [3, 5, 4, 1, 0.2, 0.2, rng.choice([0, 0.8])]
+    return [_random_action(rng, name, 90, 4, 2) for name in rng.choices(names, weights, k=count)]
 
 
 def random_actions(rng: random.Random, count: int) -> list[Action]:
@@ -472,7 +475,7 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
         "clock": rng.choice([0, 0, 1]),
         "cancel": rng.choice([0, 0, 1, 3]),
         "cancel_again": rng.choice([0, 0, 0.3]),
-        "trouble": rng.choice([0, 0, 0.5]),
+        "trouble": rng.choice([0, 0, 0.5, 2]),
         "control": rng.choice([0, 0, 0.5, 1]),
         "restart": rng.choice([0, 0, 0, 0.2]),
         "late": 0.1,

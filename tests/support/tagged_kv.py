@@ -192,7 +192,7 @@ class TaggedKv:
                 if new != story.tokens[start:stop]:
                     raise KvError(f"b{plan.batch_id}: r{row.request_id}[{start}:{stop}] is given the tokens {new}, "
                                   f"its own are {story.tokens[start:stop]}")  # fmt: skip
-                self._check_reads(plan, row, table, start)
+                row.failed = self._check_reads(plan, row, table, start)
             positions = np.arange(start, stop)
             cells = table[positions // page_size] * page_size + positions % page_size
             self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(story, stop)[start:stop]
@@ -290,13 +290,18 @@ class TaggedKv:
                         raise KvError(f"b{plan.batch_id} writes pages {sorted(shared)}, which row {other_index} of "
                                       f"b{launched.plan.batch_id} in flight uses")  # fmt: skip
 
-    def _check_reads(self, plan: BatchPlan, row: Row, table: Int64s, stop: int) -> None:
-        """Every cell below `stop` holds exactly this request's prefix."""
+    def _check_reads(self, plan: BatchPlan, row: Row, table: Int64s, stop: int) -> bool:
+        """Every cell below `stop` holds exactly this request's prefix.
+
+        Returns: whether it reads what a failed batch left, which only a row whose request has left already may do.
+        """
         page_size = self.config.page_size
         positions = np.arange(stop)
         found = self.cells[table[positions // page_size] * page_size + positions % page_size]
         expected = np.array(self._prefix_ids(self.stories[row.request_id], stop)[:stop], np.int32)
         wrong = np.flatnonzero(found != expected)
+        if wrong.size and not row.live and int(found[wrong[0]]) == GARBAGE:
+            return True
         if wrong.size:
             position = int(wrong[0])
             what = {NOTHING: "nothing was ever written", GARBAGE: "a failed batch wrote"}.get(
@@ -304,6 +309,7 @@ class TaggedKv:
             )
             raise KvError(f"b{plan.batch_id}: r{row.request_id} reads position {position} in page "
                           f"{table[position // page_size]}, where {what}")  # fmt: skip
+        return False
 
     def _spoil(self, plan: BatchPlan) -> None:
         """A batch failed: what its requests computed in it, and in batches behind it, is garbage."""

@@ -35,6 +35,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     page_size: int = 16  # tokens per KV page; a power of two
     pages: int = 4096  # KV pages in the pool
     radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
+    same_step_sharing: bool = False  # share a prompt's KV with whoever is launched behind it, before it is computed
     radix_capacity_pages: int | None = None  # cap on pages the radix cache may keep when nothing needs them
 
     # limits
@@ -118,6 +119,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
                 "every running request holds a row\nhint: leave request_rows unset"
             )
+        if not self.radix_cache and self.same_step_sharing:
+            raise ConfigError("`same_step_sharing` is on but `radix_cache` is off\nhint: drop one of the two")
         if not self.radix_cache and self.radix_capacity_pages is not None:
             raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
         if not self.radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
@@ -172,6 +175,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
     "vllm": {  # V1 0.33: one token budget, who runs first; allocate on demand, preempt the newest, to the front
         "page_size": 16,
+        "same_step_sharing": True,
         "batching": "running_first",
         "reserve": "on_demand",
         "retraction_policy": "newest",

@@ -74,7 +74,7 @@ from lockstep.core.support import Refused, accepted_prompt
 ONE = np.int32(1)
 
 OWN_OBSTACLES: frozenset[DeferReason] = frozenset()
-RetractReason = Literal["pages", "forced", "pause", "restart"]
+RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed"]
 
 
 class Obstacle(NamedTuple):
@@ -217,6 +217,9 @@ class Engine:
             self.extended_at = self.decode_launches
         self.in_flight.append(batch)
         step.commands.append(LaunchBatch(batch.plan))
+        if self.config.same_step_sharing:
+            for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
+                self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
         return False
 
     def _decode_goes_first(self) -> bool:
@@ -760,6 +763,7 @@ class Engine:
         self.in_flight.popleft()
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
+        self.memory.computed(plan.batch_id)
         if plan.extend_rows and self.memory.radix is not None:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
@@ -800,6 +804,10 @@ class Engine:
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self.finish(request, "error", step, flush=True)
+        banished = memory.banish_pending(batch.plan.batch_id)
+        for request in list(self.requests.values()) if banished else []:
+            if request.handle is not None and request.handle.number in banished:
+                self.retract(request, "prefix_failed", step)
 
     def _delivered(self, event: BatchFinished) -> InFlight:
         """The batch in flight that a result is of. Raises ContractError, changing nothing, when they do not match."""

@@ -434,7 +434,7 @@ class RequestRetracted(Decided, frozen=True, gc=False):
     output_tokens: int  # produced so far, all kept
     pages_freed: int  # returned to the pool, at once or when the batches in flight are done with them
     tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
-    reason: Literal["pages", "forced", "pause", "restart"] = "pages"
+    reason: Literal["pages", "forced", "pause", "restart", "prefix_failed"] = "pages"
 
 
 class RequestFinished(Decided, frozen=True, gc=False):

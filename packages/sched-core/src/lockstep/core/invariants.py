@@ -45,7 +45,10 @@ def check_quiescent(engine: Engine) -> None:
     _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
     _same("L9 locked pages", locked, 0)
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
-    owners = ((engine, "waiting held in_flight drains"), (engine.memory, "leases fenced_pages rewrites rows_taken"))
+    owners = (
+        (engine, "waiting held in_flight drains"),
+        (engine.memory, "leases fenced_pages rewrites rows_taken pending"),
+    )
     for owner, names in owners:
         for name in names.split():
             if getattr(owner, name):

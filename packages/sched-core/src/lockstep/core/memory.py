@@ -52,6 +52,14 @@ class Rewrite(NamedTuple):
     pages: Int32s
 
 
+class Pending(NamedTuple):
+    """KV that was shared when its batch was launched: what lies beyond the first `pages` of the path to `node`."""
+
+    batch_id: BatchId
+    node: RadixNode
+    pages: int
+
+
 class Memory:
     """The rows, the page pool and the radix cache of one engine, and what waits to come back to them."""
 
@@ -66,6 +74,7 @@ class Memory:
         self.fenced_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
+        self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
 
     # ------------------------------------------------------------------------------------------------- what can be had
 
@@ -222,13 +231,18 @@ class Memory:
             self.pool.free(pages)
         self.fenced_pages = []
         self.rewrites = []
+        self.pending = []
         if self.radix is not None:
             self.pool.free(self.radix.reset())
 
     # ------------------------------------------------------------------------------------------------------------ share
 
-    def publish(self, request: Request, computed: int, step: Step) -> None:
-        """Share a prompt's completed KV: insert its whole pages; where the tree had them already, use the tree's."""
+    def publish(self, request: Request, computed: int, step: Step, writer: BatchId | None = None) -> None:
+        """Share a prompt's KV: insert its whole pages; where the tree had them already, use the tree's.
+
+        It is complete, unless `writer` names the batch in flight that computes it: then only batches launched behind
+        that one may read it, which all of them are, and it is void if that one fails.
+        """
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
         if radix is None or pages <= request.protected_pages:
@@ -245,9 +259,30 @@ class Memory:
         radix.lock_node(node)
         if request.handle is not None:
             radix.unlock(request.handle)
+        if writer is not None and already < pages:
+            self.pending.append(Pending(writer, node, already))
         request.handle = node
         request.protected_pages = pages
         self._trim(step)
+
+    def computed(self, batch_id: BatchId) -> None:
+        """A batch is collected: what it was to compute is there."""
+        if self.pending:
+            self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
+
+    def banish_pending(self, batch_id: BatchId) -> list[int]:
+        """A batch failed: nobody may find what it was to compute. Numbers of the radix nodes that this concerns."""
+        banished: list[int] = []
+        if self.radix is not None:
+            for pending in self.pending:
+                if pending.batch_id == batch_id:
+                    banished += [node.number for node in self.radix.banish(pending.node, pending.pages)]
+        self.computed(batch_id)
+        self.leases = [
+            lease._replace(publish=False) if lease.handle is not None and lease.handle.number in banished else lease
+            for lease in self.leases
+        ]
+        return banished
 
     def flush(self, step: Step) -> None:
         """Empty the radix cache of what nobody holds."""

@@ -56,6 +56,7 @@ class RadixNode:
     """One edge of the tree, and the handle to the path that ends with it. Only RadixCache changes it."""
 
     __slots__ = (
+        "banished",
         "children",
         "handles",
         "key",
@@ -83,6 +84,7 @@ class RadixNode:
         self.tick = 0  # of its last use
         self.handles = 0  # locks taken on this very node
         self.lock_count = 0  # locks taken on it or below
+        self.banished = False  # no match may find it: what it holds was never computed
         self.queued = False  # whether it has an entry in the queue of leaves
         self.version = 0  # rises with every change that can alter a match ending here; not kept in a dump
 
@@ -173,7 +175,12 @@ class RadixCache:
         if root is None:
             return Found(self.nowhere, self.nowhere.version, 0)
         start = root
-        if known is not None and known.node.stop == known.pages and known.node.parent is not None:
+        if (
+            known is not None
+            and known.node.stop == known.pages
+            and known.node.parent is not None
+            and not known.node.banished
+        ):
             start = known.node  # still in the tree, with the same path above it
         node, pages = self._descend(start, tokens, min(max_pages, len(tokens) // self._page_bytes))
         return Found(node, node.version, pages)
@@ -189,11 +196,8 @@ class RadixCache:
 
     def walk(self) -> Iterator[RadixNode]:
         """Every node, roots too: parents before children, siblings in insertion order."""
-        stack = list(reversed(self._roots.values()))
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(reversed(node.children.values()))
+        for root in self._roots.values():
+            yield from _below(root)
 
     # ---- hold
 
@@ -308,14 +312,44 @@ class RadixCache:
         """Evict everything that is not locked; as `evict`."""
         return self.evict(self.evictable_pages)
 
+    def banish(self, node: RadixNode, pages: int) -> list[RadixNode]:
+        """Hide what lies beyond the first `pages` of the path to `node`, and all below it, from every later match.
+
+        For KV that was shared before it was computed, and never was. Locks hold as before; the pages come back by
+        eviction. Returns the nodes that were hidden just now.
+        """
+        if node.banished:
+            return []
+        while node.parent is not None and node.parent.stop > pages:
+            node = node.parent
+        parent = node.parent
+        assert parent is not None
+        assert parent.stop == pages
+        del parent.children[self._child_key(node)]
+        parent.version += 1
+        nodes = list(_below(node))
+        for one in nodes:
+            one.banished = True
+            one.version += 1
+        parent.children[self._child_key(node)] = node
+        self.epoch += 1
+        return nodes
+
+    def _child_key(self, node: RadixNode) -> bytes:
+        """Under which its parent files it: its first page, or something no prompt can ask for."""
+        parent = node.parent
+        if node.banished and parent is not None and not parent.banished:
+            return b"banished %d" % node.number + bytes(self._page_bytes)
+        return node.key[: self._page_bytes]
+
     # ---- snapshot
 
     def dump(self) -> dict[str, Any]:
         """The state in builtins. Handles are kept under `node.number`."""
-        trees: dict[str, list[tuple[int, int, int, int, bytes, bytes]]] = {}
+        trees: dict[str, list[tuple[int, int, int, int, bytes, bytes, bool]]] = {}
         for node in self.walk():
             parent = -1 if node.parent is None else node.parent.number
-            row = (node.number, parent, node.tick, node.handles, node.key, node.pages.tobytes())
+            row = (node.number, parent, node.tick, node.handles, node.key, node.pages.tobytes(), node.banished)
             trees.setdefault(node.namespace, []).append(row)
         return {
             "page_tokens": self.page_tokens,
@@ -332,14 +366,14 @@ class RadixCache:
         cache = cls(state["page_tokens"], state["capacity_pages"])
         nodes: dict[int, RadixNode] = {}
         for namespace, rows in state["trees"]:
-            for number, parent_number, tick, handles, key, pages in rows:
+            for number, parent_number, tick, handles, key, pages, banished in rows:
                 parent = nodes.get(parent_number)
                 node = RadixNode(number, parent, namespace, key, np.frombuffer(pages, dtype=np.int32).copy())
-                node.tick, node.handles = tick, handles
+                node.tick, node.handles, node.banished = tick, handles, banished
                 if parent is None:
                     cache._roots[namespace] = node
                 else:
-                    parent.children[key[: cache._page_bytes]] = node
+                    parent.children[cache._child_key(node)] = node
                 nodes[number] = node
         for node in reversed(nodes.values()):  # children before parents
             node.lock_count = node.handles + sum(child.lock_count for child in node.children.values())
@@ -437,7 +471,7 @@ class RadixCache:
         """Take an evicted leaf out of the tree and cut its links, so that no reference cycle outlives it."""
         parent = leaf.parent
         assert parent is not None
-        del parent.children[leaf.key[: self._page_bytes]]
+        del parent.children[self._child_key(leaf)]
         leaf.parent = None
         leaf.version += 1
         self._settle(parent)
@@ -484,8 +518,8 @@ class RadixCache:
         if node.pages.base is not None:
             raise InvariantError(f"S10: the {count} pages of {node} are a view of another array")
         for first, child in node.children.items():
-            if child.parent is not node or child.key[: self._page_bytes] != first:
-                raise InvariantError(f"S10: {child} is not filed under {node} by its first page")
+            if child.parent is not node or self._child_key(child) != first:
+                raise InvariantError(f"S10: {child} is not filed under {node} where it belongs")
         if parent is None:
             if self._roots[node.namespace] is not node or count or node.stop:
                 raise InvariantError(f"S10: root {node} of {node.namespace!r} has {count} pages or a double")
@@ -503,3 +537,12 @@ class RadixCache:
             raise InvariantError(f"S9: {node} has {locks} handles in its subtree")
         if node.parent is not None and not node.children and not locks and not node.queued:
             raise InvariantError(f"S11: evictable leaf {node} is not queued")
+
+
+def _below(node: RadixNode) -> Iterator[RadixNode]:
+    """A node and all below it: parents before children, siblings in insertion order."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children.values()))

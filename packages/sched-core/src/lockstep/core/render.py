@@ -285,7 +285,8 @@ def _tree(node: RadixNode, depth: int, lines: list[str]) -> None:
     if node.parent is not None:
         tokens = np.frombuffer(node.key, np.int32).tolist()
         held = f", held {node.lock_count}" if node.lock_count else ""
-        lines.append(f"{'  ' * (depth - 1)}[{runs(tokens)}] pages {runs(node.pages.tolist())}{held}")
+        hidden = ", hidden" if node.banished else ""
+        lines.append(f"{'  ' * (depth - 1)}[{runs(tokens)}] pages {runs(node.pages.tolist())}{held}{hidden}")
     for child in node.children.values():
         _tree(child, depth + 1, lines)
 

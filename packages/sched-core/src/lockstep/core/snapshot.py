@@ -16,7 +16,7 @@ from lockstep.core.commands import BatchPlan, Mode, PageDeltas, RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import SamplingParams
-from lockstep.core.memory import Lease, Rewrite
+from lockstep.core.memory import Lease, Pending, Rewrite
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import EMPTY_COHORT, Cohort, Request, RequestState, RequestTable
@@ -123,6 +123,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     leases: list[LeaseImage]
     fenced_pages: list[tuple[int, bytes]]
     rewrites: list[tuple[int, int, bytes]]
+    pending: list[tuple[int, int, int]]
     ratio: float
     latency: list[float]
     batch_is_full: bool
@@ -172,6 +173,7 @@ def dump(engine: Engine) -> bytes:
         leases=[_lease_image(engine, lease) for lease in memory.leases],
         fenced_pages=[(fence, pages.tobytes()) for fence, pages in memory.fenced_pages],
         rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in memory.rewrites],
+        pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in memory.pending],
         ratio=engine.ratio.value,
         latency=engine.latency.sums,
         batch_is_full=engine.batch_is_full,
@@ -238,6 +240,7 @@ def restore(data: bytes) -> Engine:
     engine.in_flight.extend(_batch(engine, batch) for batch in image.in_flight)
     memory.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
     memory.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
+    memory.pending = [Pending(batch_id, nodes[number], pages) for batch_id, number, pages in image.pending]
     engine.ratio.value = image.ratio
     engine.latency.sums = image.latency
     for name in (

@@ -92,6 +92,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("page_size", click.INT, "tokens per KV page, a power of two"),
     ("pages", click.INT, "KV pages in the pool  [default: what fits beside the weights]"),
     ("radix_cache", click.BOOL, "keep the KV of finished prompts for later requests with the same prefix"),
+    ("same_step_sharing", click.BOOL, "share a prompt's KV with whoever is launched behind it, before it is computed"),
     ("radix_capacity_pages", _Or(click.INT, none=NONE), "cap on pages the radix cache may keep"),
     ("context_tokens_max", click.INT, "prompt and output together, per request  [default: the model's context]"),
     ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
