@@ -23,7 +23,6 @@ from lockstep.core.events import (
     LaneReady,
     MediaEncoded,
     Observed,
-    OpenSession,
     Pause,
     PrefetchFinished,
     PromptSpan,
@@ -32,6 +31,7 @@ from lockstep.core.events import (
     RequestCancelled,
     RequestFinished,
     RequestRejected,
+    SwitchRole,
     TokenDigest,
     TokenIds,
     TokenRuns,
@@ -127,6 +127,14 @@ def test_late_cancel_of_an_unknown_id_is_ignored() -> None:
     assert not step.commands
 
 
+def test_namespace_with_a_zero_character_is_rejected() -> None:
+    """It would reach into what the core appends to a namespace, such as the version of the weights."""
+    (rejected,) = Engine(CONFIG).step(arrived(0, namespace="x\0001")).decided
+    assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "bad_request"
+    assert "`namespace` holds a zero character" in rejected.message
+
+
 # ------------------------------------------------------------------------------------------------- admission
 
 
@@ -174,7 +182,6 @@ UNSUPPORTED: dict[str, object] = {
     "kind": "embed",
     "grammar": Grammar("regex", "a+", b""),
     "adapter": "law",
-    "session": "s",
     "spans": (PromptSpan(0, 1, "image", b""),),
     "parallel_samples": 2,
     "logprob_start": 0,
@@ -197,9 +204,9 @@ def test_unsupported_field_is_rejected_by_its_name(field: str) -> None:
 
 
 def test_unsupported_control_is_answered_with_its_name() -> None:
-    step = Engine(CONFIG).step(ControlRequested(0, 3, OpenSession("s", 100)))
+    step = Engine(CONFIG).step(ControlRequested(0, 3, SwitchRole("decode")))
     (answer,) = step.commands
-    assert "OpenSession is not supported yet" in msgspec.structs.astuple(answer)
+    assert "SwitchRole is not supported yet" in msgspec.structs.astuple(answer)
 
 
 # ------------------------------------------------------------------------------------------------- plans and memory

@@ -13,11 +13,17 @@ from lockstep.core.commands import (
     Command,
     ControlAnswered,
     FinishRequest,
+    FreezeHeap,
     LaunchBatch,
     ProposeBatch,
     RejectRequest,
+    ReleaseDeviceMemory,
+    ResumeDeviceMemory,
+    StartProfile,
     Step,
+    StopProfile,
     StreamTokens,
+    SwapWeights,
 )
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
@@ -32,6 +38,7 @@ from lockstep.core.events import (
     Drain,
     EngineRestarted,
     LaneReady,
+    MemorySwitched,
     Observed,
     PagesEvicted,
     PrefillCompleted,
@@ -42,7 +49,11 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    SessionClosed,
+    SessionYielded,
     TokenRuns,
+    TurnStarted,
+    WeightsSwapped,
 )
 from lockstep.core.render import (
     Names,
@@ -87,6 +98,11 @@ DECIDED = {
     "finished a with 7 output tokens (length)": RequestFinished(0, 0, "length", 7, 0),
     "evicted 1 page (decode)": PagesEvicted(0, 1, "decode"),
     "skipped a decode: 1 page short, 2 on the way back": DecodeSkipped(0, 1, 2),
+    "started a in session s with 9 prompt tokens, 5 of the session, at most 1 output token": TurnStarted(
+        0, 0, "s", 5, 9, 1
+    ),
+    "session s yielded 1 page": SessionYielded(0, "s", 1),
+    "closed session s with 12 tokens (timeout)": SessionClosed(0, "s", 12, "timeout"),
 }
 
 
@@ -133,6 +149,12 @@ COMMANDS: dict[str, Command] = {
     "answered drain 4: done": ControlAnswered(4, True),
     "answered control 5: refused, not idle": ControlAnswered(5, False, "not idle"),
     "ProposeBatch(round=1, counts=(3, 1, 1, 0))": ProposeBatch(1, (3, 1, 1, 0)),
+    "swap weights to version 2 from file": SwapWeights(2, "file"),
+    "give back the memory of kv_cache, weights": ReleaseDeviceMemory(("kv_cache", "weights")),
+    "take the memory of weights again": ResumeDeviceMemory(("weights",)),
+    "start the profiler": StartProfile(),
+    "stop the profiler": StopProfile(),
+    "freeze the heap": FreezeHeap(),
 }
 
 
@@ -148,6 +170,11 @@ OBSERVED: dict[str, Observed] = {
     "batch b3 finished with error: lost": BatchFinished(0, 3, error="lost"),
     "asked drain 4": ControlRequested(0, 4, Drain()),
     "restarted as generation 2": EngineRestarted(0, 2),
+    "weights 2 swapped": WeightsSwapped(0, 2),
+    "weights 2 not swapped: torn": WeightsSwapped(0, 2, "torn"),
+    "memory of kv_cache given back": MemorySwitched(0, ("kv_cache",), True),
+    "memory of kv_cache taken again": MemorySwitched(0, ("kv_cache",), False),
+    "memory of kv_cache not switched: full": MemorySwitched(0, ("kv_cache",), False, "full"),
     "LaneReady(time_us=0, microbatch=0)": LaneReady(0),
 }
 

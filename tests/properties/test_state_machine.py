@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.support.driver import CONTROLS, STOP_TOKEN, Driver, random_config
+from tests.support.driver import CONTROLS, SESSIONS, STOP_TOKEN, Driver, random_config
 
 small = st.integers(min_value=0, max_value=25)
 
@@ -88,6 +88,31 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(index=st.integers(min_value=0, max_value=len(CONTROLS) - 1))
     def control(self, index: int) -> None:
         self.do("control", index)
+
+    @rule(choice=small, capacity=st.sampled_from([20, 1000]), timeout=st.none() | small, branch=st.booleans())
+    def open_session(self, choice: int, capacity: int, timeout: int | None, branch: bool) -> None:
+        self.do("session_open", choice, capacity, timeout, branch)
+
+    @rule(
+        session=st.sampled_from(SESSIONS),
+        tokens=st.integers(min_value=1, max_value=12),
+        max_new=st.integers(min_value=1, max_value=8),
+        start=st.none() | small,
+    )
+    def take_turn(self, session: str, tokens: int, max_new: int, start: int | None) -> None:
+        self.do("arrive", 1, tokens, max_new, {"session": session, "session_start": start})
+
+    @rule(choice=small)
+    def close_session(self, choice: int) -> None:
+        self.do("session_close", choice)
+
+    @rule(choice=small)
+    def cancel_many(self, choice: int) -> None:
+        self.do("cancel_many", choice)
+
+    @rule(error=st.sampled_from(["", "", "no room"]))
+    def order_done(self, error: str) -> None:
+        self.do("order_done", error)
 
     @rule()
     def restart(self) -> None:

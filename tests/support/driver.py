@@ -21,26 +21,38 @@ from lockstep.core.commands import (
     BatchPlan,
     ControlAnswered,
     FinishRequest,
+    LaunchBatch,
     RejectRequest,
+    ReleaseDeviceMemory,
+    ResumeDeviceMemory,
     Step,
     StreamTokens,
+    SwapWeights,
 )
 from lockstep.core.config import SCHEDULE_POLICIES, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdmissionDeferred,
     BatchFinished,
+    CancelAll,
+    CancelMany,
     ClockAdvanced,
+    CloseSession,
     Control,
     ControlRequested,
     DecodeSkipped,
     Drain,
     EngineRestarted,
     Flush,
+    FreezeGc,
+    GetState,
     LaneReady,
     Observed,
+    OpenSession,
     PagesEvicted,
     Pause,
+    Profile,
+    ReleaseMemory,
     RequestAdmitted,
     RequestArrived,
     RequestCancelled,
@@ -48,15 +60,54 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
     Resume,
+    ResumeMemory,
+    SessionClosed,
+    SessionYielded,
+    SetState,
+    SlowDown,
+    SwitchRole,
     TokenRuns,
+    TurnStarted,
+    UpdateWeights,
+    WeightsSwapped,
 )
+from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
 
 Action = tuple[Any, ...]
 
 STOP_TOKEN = 7
 TOKEN_BASE = 1_000_000
-CONTROLS: tuple[Control, ...] = (Flush(), Pause("in_place"), Pause("retract"), Pause("cancel"), Resume(), Drain())
+CONTROLS: tuple[Control, ...] = (
+    Flush(),
+    Pause("in_place"),
+    Pause("retract"),
+    Pause("cancel"),
+    Resume(),
+    Drain(),
+    CancelAll(),
+    UpdateWeights(0, "w", "wait"),  # the driver gives versions
+    UpdateWeights(0, "w", "retract"),
+    UpdateWeights(0, "w", "cancel"),
+    UpdateWeights(0, "w", "in_place"),
+    ReleaseMemory(("kv_cache",)),
+    ReleaseMemory(("weights", "kv_cache")),
+    ResumeMemory(("weights", "kv_cache")),
+    ResumeMemory(("weights",)),
+    Profile("start", 2),
+    Profile("stop"),
+    FreezeGc(),
+    GetState(),
+    SetState("max_running_requests", 1),
+    SetState("max_running_requests", 2),
+    SetState("schedule_conservativeness", 0.02),
+    SetState("page_size", 8),
+    SlowDown(7),
+    SlowDown(0),
+    SwitchRole("decode"),
+)
+LETTING_GO = [CONTROLS.index(c) for c in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0))]
+SESSIONS = ("s", "t", "u")
 QUIESCENCE_STEPS_MAX = 20_000
 
 
@@ -83,6 +134,7 @@ class Driver:
     """One engine, a tagged KV pool behind it, and the stories of its requests."""
 
     def __init__(self, config: SchedConfig, *, check: bool = True) -> None:
+        self.config = config  # the first; settings may change on the way
         self.engine = Engine(config)
         self.kv = TaggedKv(config, self.token_at)
         self.check = check
@@ -90,6 +142,7 @@ class Driver:
         self.steps = 0
         self.stories: dict[int, Story] = {}
         self.voided: list[BatchPlan] = []  # in flight when the device was lost; their results may still come
+        self.orders: list[Order] = []  # about weights and memory, not answered yet
         self.controls: dict[int, str] = {}
         self.next_control = 0
         self.events: list[tuple[Observed, bytes]] = []
@@ -121,6 +174,9 @@ class Driver:
         finish_by = options.pop("finish_in_us", None)
         if finish_by is not None:
             options["finish_by_us"] = self.now_us + finish_by
+        start = options.get("session_start")
+        if start is not None and options["session"] in self.engine.sessions.open:
+            options["session_start"] = start % (self.engine.sessions.open[options["session"]].length + 1)
         eos = () if options.get("ignore_eos") else self.engine.config.eos_token_ids
         heeds_stop = STOP_TOKEN in (*eos, *options.get("stop_token_ids", ()))
         self.stories[request_id] = Story(tokens, max_new, stops_at, heeds_stop)
@@ -169,14 +225,49 @@ class Driver:
         self.now_us += us
 
     def control(self, index: int) -> None:
-        self.controls[self.next_control] = type(CONTROLS[index]).__name__
+        """Something other than tokens is asked for; weights come in ever newer versions, or now and then an old one."""
+        control = CONTROLS[index]
+        if isinstance(control, UpdateWeights):
+            newest = self.engine.maintenance.newest_version(self.engine)
+            control = msgspec.structs.replace(control, version=newest + (self.next_control % 7 > 0))
+        self.ask(control)
+
+    def ask(self, control: Control) -> None:
+        self.controls[self.next_control] = type(control).__name__
         self.next_control += 1
-        self.fold(ControlRequested(self.now_us, self.next_control - 1, CONTROLS[index]))
+        self.fold(ControlRequested(self.now_us, self.next_control - 1, control))
+
+    def cancel_many(self, choice: int) -> None:
+        live = list(self.engine.requests)
+        ids = [live[(choice + i) % len(live)] for i in range(2)] if live else []
+        self.left |= set(ids)
+        self.ask(CancelMany((*ids, 10**9)))
+
+    def session_open(self, choice: int, capacity: int, timeout: int | None, branch: bool) -> None:
+        parents = list(self.engine.sessions.open) if branch else []
+        parent = parents[choice % len(parents)] if parents else ""
+        part = choice % (self.engine.sessions.open[parent].length + 1) if parent and choice % 3 else None
+        self.ask(OpenSession(SESSIONS[choice % len(SESSIONS)], capacity, timeout, parent, part))
+
+    def session_close(self, choice: int) -> None:
+        self.ask(CloseSession(SESSIONS[choice % len(SESSIONS)]))
+
+    def order_done(self, error: str = "") -> None:
+        """The host answers the oldest order about weights or memory."""
+        if self.orders:
+            self.fold(answer_to(self.orders.pop(0), self.now_us, error))
+
+    def order_late(self) -> None:
+        """An order from before a restart is answered after all; it is void."""
+        if self.engine.generation:
+            self.marks.add("answer of an older generation ignored")
+            self.fold(WeightsSwapped(self.now_us, 1, generation=self.engine.generation - 1))
 
     def restart(self) -> None:
         """The device and everything in flight on it are gone."""
         self.marks.add("restart with work in flight" if self.kv.stream else "restart")
         self.voided += [launched.plan for launched in self.kv.stream]
+        self.orders = []
         self.fold(EngineRestarted(self.now_us, self.engine.generation + 1))
 
     def late(self) -> None:
@@ -211,8 +302,14 @@ class Driver:
                     self._ended(command.request_id, command.reason, command.output_tokens)
                 case RejectRequest():
                     self._ended(command.request_id, "rejected", 0)
-                case ControlAnswered(control_id):
-                    assert self.controls.pop(control_id, None), f"control {control_id} was answered twice"
+                case ControlAnswered(control_id, ok):
+                    name = self.controls.pop(control_id, None)
+                    assert name, f"control {control_id} was answered twice"
+                    self.marks.add(f"{name} done" if ok else f"{name} refused")
+                case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
+                    self.orders.append(command)
+                case LaunchBatch():
+                    assert not self.orders, f"launched while the host works on {self.orders}"
         self.kv.observe(event, step)
         self._hold_to_promises(step)
         self._mark(step, chunked)
@@ -229,6 +326,11 @@ class Driver:
                     older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, line)
                     line.insert(len(list(older)) if front else len(line), request_id)
                 case RequestAdmitted(_, request_id):
+                    if request_id not in line:  # it was held, and joined the line in this very step
+                        at = len(line)
+                        while at and line[at - 1] not in self.ran and line[at - 1] > request_id:
+                            at -= 1
+                        line.insert(at, request_id)
                     self.ran.add(request_id)
                     ahead = line[: line.index(request_id)]
                     line.remove(request_id)
@@ -274,10 +376,14 @@ class Driver:
         config = self.engine.config
         for event in step.decided:
             match event:
+                case TurnStarted():
+                    self.stories[event.request_id].prompt_tokens = event.prompt_tokens
                 case RequestRetracted(reason="pages"):
                     self.owed = True
                 case RequestAdmitted(_, request_id):
                     assert not self.owed, f"r{request_id} was admitted before the decode that others gave pages up for"
+                    active, most = self.engine.active, config.max_running_requests
+                    assert active <= most, f"S24: r{request_id} is admitted as one of {active}, at most {most} may run"
                 case RequestFinished(_, request_id, "out_of_kv"):
                     raise AssertionError(f"r{request_id} ended out_of_kv: entry lets nobody in who cannot go on alone")
         plan = step.launched()
@@ -327,6 +433,16 @@ class Driver:
                     self.marks.add("deferred (prefix)")
                 case DecodeSkipped():
                     self.marks.add("decode waits for fenced pages")
+                case SessionYielded():
+                    self.marks.add("session yielded")
+                case SessionClosed(_, _, _, reason):
+                    self.marks.add(f"session closed ({reason})")
+                case TurnStarted(_, request_id, name, kept):
+                    self.marks.add("turn started")
+                    if kept and kept < self.engine.sessions.open[name].length:
+                        self.marks.add("turn rewound")
+        if any(r.row >= 0 and self.engine.memory.is_stale(r.namespace) for r in self.engine.requests.values()):
+            self.marks.add("running across a change of weights")
         if self.engine.memory.leases:
             self.marks.add("row leased to work in flight")
         if self.engine.memory.fenced_pages:
@@ -334,25 +450,33 @@ class Driver:
 
     def settle(self) -> None:
         """Liveness mode: faults and arrivals stop, completions flow; everything must end, and leave nothing behind."""
-        self.do(("control", CONTROLS.index(Resume())))
+        for control in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0)):
+            self.do(("control", CONTROLS.index(control)))
         for _ in range(QUIESCENCE_STEPS_MAX):
-            if invariants.is_idle(self.engine):
+            if invariants.is_idle(self.engine) and not self.orders:
                 break
             self.now_us += 1
+            self.order_done()
+            in_flight = len(self.kv.stream)
             self.ready()
-            if len(self.kv.stream) > self.engine.config.overlap_depth or self.engine.launch_found_nothing:
+            if len(self.kv.stream) == in_flight:
                 self.finish()
         assert invariants.is_idle(self.engine), (
             f"L1: after {QUIESCENCE_STEPS_MAX} steps {list(self.engine.requests)} have not ended"
         )
         invariants.check_quiescent(self.engine)
+        for name in list(self.engine.sessions.open):
+            self.ask(CloseSession(name))
+        self.do(("control", CONTROLS.index(Flush())))
+        if self.check:
+            assert self.engine.memory.pool.free_count == self.engine.config.pages, "L9: a flush leaves pages behind"
         assert not self.controls, f"L8: never answered: {self.controls}"
         unended = [request_id for request_id, story in self.stories.items() if not story.ended]
         assert not unended, f"L1: no terminal event for {unended}"
 
     def replayed(self) -> None:
         """S35: the recorded events give the same digests in a fresh engine."""
-        engine = Engine(self.engine.config)
+        engine = Engine(self.config)
         for number, (event, digest) in enumerate(self.events):
             assert engine.step(event).digest == digest, f"S35: replay differs at event {number}, {event}"
 
@@ -397,6 +521,8 @@ def random_config(rng: random.Random) -> SchedConfig:
         force_stream_interval=rng.choice([2, 50]),
         eos_token_ids=rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8)]),
         **_random_order(rng, radix),
+        session_kv=rng.choice(["hold", "hold", "evictable"]),
+        max_sessions=rng.choice([2, 1024]),
     )
 
 
@@ -477,6 +603,11 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
         "cancel_again": rng.choice([0, 0, 0.3]),
         "trouble": rng.choice([0, 0, 0.5, 2]),
         "control": rng.choice([0, 0, 0.5, 1]),
+        "cancel_many": rng.choice([0, 0, 0.2]),
+        "session_open": rng.choice([0, 0.3, 0.6]),
+        "session_close": rng.choice([0, 0, 0.1]),
+        "order_done": rng.choice([0.3, 1, 3]),
+        "order_late": 0.05,
         "restart": rng.choice([0, 0, 0, 0.2]),
         "late": 0.1,
         "snapshot": rng.choice([0, 0, 0.3]),
@@ -484,11 +615,14 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
     longest = rng.choice([3, 3, 20, 70])
     most_outputs = rng.choice([3, 40, 120])
     bases = rng.choice([1, 2, 50])
+    sessions = rng.choice([0.1, 0.6]) if weights["session_open"] else 0.0  # share of the arrivals that are turns
     names = rng.choices(list(weights), list(weights.values()), k=count)
-    return [_random_action(rng, name, longest, most_outputs, bases) for name in names]
+    return [_random_action(rng, name, longest, most_outputs, bases, sessions) for name in names]
 
 
-def _random_action(rng: random.Random, name: str, longest: int, most_outputs: int, bases: int) -> Action:
+def _random_action(
+    rng: random.Random, name: str, longest: int, most_outputs: int, bases: int, sessions: float = 0.0
+) -> Action:
     match name:
         case "arrive":
             options: dict[str, Any] = {"stream": rng.random() < 0.8, "ignore_eos": rng.random() < 0.2}
@@ -509,17 +643,26 @@ def _random_action(rng: random.Random, name: str, longest: int, most_outputs: in
                 options["priority"] = rng.randint(-1, 2)
                 options["routing_key"] = rng.choice(["", "a", "b"])
                 options["tenant"] = options["routing_key"]
+            if rng.random() < sessions:
+                options["session"] = rng.choice(SESSIONS)
+                if rng.random() < 0.3:
+                    options["session_start"] = rng.randrange(100)
             tokens = rng.randint(0 if rng.random() < 0.02 else 1, longest)
             max_new = rng.choice([1, rng.randint(1, most_outputs), rng.randint(1, most_outputs)])
             return ("arrive", 1 + 1000 * rng.randrange(bases), tokens, max_new, options)
-        case "cancel" | "cancel_again":
+        case "cancel" | "cancel_again" | "cancel_many" | "session_close":
             return (name, rng.randrange(100))
+        case "session_open":
+            capacity, timeout = rng.choice([1, 20, 60, 1000]), rng.choice([None, None, 30])
+            return (name, rng.randrange(100), capacity, timeout, rng.random() < 0.3)
+        case "order_done":
+            return (name, "no room" if rng.random() < 0.1 else "")
         case "trouble":
             return ("finish", rng.choice(["error", "invalid", "text_stop"]), rng.randrange(100))
         case "wait" | "clock":
             return (name, rng.randint(0, 25))
         case "control":
-            return (name, rng.choice([*range(len(CONTROLS)), CONTROLS.index(Resume()), CONTROLS.index(Resume())]))
+            return (name, rng.choice([*range(len(CONTROLS)), *LETTING_GO * 2]))
         case _:
             return (name,)
 

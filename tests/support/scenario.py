@@ -23,6 +23,12 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     cancel a, cancel r17          RequestCancelled, of the newest request of that name or of an id
     at 5ms, clock 5ms             the next facts happen at 5 ms; the same and a ClockAdvanced
     flush, drain, resume, pause [in_place|retract|cancel]        ControlRequested
+    abort a r7, abort all         CancelMany of exactly these, CancelAll
+    update 2 [wait|retract|cancel|in_place]     UpdateWeights to version 2
+    release kv_cache weights, retake kv_cache   ReleaseMemory, ResumeMemory
+    done [ERROR]                  the host answers the oldest order about weights or memory
+    profile start [3], profile stop, freeze, slow 5ms, set NAME VALUE, stats, switch_role decode
+    open s capacity=20 timeout=5ms parent=p parent_tokens=4, close s    sessions; `add ... session=s session_start=4`
     restart                       EngineRestarted with the next generation
     stale                         a result of the generation before arrives late
     snapshot                      the engine is dumped, restored and goes on
@@ -30,8 +36,8 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
 RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`. A token not
 given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
-Commands that print: pages, tree, table, queue, flight, owners, counts, plan (the newest). `show streams` (or queued,
-prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
+Commands that print: pages, tree, table, queue, flight, owners, counts, sessions, plan (the newest). `show streams` (or
+queued, prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
 
 `finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
 `finish N`.
@@ -59,32 +65,50 @@ from lockstep.core.commands import (
     FinishRequest,
     LaunchBatch,
     RejectRequest,
+    ReleaseDeviceMemory,
+    ResumeDeviceMemory,
     Step,
     StreamTokens,
+    SwapWeights,
 )
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     BatchFinished,
+    CancelAll,
+    CancelMany,
     ClockAdvanced,
+    CloseSession,
     Control,
     ControlRequested,
     Decided,
     Drain,
     EngineRestarted,
     Flush,
+    FreezeGc,
+    GetState,
     LaneReady,
+    MemorySwitched,
     Observed,
+    OpenSession,
     PagesEvicted,
     Pause,
     PrefillCompleted,
+    Profile,
+    ReleaseMemory,
     RequestArrived,
     RequestCancelled,
     RequestId,
     RequestQueued,
     Resume,
+    ResumeMemory,
+    SetState,
+    SlowDown,
+    SwitchRole,
     TokenIds,
     TokenRuns,
+    UpdateWeights,
+    WeightsSwapped,
 )
 from lockstep.core.render import (
     Names,
@@ -95,6 +119,7 @@ from lockstep.core.render import (
     pages_line,
     plan_lines,
     queue_line,
+    session_lines,
     table_lines,
     tree_lines,
 )
@@ -103,6 +128,9 @@ from tests.support.tagged_kv import TaggedKv, pure_token
 RULE = "----"
 ROUNDS_MAX = 2000
 WAITS_FOR = "waits for:"
+
+
+Order = SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory
 
 
 class ScenarioError(Exception):
@@ -186,6 +214,7 @@ class Run:
         self.next_control = 0
         self.shown: set[str] = set()
         self.voided: list[tuple[BatchPlan, int]] = []
+        self.orders: list[Order] = []  # about weights and memory, not answered yet
         self.newest_plan: BatchPlan | None = None
         self.started = False
 
@@ -210,6 +239,7 @@ class Run:
         self.decisions += step.decided
         self._note_transitions(states, step)
         self.newest_plan = step.launched() or self.newest_plan
+        self.orders += [command for command in step.commands if isinstance(command, Order)]
         invariants.check(self.engine)
         return step
 
@@ -344,8 +374,63 @@ class Run:
     def do_pause(self, words: list[str]) -> list[str]:
         return self._control(msgspec.convert(["Pause", *words], Pause))
 
+    def do_abort(self, words: list[str]) -> list[str]:
+        if words == ["all"]:
+            return self._control(CancelAll())
+        ids = [self.ids[word] if word in self.ids else int(word.removeprefix("r")) for word in words]
+        return self._control(CancelMany(tuple(ids)))
+
+    def do_update(self, words: list[str]) -> list[str]:
+        return self._control(
+            msgspec.convert(["UpdateWeights", int(words[0]), f"v{words[0]}", *words[1:]], UpdateWeights)
+        )
+
+    def do_release(self, words: list[str]) -> list[str]:
+        return self._control(ReleaseMemory(tuple(words)))
+
+    def do_retake(self, words: list[str]) -> list[str]:
+        return self._control(ResumeMemory(tuple(words)))
+
+    def do_done(self, words: list[str]) -> list[str]:
+        if not self.orders:
+            raise ScenarioError("nothing about weights or memory was ordered")
+        return self._say(self.fold(answer_to(self.orders.pop(0), self.now_us, " ".join(words))))
+
+    def do_profile(self, words: list[str]) -> list[str]:
+        return self._control(msgspec.convert(["Profile", words[0], *map(int, words[1:])], Profile))
+
+    def do_freeze(self, words: list[str]) -> list[str]:
+        return self._control(FreezeGc())
+
+    def do_stats(self, words: list[str]) -> list[str]:
+        return self._control(GetState())
+
+    def do_set(self, words: list[str]) -> list[str]:
+        name, text = words
+        value = None if text == "none" else float(text) if "." in text else int(text)
+        return self._control(SetState(name, value))
+
+    def do_slow(self, words: list[str]) -> list[str]:
+        return self._control(SlowDown(us(words[0])))
+
+    def do_switch_role(self, words: list[str]) -> list[str]:
+        return self._control(msgspec.convert(["SwitchRole", *words], SwitchRole))
+
+    def do_open(self, words: list[str]) -> list[str]:
+        name, *settings = words
+        fields: dict[str, Any] = {"capacity_tokens": 1000}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            key = {"capacity": "capacity_tokens", "timeout": "timeout_us"}.get(key, key)
+            fields[key] = us(value) if key == "timeout_us" else int(value) if value.isdecimal() else value
+        return self._control(OpenSession("" if name == "none" else name, **fields))
+
+    def do_close(self, words: list[str]) -> list[str]:
+        return self._control(CloseSession(words[0]))
+
     def do_restart(self, words: list[str]) -> list[str]:
         self.voided = [(launched.plan, self.engine.generation) for launched in self.kv.stream]
+        self.orders = []
         return self._say(self.fold(EngineRestarted(self.now_us, self.engine.generation + 1)))
 
     def do_stale(self, words: list[str]) -> list[str]:
@@ -385,6 +470,9 @@ class Run:
 
     def do_plan(self, words: list[str]) -> list[str]:
         return plan_lines(self.newest_plan, self.names) if self.newest_plan is not None else ["plan none yet"]
+
+    def do_sessions(self, words: list[str]) -> list[str]:
+        return session_lines(self.engine, self.names)
 
     def do_counts(self, words: list[str]) -> list[str]:
         cached = (
@@ -570,6 +658,13 @@ def config_of(words: list[str]) -> SchedConfig:
         else:
             values[name] = int(value) if value.isdecimal() else value
     return SchedConfig(**values)
+
+
+def answer_to(order: Order, time_us: int, error: str = "") -> WeightsSwapped | MemorySwitched:
+    """What a host answers to an order about weights or memory."""
+    if isinstance(order, SwapWeights):
+        return WeightsSwapped(time_us, order.version, error, order.generation)
+    return MemorySwitched(time_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)
 
 
 def result_of(words: list[str]) -> Result:

@@ -23,17 +23,30 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import BatchPlan, LaunchBatch, Step
+from lockstep.core.commands import (
+    BatchPlan,
+    ControlAnswered,
+    LaunchBatch,
+    ReleaseDeviceMemory,
+    ResumeDeviceMemory,
+    Step,
+    SwapWeights,
+)
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import (
     BatchFinished,
     BatchId,
+    ControlRequested,
     EngineRestarted,
     Observed,
+    OpenSession,
     RequestArrived,
     RequestFinished,
     RequestId,
     RequestRetracted,
+    SessionClosed,
+    TurnStarted,
+    WeightsSwapped,
 )
 from lockstep.core.requests import Int32s, Int64s, prompt_bytes
 
@@ -61,6 +74,7 @@ class Row:
     table: list[int] = field(default_factory=list)
     reach: int = 0  # positions that plans have claimed so far
     live: bool = True  # its request has not left yet
+    prefix_ids: list[int] = field(default_factory=list)  # what its cells must hold
     newest: tuple[int, int] | None = None  # position and token of the newest sample
     failed: bool = False  # a batch that named it failed; what it computes from then on is garbage
 
@@ -71,7 +85,8 @@ class Story:
 
     namespace: str
     tokens: list[int]
-    prefix_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int
+    session: str = ""
 
 
 @dataclass
@@ -99,6 +114,8 @@ class TaggedKv:
         self.forwards = 0
         self.rows: dict[int, Row] = {}
         self.stories: dict[RequestId, Story] = {}
+        self.sessions: dict[str, list[int]] = {}  # what each open session keeps
+        self.opening: dict[int, OpenSession] = {}  # by control id
         self.cells: Int32s = np.full(config.pages * config.page_size, NOTHING, np.int32)
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
@@ -114,14 +131,31 @@ class TaggedKv:
                 self.arrived(event)
             case EngineRestarted():
                 self.restart(event.generation)
+            case WeightsSwapped() if event.generation == self.generation and not event.error:
+                self.weights = event.version
+            case ControlRequested(_, control_id, OpenSession() as opening):
+                self.opening[control_id] = opening
             case BatchFinished() if event.generation == self.generation:
                 self.deliver(event.batch_id)
         for decided in step.decided:
-            if isinstance(decided, RequestFinished | RequestRetracted):
-                self.leave(decided.request_id)
+            match decided:
+                case RequestFinished():
+                    self._turn_ended(decided)
+                    self.leave(decided.request_id)
+                case RequestRetracted():
+                    self.leave(decided.request_id)
+                case TurnStarted():
+                    self._turn_started(decided)
+                case SessionClosed():
+                    self._session_closed(decided.session)
         for command in step.commands:
-            if isinstance(command, LaunchBatch):
-                self.launch(command.plan)
+            match command:
+                case LaunchBatch(plan):
+                    self.launch(plan)
+                case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
+                    self._check_order(command)
+                case ControlAnswered(control_id, True) if control_id in self.opening:
+                    self._session_opened(self.opening.pop(control_id))
 
     def arrived(self, event: RequestArrived) -> None:
         """Learn a request's prompt."""
@@ -129,7 +163,40 @@ class TaggedKv:
             tokens = np.frombuffer(prompt_bytes(event.prompt), np.int32).tolist()
         except ValueError:
             return  # malformed; the engine rejects it
-        self.stories[event.request_id] = Story(event.namespace, tokens)
+        self.stories[event.request_id] = Story(event.namespace, tokens, len(tokens), event.session)
+
+    def _session_opened(self, opening: OpenSession) -> None:
+        self.sessions[opening.session] = list(self.sessions.get(opening.parent, []))[: opening.parent_tokens]
+
+    def _session_closed(self, name: str) -> None:
+        del self.sessions[name]
+        for story in self.stories.values():
+            if story.session == name:
+                story.session = ""  # another session may come to be called so
+
+    def _turn_started(self, started: TurnStarted) -> None:
+        """A turn's prompt is known: what the session keeps, and its own."""
+        story = self.stories[started.request_id]
+        story.tokens = self.sessions[started.session][: started.kept_tokens] + story.tokens
+        story.prompt_tokens = len(story.tokens)
+        if len(story.tokens) != started.prompt_tokens:
+            raise KvError(f"r{started.request_id} starts with {started.prompt_tokens} tokens, not {len(story.tokens)}")
+
+    def _turn_ended(self, finished: RequestFinished) -> None:
+        """What a completed turn leaves is the session's."""
+        story = self.stories[finished.request_id]
+        if story.session in self.sessions and finished.reason in ("length", "stop", "text_stop", "grammar"):
+            self.sessions[story.session] = story.tokens[: story.prompt_tokens + finished.output_tokens]
+
+    def _check_order(self, command: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
+        """Nothing runs while weights or memory change."""
+        if self.stream:
+            raise KvError(f"{command} with {len(self.stream)} batches on the stream")
+        if isinstance(command, ReleaseDeviceMemory):
+            if any(row.live for row in self.rows.values()):
+                raise KvError(f"{command} while requests hold rows")
+            if "kv_cache" in command.tags:
+                self.cells.fill(NOTHING)
 
     def leave(self, request_id: RequestId) -> None:
         """A request left its row; plans in flight may still name it, new ones may not."""
@@ -195,7 +262,7 @@ class TaggedKv:
                 row.failed = self._check_reads(plan, row, table, start)
             positions = np.arange(start, stop)
             cells = table[positions // page_size] * page_size + positions % page_size
-            self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(story, stop)[start:stop]
+            self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(row, story, stop)[start:stop]
         tokens = [token for i in plan.sample_rows.tolist() for token in (*sampled.get(i, ()), self._sample(plan, i))]
         launched.executed, launched.tokens = True, np.array(tokens, np.int32)
         self.forwards += 1
@@ -298,7 +365,7 @@ class TaggedKv:
         page_size = self.config.page_size
         positions = np.arange(stop)
         found = self.cells[table[positions // page_size] * page_size + positions % page_size]
-        expected = np.array(self._prefix_ids(self.stories[row.request_id], stop)[:stop], np.int32)
+        expected = np.array(self._prefix_ids(row, self.stories[row.request_id], stop)[:stop], np.int32)
         wrong = np.flatnonzero(found != expected)
         if wrong.size and not row.live and int(found[wrong[0]]) == GARBAGE:
             return True
@@ -348,8 +415,8 @@ class TaggedKv:
         row.newest = (position, token)
         return token
 
-    def _prefix_ids(self, story: Story, stop: int) -> list[int]:
-        ids = story.prefix_ids
+    def _prefix_ids(self, row: Row, story: Story, stop: int) -> list[int]:
+        ids = row.prefix_ids
         for token in story.tokens[len(ids) : stop]:
             before: object = ids[-1] if ids else (story.namespace, self.weights)
             ids.append(self._interned.setdefault((before, token), len(self._interned)))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams
+from lockstep.core.stats import Stats
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -239,18 +240,49 @@ class EncodeMedia(msgspec.Struct, frozen=True):
 
 
 class SwapWeights(msgspec.Struct, frozen=True):
-    """Load weights; nothing is in flight, or the mode allowed it."""
+    """Load weights; nothing is in flight, and nothing is launched before the answer. Answered by WeightsSwapped.
+
+    Where loading fails, the weights before must be in place again, or the engine restarts.
+    """
 
     version: int
     source: str
+    generation: int = 0
+
+
+class ReleaseDeviceMemory(msgspec.Struct, frozen=True):
+    """Give the memory behind `tags` back; nothing is in flight and no KV is needed. Answered by MemorySwitched."""
+
+    tags: tuple[str, ...]
+    generation: int = 0
+
+
+class ResumeDeviceMemory(msgspec.Struct, frozen=True):
+    """Take the memory behind `tags` again, at the same addresses. Answered by MemorySwitched."""
+
+    tags: tuple[str, ...]
+    generation: int = 0
+
+
+class StartProfile(msgspec.Struct, frozen=True):
+    """Start the device's profiler, before the next launch."""
+
+
+class StopProfile(msgspec.Struct, frozen=True):
+    """Stop the profiler behind every batch launched so far, and write what it saw."""
+
+
+class FreezeHeap(msgspec.Struct, frozen=True):
+    """Collect garbage once, then leave what lives out of later collections."""
 
 
 class ControlAnswered(msgspec.Struct, frozen=True):
-    """Answer a ControlRequested: done, or refused with the reason."""
+    """Answer a ControlRequested: done, or refused with the reason. GetState is answered with `stats`."""
 
     control_id: int
     ok: bool
     message: str = ""
+    stats: Stats | None = None
 
 
 Command = (
@@ -269,6 +301,11 @@ Command = (
     | PrefetchFromStorage
     | EncodeMedia
     | SwapWeights
+    | ReleaseDeviceMemory
+    | ResumeDeviceMemory
+    | StartProfile
+    | StopProfile
+    | FreezeHeap
     | ControlAnswered
 )
 
@@ -281,6 +318,11 @@ class Step(msgspec.Struct):
     digest: bytes = b""  # chained over the logical decisions of this Step and all before it
     wake_at_us: int | None = None  # the host answers with ClockAdvanced, no earlier
     time_us: int = 0  # of the event
+
+    def wake_by(self, time_us: int) -> None:
+        """Ask to be woken at this time, or before."""
+        if self.wake_at_us is None or time_us < self.wake_at_us:
+            self.wake_at_us = time_us
 
     def launched(self) -> BatchPlan | None:
         """The plan this Step launches, if any."""

@@ -21,6 +21,7 @@ Batching = Literal["prefill_first", "mixed", "running_first"]
 Reserve = Literal["ratio", "on_demand", "full"]
 RetractionPolicy = Literal["length", "newest"]
 PrefixDeduplication = Literal["off", "last", "defer"]
+SessionKv = Literal["hold", "evictable"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
@@ -77,6 +78,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     default_priority_value: int | None = None  # priority of requests that come without; None: behind all others
     prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
     bypass_limit: int | None = 256  # requests from behind that may go before one that waits; None: any number (SGLang)
+    # sessions
+    session_kv: SessionKv = "hold"  # KV of a session between turns: held until pages lack, or evictable as any other
+    max_sessions: int = 1024  # sessions open at once
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -155,6 +159,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_deduplication": get_args(PrefixDeduplication),
+    "session_kv": get_args(SessionKv),
     "retracted_requeue": get_args(Requeue),
     "batching": get_args(Batching),
     "reserve": get_args(Reserve),
@@ -236,7 +241,7 @@ def _require_positive(config: SchedConfig) -> None:
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
         "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
-        "decode_steps_per_launch"
+        "decode_steps_per_launch max_sessions"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

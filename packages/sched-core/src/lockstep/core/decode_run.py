@@ -151,6 +151,10 @@ def _steady_launches(engine: Engine) -> int:
         or (engine.waiting and not engine.batch_is_full)
         or engine.prefilling is not None
         or engine.paused
+        or engine.maintenance.jobs
+        or engine.pace.watches
+        or engine.sessions.due_us is not None
+        or engine.sessions.unsettled
         or engine.decode_owed
         or engine.timers
         or engine.memory.leases

@@ -31,6 +31,7 @@ from lockstep.core.commands import (
     StreamTokens,
 )
 from lockstep.core.config import SchedConfig
+from lockstep.core.control import Pace
 from lockstep.core.digest import EMPTY_DIGEST, step_digest
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
@@ -44,6 +45,7 @@ from lockstep.core.events import (
     FinishReason,
     HostTimeClamped,
     LaneReady,
+    MemorySwitched,
     Observed,
     PrefillCompleted,
     RejectReason,
@@ -55,8 +57,10 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    WeightsSwapped,
 )
 from lockstep.core.latency import ExtendLatency
+from lockstep.core.maintenance import Maintenance
 from lockstep.core.memory import Memory
 from lockstep.core.ordering import Ordering
 from lockstep.core.radix import Match
@@ -69,12 +73,14 @@ from lockstep.core.requests import (
     RequestState,
 )
 from lockstep.core.retraction import choose_victim, members_growing, pages_ahead
+from lockstep.core.sessions import Sessions
+from lockstep.core.stats import Counts
 from lockstep.core.support import Refused, accepted_prompt
 
 ONE = np.int32(1)
 
 OWN_OBSTACLES: frozenset[DeferReason] = frozenset()
-RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed"]
+RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights"]
 
 
 class Obstacle(NamedTuple):
@@ -153,6 +159,10 @@ class Engine:
         self.paused = False
         self.draining = False
         self.drains: list[int] = []  # control ids waiting for everything to end
+        self.maintenance = Maintenance()
+        self.pace = Pace()
+        self.sessions = Sessions()
+        self.counts = Counts()
 
         self.tokens_discarded = 0  # sampled for rows that were dead by then
 
@@ -182,6 +192,10 @@ class Engine:
                 control.apply(self, event, step)
             case EngineRestarted():
                 control.restart(self, event, step)
+            case WeightsSwapped():
+                self.maintenance.swapped(self, event, step)
+            case MemorySwitched():
+                self.maintenance.switched(self, event, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
             case _:
@@ -190,8 +204,16 @@ class Engine:
         if self.timers:
             self._expire(step)
             step.wake_at_us = self.timers[0][0] if self.timers else None
+        if self.sessions.open or self.maintenance.jobs:
+            self._tend(step)
+            if self.sessions.due_us is not None:
+                step.wake_by(self.sessions.due_us)
+        if self.pace.gap_us and self.requests and self.pace.not_before_us > self.now_us:
+            step.wake_by(self.pace.not_before_us)
         if not self.requests:
             self._settle_idle(step)
+        if step.decided:
+            self.counts.fold(step.decided)
         self.digest = step.digest = step_digest(self.digest, step)
         return step
 
@@ -205,7 +227,11 @@ class Engine:
             raise ContractError(f"LaneReady for microbatch {event.microbatch}: this engine has no pipeline stages")
         self.now_us = event.time_us
         self._expire(step)  # nobody is admitted past its deadline
-        if self.paused or len(self.in_flight) > self.config.overlap_depth:
+        if self.sessions.open or self.maintenance.jobs:
+            self._tend(step)
+        if self.paused or self.maintenance.still or len(self.in_flight) > self.config.overlap_depth:
+            return False
+        if self.pace.gap_us and self.now_us < self.pace.not_before_us:
             return False
         if self._waits_for_prefill():
             return True
@@ -220,6 +246,8 @@ class Engine:
         if self.config.same_step_sharing:
             for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
                 self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
+        if self.pace.watches:
+            self.pace.launched(self.now_us, step)
         return False
 
     def _decode_goes_first(self) -> bool:
@@ -229,7 +257,7 @@ class Engine:
             return False
         return (
             self.decode_owed
-            or (config.batching == "running_first" and self._short_of_pages())
+            or (config.batching == "running_first" and self._pages_lacking() > 0)
             or self.decode_launches - self.extended_at < config.prefill_decode_interval
         )
 
@@ -251,16 +279,22 @@ class Engine:
         try:
             self._refuse_newcomers()
             tokens = accepted_prompt(event, config)
+            self.sessions.check(event)
         except Refused as refused:
-            self._reject(event.request_id, refused.reason, refused.message, step)
+            self.reject(event.request_id, refused.reason, refused.message, step)
             return
         stops = event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
         most = config.request_tokens_max - len(tokens) // 4
         request = Request(event, tokens, min(event.max_new_tokens, most), stops)
         request.stream_every = config.stream_interval if event.stream else config.force_stream_interval
         request.prefilled_before = self.prefilled_tokens
+        request.namespace = self.memory.keyed(request.namespace)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        if request.session:
+            self.held[request.request_id] = request
+            self.sessions.take_in(request)
+        else:
+            self.waiting.append(request)
         queued = RequestQueued(self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens)
         request.advance(queued)
         step.decided.append(queued)
@@ -270,13 +304,17 @@ class Engine:
         if self.draining:
             raise Refused("draining", "the engine is draining and takes no new requests")
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit:
-            raise Refused("queue_full", f"{len(self.waiting)} requests wait already (max_queued_requests {limit})")
+        waiting = len(self.waiting) + len(self.held)
+        if limit is not None and waiting >= limit:
+            raise Refused("queue_full", f"{waiting} requests wait already (max_queued_requests {limit})")
 
-    def _reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
+    def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
+        """End a request that never ran, or that was not even accepted."""
         rejected = RequestRejected(self.now_us, request_id, reason, message)
         request = self.requests.pop(request_id, None)
         if request is not None:
+            if request.session:
+                self.sessions.turn_ends(self, request, "rejected", 0)
             self._leave_line(request)
             request.advance(rejected)
         step.decided.append(rejected)
@@ -315,6 +353,8 @@ class Engine:
             outputs = self.outputs_of(request)
         if flush:
             self._flush_stream(request, outputs, step)
+        if request.session:
+            self.sessions.turn_ends(self, request, reason, outputs)
         if request.state is RequestState.WAITING:
             self._leave_line(request)
         else:
@@ -332,7 +372,7 @@ class Engine:
         sent = int(delivery.sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
         if sent == outputs:
             return
-        held_back = np.frombuffer(self._tokens(request, outputs), np.int32)[request.prompt_tokens + sent :]
+        held_back = np.frombuffer(self.tokens_of(request, outputs), np.int32)[request.prompt_tokens + sent :]
         ids, offsets = np.array([request.request_id], np.int64), np.array([sent], np.int32)
         step.commands.append(StreamTokens(ids, offsets, np.array([held_back.size], np.int32), held_back))
 
@@ -341,12 +381,13 @@ class Engine:
         outputs = self.outputs_of(request)
         running = request.state is RequestState.RUNNING
         sampled = self.computed_of(request) + 1 - request.prompt_tokens if running else outputs
-        request.tokens = self._tokens(request, outputs)
+        request.tokens = self.tokens_of(request, outputs)
         request.outputs = outputs
         pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
         retracted = RequestRetracted(self.now_us, request.request_id, outputs, pages, sampled - outputs, reason)
         self.leave(request, step, publish=False)
         request.advance(retracted)
+        request.namespace = self.memory.keyed(request.namespace)
         request.waiting_since_us = self.now_us
         request.matched = None
         if self.config.retracted_requeue == "front":
@@ -355,6 +396,29 @@ class Engine:
         else:
             self.waiting.append(request)
         step.decided.append(retracted)
+
+    def cancel_all(self, requests: list[Request], step: Step) -> None:
+        """End these requests at their clients' or an operator's wish."""
+        self.break_ranks(requests)
+        for request in requests:
+            self.finish(request, "cancelled", step, flush=True)
+
+    def retract_all(self, reason: RetractReason, step: Step) -> None:
+        """Take the pages of everybody who runs back."""
+        running = [request for request in self.requests.values() if request.row >= 0]
+        self.break_ranks(running)
+        for request in running:
+            self.retract(request, reason, step)
+
+    def _tend(self, step: Step) -> None:
+        """See to what waits for requests to end: jobs on the device, the next turns of sessions, their time-outs."""
+        sessions = self.sessions
+        if self.maintenance.jobs:
+            self.maintenance.advance(self, step)
+        if sessions.due_us is not None and sessions.due_us <= self.now_us:
+            sessions.expire(self, step)
+        if sessions.free:
+            sessions.start_turns(self, step)
 
     def _set_timers(self, request: Request) -> None:
         config = self.config
@@ -382,7 +446,7 @@ class Engine:
                 continue
             if never_ran:
                 waited_us = self.now_us - request.arrived_us
-                self._reject(request_id, "deadline", f"not admitted within {waited_us} us of its arrival", step)
+                self.reject(request_id, "deadline", f"not admitted within {waited_us} us of its arrival", step)
             else:
                 self.finish(request, "timeout", step, flush=True)
 
@@ -397,7 +461,8 @@ class Engine:
 
     def _plan_extend(self, step: Step) -> InFlight | None:
         """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
-        if self.prefilling is None and (not self.waiting or self.batch_is_full):
+        admitting = bool(self.waiting) and not self.batch_is_full and self.maintenance.admits
+        if self.prefilling is None and not admitting:
             return None
         budget = self._prefill_budget()
         parts: list[Part] = []
@@ -405,13 +470,15 @@ class Engine:
             self._continue_chunk(self.prefilling, budget, parts, step)
             if not parts:
                 return None  # no page for it now; decodes go on and give pages back
-        if self.waiting and not self.batch_is_full:
+        if admitting and not self.batch_is_full:
             for request in self.ordering.turn(self):
                 writer = self.ordering.writer_of_prefix(request, self)
                 if writer is not None:
                     self._put_off(request, writer, step)
                     continue
                 found = self._examine(request, budget, len(parts))
+                while isinstance(found, Obstacle) and self.sessions.give_way(self, request, found, budget, step):
+                    found = self._examine(request, budget, len(parts))
                 if isinstance(found, Fit):
                     self._admit(request, found, budget, parts, step)
                     continue
@@ -452,9 +519,9 @@ class Engine:
         page_size = self.config.page_size
         start, whole = request.computed, extend_stop(request)
         take = chunk_tokens(whole - start, budget, first=True, may_split=True)
-        room = (self.memory.available_pages - budget.set_aside) * page_size
-        if -(-take // page_size) * page_size > room:
-            take = room // budget.align * budget.align
+        lacking = -(-take // page_size) + budget.set_aside - self.memory.available_pages
+        if lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking:
+            take = (self.memory.available_pages - budget.set_aside) * page_size // budget.align * budget.align
         if take > 0:
             self._extend_to(request, start + take, parts, step)
             budget.charge(take, request.max_new_tokens if start + take == whole else 0)
@@ -463,7 +530,7 @@ class Engine:
         """Whether an extend could be launched now. Changes nothing."""
         if self.prefilling is not None:
             return True
-        if not self.waiting or self.batch_is_full:
+        if not self.waiting or self.batch_is_full or not self.maintenance.admits:
             return False
         budget, answer = self._prefill_budget(), False
         for request in self.ordering.turn(self):
@@ -602,7 +669,7 @@ class Engine:
         """The cohort's next token as part of an extend; of nobody, if batches are not mixed or a page is missing."""
         if self.config.batching == "prefill_first" or not self.cohort.size:
             return NO_DECODES
-        if self._short_of_pages():
+        if self._short_of_pages(step):
             return NO_DECODES  # they sit this one out
         self.decode_launches += 1
         return self._advance(members_growing(self.positions, self.config.page_size), step)
@@ -619,7 +686,7 @@ class Engine:
             self.forced_at = self.decode_launches
             victim = choose_victim(config.retraction_policy, self.cohort, self.positions)
             self.retract(self.cohort.requests[victim], "forced", step)
-        made_room = self._short_of_pages()
+        made_room = self._short_of_pages(step)
         if made_room and not self._make_room(step):
             return None if self.cohort.size else self._plan_extend(step)
         self.decode_owed = False
@@ -671,9 +738,13 @@ class Engine:
             deltas = self.memory.open_pages(cohort.rows.repeat(opening), index, step)
         return Decodes(cohort, starts, stops, deltas, self._end_of_horizon(cohort, stops))
 
-    def _short_of_pages(self) -> bool:
-        """Whether the next decode, or as many as `decode_look_ahead` says, does not fit."""
-        return self._pages_needed() > self.memory.available_pages
+    def _short_of_pages(self, step: Step) -> bool:
+        """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
+        lacking = self._pages_lacking()
+        return lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking
+
+    def _pages_lacking(self) -> int:
+        return self._pages_needed() - self.memory.available_pages
 
     def _pages_needed(self) -> int:
         ahead = max(self.config.decode_look_ahead, self.config.decode_steps_per_launch)
@@ -771,6 +842,8 @@ class Engine:
                     self.memory.publish(request, stop, step)
         if self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
+        if self.sessions.unsettled:
+            self.sessions.settle(self, plan.batch_id)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
         """Record a batch's tokens, stream what is due, and end whom they end."""
@@ -897,7 +970,7 @@ class Engine:
                 return int(self.positions[members[0]])
         return request.computed
 
-    def _tokens(self, request: Request, outputs: int) -> bytes:
+    def tokens_of(self, request: Request, outputs: int) -> bytes:
         """Its prompt and so many of its outputs, packed int32."""
         return self.memory.table.first_tokens(
             request.row, request.tokens, request.prompt_tokens, request.prompt_tokens + outputs

@@ -118,6 +118,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     logprob_start: int | None = None
     routing_key: str = ""
     transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
+    session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all it has
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):
@@ -225,6 +226,23 @@ class ExpertLoadMeasured(Observed, frozen=True, gc=False):
     counts: bytes
 
 
+class WeightsSwapped(Observed, frozen=True, gc=False):
+    """The weights were loaded, or could not be: then those before are still in place. Answers SwapWeights."""
+
+    version: int
+    error: str = ""
+    generation: int = 0
+
+
+class MemorySwitched(Observed, frozen=True, gc=False):
+    """Device memory was given back or taken again, or could not be. Answers Release- and ResumeDeviceMemory."""
+
+    tags: tuple[str, ...]
+    released: bool
+    error: str = ""
+    generation: int = 0
+
+
 class EngineRestarted(Observed, frozen=True, gc=False):
     """The device state is gone: pages, locks and batches in flight are void; unfinished requests wait again, first."""
 
@@ -259,7 +277,11 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Load weights under a new version; cached KV of older versions no longer matches."""
+    """Load weights under a new, higher version; cached KV of older versions no longer matches.
+
+    "wait" admits nobody and lets what runs end first; "retract" gives its pages back, so that it is recomputed;
+    "cancel" ends everything; "in_place" swaps below running requests, whose KV then mixes versions and is not shared.
+    """
 
     version: int
     source: str
@@ -281,11 +303,13 @@ class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="Un
 
 
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Keep the KV of a conversation between its turns."""
+    """Keep the tokens and the KV of a conversation between its turns. With `parent`, it begins as that one stands."""
 
     session: str
-    capacity_tokens: int
-    timeout_us: int | None = None
+    capacity_tokens: int  # prompt and output of any turn together, with all that stands before
+    timeout_us: int | None = None  # closed by itself after so long without a turn
+    parent: str = ""
+    parent_tokens: int | None = None  # of the parent; None: all
 
 
 class CloseSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -295,7 +319,7 @@ class CloseSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give the device memory behind `tags` back once nothing runs."""
+    """Give the device memory behind `tags` (kv_cache, weights) back once nothing runs; admits nobody meanwhile."""
 
     tags: tuple[str, ...]
 
@@ -312,6 +336,44 @@ class SwitchRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
     role: Literal["mixed", "prefill", "decode"]
 
 
+class CancelMany(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Cancel exactly these requests; ids that are unknown or have ended are passed over."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class CancelAll(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Cancel every request there is."""
+
+
+class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Profile the device from now on, for `launches` batches or until stopped."""
+
+    action: Literal["start", "stop"]
+    launches: int | None = None
+
+
+class FreezeGc(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take the objects that live now out of garbage collection, once warm-up is over."""
+
+
+class GetState(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer with the engine's statistics."""
+
+
+class SetState(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Change a setting that may change at run time."""
+
+    name: str
+    value: float | int | None
+
+
+class SlowDown(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leave at least so long between two launches, for testing; 0 ends it."""
+
+    gap_us: int
+
+
 Control = (
     Flush
     | Pause
@@ -325,6 +387,13 @@ Control = (
     | ReleaseMemory
     | ResumeMemory
     | SwitchRole
+    | CancelMany
+    | CancelAll
+    | Profile
+    | FreezeGc
+    | GetState
+    | SetState
+    | SlowDown
 )
 
 
@@ -352,6 +421,8 @@ ObservedEvent = (
     | EngineRestarted
     | HostTimeClamped
     | ControlRequested
+    | WeightsSwapped
+    | MemorySwitched
 )
 
 # ------------------------------------------------------------------------------------------------------------- decided
@@ -375,11 +446,14 @@ DeferReason = Literal[
     "proposal_undone",
     "prefix",
 ]
-RejectReason = Literal["too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported"]
+RejectReason = Literal["too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported", "session_closed"]
 
 
 class RequestQueued(Decided, frozen=True, gc=False):
-    """A request was accepted and waits. `max_new_tokens` is what the context and the pool leave of what was asked."""
+    """A request was accepted and waits. `max_new_tokens` is what the context and the pool leave of what was asked.
+
+    For a turn of a session these are its own tokens; TurnStarted says what it amounts to with those before it.
+    """
 
     request_id: RequestId
     prompt_tokens: int
@@ -434,7 +508,7 @@ class RequestRetracted(Decided, frozen=True, gc=False):
     output_tokens: int  # produced so far, all kept
     pages_freed: int  # returned to the pool, at once or when the batches in flight are done with them
     tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
-    reason: Literal["pages", "forced", "pause", "restart", "prefix_failed"] = "pages"
+    reason: Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights"] = "pages"
 
 
 class RequestFinished(Decided, frozen=True, gc=False):
@@ -450,7 +524,7 @@ class PagesEvicted(Decided, frozen=True, gc=False):
     """The radix cache gave up pages nobody held, because somebody needed them or its cap was passed."""
 
     pages: int
-    reason: Literal["admission", "decode", "capacity", "flush"]
+    reason: Literal["admission", "decode", "capacity", "flush", "weights", "release"]
 
 
 class DecodeSkipped(Decided, frozen=True, gc=False):
@@ -458,6 +532,31 @@ class DecodeSkipped(Decided, frozen=True, gc=False):
 
     needed_pages: int
     returning_pages: int
+
+
+class TurnStarted(Decided, frozen=True, gc=False):
+    """A session is free for this turn, which joins the line: its prompt is what the session keeps, and its own."""
+
+    request_id: RequestId
+    session: str
+    kept_tokens: int
+    prompt_tokens: int
+    max_new_tokens: int  # what context, pool and the session's capacity leave of what was asked
+
+
+class SessionYielded(Decided, frozen=True, gc=False):
+    """A session's KV is no longer held, because somebody needs pages; its tokens are kept."""
+
+    session: str
+    pages: int  # that nobody holds any more
+
+
+class SessionClosed(Decided, frozen=True, gc=False):
+    """A session and what it kept are gone."""
+
+    session: str
+    tokens: int
+    reason: Literal["closed", "timeout"]
 
 
 DecidedEvent = (
@@ -470,4 +569,7 @@ DecidedEvent = (
     | RequestFinished
     | PagesEvicted
     | DecodeSkipped
+    | TurnStarted
+    | SessionYielded
+    | SessionClosed
 )

@@ -17,6 +17,7 @@ from lockstep.core.requests import Int32s, Request, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
+    from lockstep.core.radix import RadixNode
 
 
 def check(engine: Engine) -> None:
@@ -28,6 +29,7 @@ def check(engine: Engine) -> None:
     _locks(engine)
     _in_flight(engine)
     _line(engine)
+    _sessions(engine)
     _progress(engine)
 
 
@@ -36,14 +38,22 @@ def is_idle(engine: Engine) -> bool:
     return not engine.requests and not engine.in_flight
 
 
+def self_check(engine: Engine) -> None:
+    """What a host calls to look after itself: `check`, and at rest `check_quiescent`."""
+    if is_idle(engine):
+        check_quiescent(engine)
+    else:
+        check(engine)
+
+
 def check_quiescent(engine: Engine) -> None:
-    """At rest everything is back: rows, pages, maps (L9). Call when `is_idle`."""
+    """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
     check(engine)
     cached = engine.memory.radix.total_pages if engine.memory.radix is not None else 0
     locked = engine.memory.radix.locked_pages if engine.memory.radix is not None else 0
     free_rows = len(engine.memory.table.free_rows)
     _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
-    _same("L9 locked pages", locked, 0)
+    _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
         (engine, "waiting held in_flight drains"),
@@ -83,8 +93,6 @@ def _containers(engine: Engine) -> None:
             if engine.requests[request_id].state is not state:
                 _fail(f"S16: r{request_id} is in the container of {state.name} but its state is not")
     _same("S33 active", engine.active, len(prefilling) + len(cohort) + len(ending))
-    if engine.active > engine.config.max_running_requests:
-        _fail(f"S24: {engine.active} active requests, max_running_requests {engine.config.max_running_requests}")
 
 
 def _rows(engine: Engine) -> None:
@@ -159,6 +167,7 @@ def _locks(engine: Engine) -> None:
     holders = _row_holders(engine)
     handles = [request.handle for request in holders if request.handle is not None]
     handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
+    handles += engine.sessions.handles()
     engine.memory.radix.check(handles)
     for request in holders:
         if request.handle is None:
@@ -170,12 +179,38 @@ def _locks(engine: Engine) -> None:
             _fail(f"S14: {request.name}'s page table differs from the path it locks")
         shared = len(path) * engine.config.page_size
         tokens = engine.memory.table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared)
-        keys, node = [], request.handle
-        while node.parent is not None:
-            keys.append(node.key)
-            node = node.parent
-        if b"".join(reversed(keys)) != tokens:
+        if _path_tokens(request.handle) != tokens:
             _fail(f"S13: {request.name} shares pages computed from other tokens")
+
+
+def _sessions(engine: Engine) -> None:
+    """S1, S13, S15: a session holds a path of its own tokens; its turns are live, those behind the first are held.
+
+    KV of weights that were replaced is cached only as long as somebody holds it.
+    """
+    sessions, memory = engine.sessions, engine.memory
+    turns: list[int] = []
+    for session in sessions.open.values():
+        turns += [*session.queue] if session.turn is None else [session.turn, *session.queue]
+        if session.handle is not None and not session.tokens.startswith(_path_tokens(session.handle)):
+            _fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
+        for request_id in session.queue:
+            if request_id not in engine.held:
+                _fail(f"S15: r{request_id} stands behind a turn of session {session.name!r}, but is not held")
+    _same("S15 turns of sessions", sorted(turns), sorted(r.request_id for r in engine.requests.values() if r.session))
+    _same("S15 sessions that came free", sessions.free, [])
+    for node in memory.radix.walk() if memory.radix is not None else ():
+        if memory.is_stale(node.namespace) and not node.lock_count:
+            _fail(f"S13: {node} of namespace {node.namespace!r} is cached, the weights are {memory.weights_version}")
+
+
+def _path_tokens(handle: RadixNode) -> bytes:
+    """The tokens of the path that a handle stands for."""
+    keys, node = [], handle
+    while node.parent is not None:
+        keys.append(node.key)
+        node = node.parent
+    return b"".join(reversed(keys))
 
 
 def _in_flight(engine: Engine) -> None:
@@ -221,6 +256,8 @@ def _line(engine: Engine) -> None:
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
     awaited = len(engine.held)  # something outside the engine comes first
+    jobs, released = engine.maintenance.jobs, engine.maintenance.released
+    _same("S33 maintenance admits", engine.maintenance.admits, not jobs and not released)
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )

@@ -27,6 +27,7 @@ from lockstep.core.radix import Match, RadixCache, RadixNode
 from lockstep.core.requests import NO_ROW, Int32s, Request, RequestTable
 
 NO_FENCE: BatchId = -1
+VERSION_MARK = "\0"  # between a namespace and the version of the weights, in the keys of the radix cache
 EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
 
 
@@ -75,6 +76,7 @@ class Memory:
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
         self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
+        self.weights_version = 0
 
     # ------------------------------------------------------------------------------------------------- what can be had
 
@@ -90,6 +92,15 @@ class Memory:
             return None
         most = (len(request.tokens) // 4 - 1) // self.config.page_size
         return self.radix.match(request.namespace, request.tokens, most)
+
+    def keyed(self, namespace: str) -> str:
+        """The namespace for KV of the weights there are now, whatever version it was for."""
+        plain, _, _ = namespace.partition(VERSION_MARK)
+        return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
+
+    def is_stale(self, namespace: str) -> bool:
+        """Whether it is for KV of weights that were replaced: such KV is shared with nobody."""
+        return namespace != self.keyed(namespace)
 
     def returning_pages(self) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
@@ -209,14 +220,18 @@ class Memory:
         held = -(-lease.computed // page_size)
         pages = self.table.pages[row]
         if self.radix is not None:
-            if lease.publish and lease.computed // page_size > kept:
+            stale = self.is_stale(lease.namespace)
+            if lease.publish and not stale and lease.computed // page_size > kept:
                 whole = lease.computed // page_size
                 tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
                 already = self.radix.insert(lease.namespace, tokens, pages[:whole]).already
                 self.pool.free(pages[kept:already].copy())
                 kept = whole
             if lease.handle is not None:
+                cached = self.radix.evictable_pages
                 self.radix.unlock(lease.handle)
+                if stale and self.radix.evictable_pages > cached:
+                    self._evict(self.radix.evictable_pages - cached, "weights", step)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self._trim(step)
@@ -245,7 +260,7 @@ class Memory:
         """
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
-        if radix is None or pages <= request.protected_pages:
+        if radix is None or pages <= request.protected_pages or self.is_stale(request.namespace):
             return
         mine = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
@@ -284,13 +299,36 @@ class Memory:
         ]
         return banished
 
-    def flush(self, step: Step) -> None:
+    def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
         """Empty the radix cache of what nobody holds."""
+        if self.radix is not None and self.radix.evictable_pages:
+            self._evict(self.radix.evictable_pages, reason, step)
+
+    def change_weights(self, version: int, step: Step) -> None:
+        """From now on KV is of these weights. What older ones left goes, or goes with who holds it.
+
+        Nothing is in flight. Locked KV of older weights was used before everything that is cached from here on, so once
+        unlocked it is the first to be evicted: evicting as many pages as an unlock sets free takes exactly those.
+        """
+        self.weights_version = version
+        self.empty_cache("weights", step)
         if self.radix is not None:
-            evicted = self.radix.reset()
-            self.pool.free(evicted)
-            if evicted.size:
-                step.decided.append(PagesEvicted(step.time_us, evicted.size, "flush"))
+            self.radix.epoch += 1  # equal tokens match something else now
+
+    def lock_node(self, node: RadixNode) -> None:
+        """Hold the path down to a node of the radix cache."""
+        assert self.radix is not None
+        self.radix.lock_node(node)
+
+    def unlock(self, node: RadixNode) -> None:
+        """Give a path back that `lock_node` or the radix cache's `lock` held."""
+        assert self.radix is not None
+        self.radix.unlock(node)
+
+    def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
+        assert self.radix is not None
+        self.pool.free(self.radix.evict(pages))
+        step.decided.append(PagesEvicted(step.time_us, pages, reason))
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
         """Free pages of a row once the last plan in flight that may read them is collected."""

@@ -22,10 +22,16 @@ from lockstep.core.commands import (
     Command,
     ControlAnswered,
     FinishRequest,
+    FreezeHeap,
     LaunchBatch,
     RejectRequest,
+    ReleaseDeviceMemory,
+    ResumeDeviceMemory,
+    StartProfile,
     Step,
+    StopProfile,
     StreamTokens,
+    SwapWeights,
 )
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
@@ -35,6 +41,7 @@ from lockstep.core.events import (
     Decided,
     DecodeSkipped,
     EngineRestarted,
+    MemorySwitched,
     Observed,
     PagesEvicted,
     PrefillCompleted,
@@ -46,9 +53,15 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    SessionClosed,
+    SessionYielded,
+    TurnStarted,
+    WeightsSwapped,
 )
+from lockstep.core.memory import VERSION_MARK
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import Request, RequestState
+from lockstep.core.stats import Stats
 
 TOKENS_SHOWN = 8  # of one edge of the radix tree, before it is cut short
 REQUESTS_SHOWN = 40  # columns of a debug line, before it counts instead
@@ -84,7 +97,9 @@ class Names:
                 if event.label:
                     self._requests[event.request_id] = event.label
             case ControlRequested():
-                self._controls[event.control_id] = type(event.control).__name__.removesuffix("Control").lower()
+                name = type(event.control).__name__.removesuffix("Control")
+                words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
+                self._controls[event.control_id] = words.strip()
 
     def request(self, request_id: RequestId) -> str:
         return self._requests.get(request_id) or f"r{request_id}"
@@ -126,6 +141,15 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"finished {names.request(event.request_id)} with {outputs} ({event.reason})"
         case PagesEvicted():
             return f"evicted {_count(event.pages, 'page')} ({event.reason})"
+        case TurnStarted():
+            prompt, most = _count(event.prompt_tokens, "prompt token"), _count(event.max_new_tokens, "output token")
+            kept = f", {event.kept_tokens} of the session" if event.kept_tokens else ""
+            turn = f"{names.request(event.request_id)} in session {event.session}"
+            return f"started {turn} with {prompt}{kept}, at most {most}"
+        case SessionYielded():
+            return f"session {event.session} yielded {_count(event.pages, 'page')}"
+        case SessionClosed():
+            return f"closed session {event.session} with {_count(event.tokens, 'token')} ({event.reason})"
         case DecodeSkipped():
             needed = _count(event.needed_pages, "page")
             return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
@@ -145,7 +169,21 @@ def command_line(command: Command, names: Names) -> str:
             return f"refuse {names.request(command.request_id)} ({command.reason})"
         case ControlAnswered():
             verdict = "done" if command.ok else f"refused, {command.message}"
+            if command.stats is not None:
+                verdict = stats_text(command.stats)
             return f"answered {names.control(command.control_id)}: {verdict}"
+        case SwapWeights(version, source):
+            return f"swap weights to version {version} from {source}"
+        case ReleaseDeviceMemory(tags):
+            return f"give back the memory of {', '.join(tags)}"
+        case ResumeDeviceMemory(tags):
+            return f"take the memory of {', '.join(tags)} again"
+        case StartProfile():
+            return "start the profiler"
+        case StopProfile():
+            return "stop the profiler"
+        case FreezeHeap():
+            return "freeze the heap"
     return _fields(command)
 
 
@@ -162,6 +200,11 @@ def observed_line(event: Observed, names: Names) -> str:
             return f"asked {names.control(event.control_id)}"
         case EngineRestarted():
             return f"restarted as generation {event.generation}"
+        case WeightsSwapped(_, version, error):
+            return f"weights {version} " + (f"not swapped: {error}" if error else "swapped")
+        case MemorySwitched(_, tags, released, error):
+            done = f"not switched: {error}" if error else "given back" if released else "taken again"
+            return f"memory of {', '.join(tags)} {done}"
     return _fields(event)
 
 
@@ -214,7 +257,39 @@ def pages_line(engine: Engine) -> str:
     """How the pool stands. Cached pages are those of the radix cache that nobody holds; they can be had at once."""
     cached = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
     text = f"pages {engine.memory.pool.free_count}/{engine.config.pages} free"
-    return f"{text}, {cached} cached" if cached else text
+    if cached:
+        text += f", {cached} cached"
+    by_sessions = engine.sessions.pages_held_alone()
+    return f"{text}, {by_sessions} held by sessions" if by_sessions else text
+
+
+def session_lines(engine: Engine, names: Names) -> list[str]:
+    """Every session: what it keeps and holds, whose turn it is and who waits behind."""
+    lines, page_size = [], engine.config.page_size
+    for session in engine.sessions.open.values():
+        text = f"session {session.name}: {session.length} of {session.capacity_tokens} tokens"
+        if session.handle is not None:
+            text += f", {session.handle.stop * page_size} held"
+        if session.turn is not None:
+            text += f", turn {names.request(session.turn)}"
+        if session.queue:
+            text += ", then " + " ".join(map(names.request, session.queue))
+        lines.append(text)
+    return lines or ["sessions none"]
+
+
+def stats_text(stats: Stats) -> str:
+    """An engine's statistics in one line."""
+    counts = stats.counts
+    ended = " ".join(f"{reason} {count}" for reason, count in {**counts.finished, **counts.rejected}.items())
+    return (
+        f"{stats.waiting} waiting, {stats.held} held, {stats.prefilling} prefilling, {stats.running} running, "
+        f"{stats.in_flight} in flight; pages {stats.pages_free} free, {stats.pages_cached} cached, "
+        f"{stats.pages_session_held} held by {_count(stats.sessions, 'session')}, usage {stats.token_usage:.0%}, "
+        f"hits {stats.cache_hit_ratio:.0%}; {_count(stats.launches, 'launch', 'launches')}, "
+        f"{_count(counts.retractions, 'retraction')}, {stats.tokens_discarded} discarded, "
+        f"{counts.pages_evicted} evicted; ended {ended or 'nobody'}"
+    )
 
 
 def page_owner_lines(engine: Engine, names: Names) -> list[str]:
@@ -276,7 +351,8 @@ def tree_lines(radix: RadixCache | None) -> list[str]:
     roots = [node for node in radix.walk() if node.parent is None]
     for root in roots:
         if len(roots) > 1 or root.namespace:
-            lines.append(f"namespace {root.namespace!r}")
+            namespace, _, version = root.namespace.partition(VERSION_MARK)
+            lines.append(f"namespace {namespace!r}" + (f", weights {version}" if version else ""))
         _tree(root, 0, lines)
     return lines or ["tree is empty"]
 
@@ -382,8 +458,8 @@ def runs(numbers: Iterable[int], shown: int = TOKENS_SHOWN) -> str:
     return " ".join(texts) + (f" and {rest} more" if rest else "")
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def _count(number: int, thing: str, things: str = "") -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {things or thing + 's'}"
 
 
 def _ms(us: int) -> str:

@@ -104,6 +104,8 @@ class Request:
         "routing_key",
         "row",
         "sampling",
+        "session",
+        "session_start",
         "state",
         "stop_token_ids",
         "stream_every",
@@ -129,6 +131,8 @@ class Request:
         self.ignore_eos = arrived.ignore_eos
         self.stop_token_ids = stops
         self.sampling = arrived.sampling
+        self.session = arrived.session  # whose turn it is; cleared when that closes before its end
+        self.session_start = arrived.session_start
         self.streams = arrived.stream
         self.stream_every = 1
         self.tokens = tokens  # int32 ids of its prompt and of the output it had when it began to wait

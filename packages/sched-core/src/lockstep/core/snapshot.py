@@ -14,12 +14,16 @@ import numpy as np
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import BatchPlan, Mode, PageDeltas, RowTaken
 from lockstep.core.config import SchedConfig
+from lockstep.core.control import Pace
 from lockstep.core.engine import Engine
 from lockstep.core.events import SamplingParams
+from lockstep.core.maintenance import Maintenance
 from lockstep.core.memory import Lease, Pending, Rewrite
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import EMPTY_COHORT, Cohort, Request, RequestState, RequestTable
+from lockstep.core.sessions import SessionImage
+from lockstep.core.stats import Counts
 
 SNAPSHOT_FORMAT = 1
 
@@ -39,6 +43,8 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     sampling: SamplingParams | None
+    session: str
+    session_start: int | None
     streams: bool
     stream_every: int
     tokens: bytes
@@ -141,7 +147,14 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     draining: bool
     drains: list[int]
     tokens_discarded: int
-    prefilled_tokens: int = 0
+    prefilled_tokens: int
+    weights_version: int
+    maintenance: Maintenance
+    pace: Pace
+    counts: Counts
+    sessions: list[SessionImage]
+    session_uses: int
+    sessions_unsettled: list[tuple[int, str]]
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -192,6 +205,13 @@ def dump(engine: Engine) -> bytes:
         drains=list(engine.drains),
         tokens_discarded=engine.tokens_discarded,
         prefilled_tokens=engine.prefilled_tokens,
+        weights_version=memory.weights_version,
+        maintenance=engine.maintenance,
+        pace=engine.pace,
+        counts=engine.counts,
+        sessions=engine.sessions.images(),
+        session_uses=engine.sessions.uses,
+        sessions_unsettled=list(engine.sessions.unsettled),
     )
     return _encode(image)
 
@@ -246,9 +266,13 @@ def restore(data: bytes) -> Engine:
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
         "extended_at forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded "
-        "prefilled_tokens"
+        "prefilled_tokens maintenance pace counts"
     ).split():
         setattr(engine, name, getattr(image, name))
+    memory.weights_version = image.weights_version
+    engine.sessions.load(image.sessions, nodes)
+    engine.sessions.uses = image.session_uses
+    engine.sessions.unsettled = image.sessions_unsettled
     return engine
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import RejectReason, RequestArrived, TokenDigest
+from lockstep.core.memory import VERSION_MARK
 from lockstep.core.requests import TOKEN_IDS, prompt_bytes, prompt_length
 
 STOP_TOKENS_MAX = 64
@@ -33,7 +34,7 @@ def accepted_prompt(event: RequestArrived, config: SchedConfig) -> bytes:
         raise Refused("bad_request", "`prompt` is empty; it must have at least one token")
     _refuse_multi_step(event, config)
     _refuse_malformed(event)
-    _refuse_too_long(length, config)
+    refuse_too_long(length, config)
     tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
     if int(np.frombuffer(tokens, np.int32).min()) < 0:
         raise Refused("bad_request", "`prompt` holds a negative token id")
@@ -45,7 +46,6 @@ def _refuse_unsupported(event: RequestArrived) -> None:
         ("kind", event.kind != "generate"),
         ("grammar", event.grammar is not None),
         ("adapter", event.adapter),
-        ("session", event.session),
         ("spans", event.spans),
         ("parallel_samples", event.parallel_samples != 1),
         ("logprob_start", event.logprob_start is not None),
@@ -68,6 +68,8 @@ def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
 
 
 def _refuse_malformed(event: RequestArrived) -> None:
+    if VERSION_MARK in event.namespace:
+        raise Refused("bad_request", "`namespace` holds a zero character, which separates it from what the core adds")
     most = event.max_new_tokens
     if most < 1:
         raise Refused("bad_request", f"`max_new_tokens` must be at least 1, got {most}")
@@ -81,7 +83,8 @@ def _refuse_malformed(event: RequestArrived) -> None:
             raise Refused("bad_request", f"`stop_token_ids` holds {token}, which is no token id (0 to {TOKEN_IDS - 1})")
 
 
-def _refuse_too_long(tokens: int, config: SchedConfig) -> None:
+def refuse_too_long(tokens: int, config: SchedConfig) -> None:
+    """Raise Refused for a prompt that leaves no room for one token of output."""
     most = config.request_tokens_max
     if tokens < most:
         return

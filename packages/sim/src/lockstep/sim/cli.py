@@ -130,6 +130,8 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("default_priority_value", _Or(click.INT, none=NONE), "priority of requests that come without"),
     ("prefix_deduplication", click.STRING, "requests whose prefix another one computes: off, last or defer"),
     ("bypass_limit", _Or(click.INT, none=NONE), "requests from behind that may go before one that waits"),
+    ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
+    ("max_sessions", click.INT, "sessions open at once"),
 )
 
 

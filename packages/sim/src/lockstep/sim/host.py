@@ -247,7 +247,7 @@ class EngineHost:
     """One engine with its CPU lane and its device.
 
     Args:
-        check: called with the engine after every `check_every`-th event, e.g. `lockstep.core.invariants.check`.
+        check: called with the engine after every `check_every`-th event, e.g. `lockstep.core.invariants.self_check`.
         max_new_tokens: the limit every request comes with; None is the turn's own length. With a limit, a turn whose
             length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
         on_finish: called with the number of requests that ended, after each.

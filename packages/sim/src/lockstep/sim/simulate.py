@@ -400,7 +400,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         metrics,
         seed=setup.scenario.seed,
         max_new_tokens=setup.scenario.max_new_tokens,
-        check=invariants.check if check_every else None,
+        check=invariants.self_check if check_every else None,
         check_every=check_every,
         on_finish=on_finish,
         decode_runs=not setup.debug,

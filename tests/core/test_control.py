@@ -1,0 +1,171 @@
+"""Every control in any state, each against each, each twice: all are answered once, and everything ends (L8)."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lockstep.core import snapshot
+from lockstep.core.config import SchedConfig
+from lockstep.core.control import HANDLERS
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ContractError
+from lockstep.core.events import (
+    CancelAll,
+    CancelMany,
+    CloseSession,
+    Control,
+    ControlRequested,
+    Drain,
+    Flush,
+    GetState,
+    MemorySwitched,
+    Observed,
+    OpenSession,
+    Pause,
+    Profile,
+    ReleaseMemory,
+    Resume,
+    ResumeMemory,
+    SlowDown,
+    UpdateWeights,
+    WeightsSwapped,
+)
+from lockstep.core.memory import Memory
+from tests.support.driver import CONTROLS, Action, Driver
+from tests.support.tagged_kv import KvError
+
+CONFIG = SchedConfig(page_size=2, pages=24, overlap_depth=2, chunked_prefill_size=4, max_running_requests=4)
+
+ANSWER_LATER = (HANDLERS[Drain], HANDLERS[UpdateWeights])
+
+LONG: Action = ("arrive", 1, 13, 4, {})
+SHORT: Action = ("arrive", 101, 3, 6, {})
+TURN: Action = ("arrive", 201, 3, 3, {"session": "s"})
+READY: Action = ("ready",)
+FINISH: Action = ("finish",)
+
+STATES: dict[str, list[Action]] = {
+    "idle": [],
+    "waiting": [SHORT, SHORT],
+    "prefilling": [LONG, READY, FINISH],
+    "running": [SHORT, SHORT, READY, FINISH, READY, FINISH],
+    "three batches in flight": [SHORT, READY, READY, READY],
+    "its last row leased": [SHORT, READY, READY, READY, ("cancel", 0)],
+    "turns running and waiting": [TURN, TURN, READY, READY],
+    "a session at rest": [TURN, *[READY, FINISH] * 6],
+}
+
+ASKED: tuple[Control, ...] = (
+    Flush(),
+    Pause("in_place"),
+    Pause("retract"),
+    Pause("cancel"),
+    Resume(),
+    Drain(),
+    CancelAll(),
+    UpdateWeights(0, "w", "wait"),
+    UpdateWeights(0, "w", "in_place"),
+    ReleaseMemory(("kv_cache",)),
+    ResumeMemory(("weights", "kv_cache")),
+    Profile("start", 2),
+    SlowDown(7),
+    OpenSession("t", 40, None, "s"),
+    CloseSession("s"),
+)
+
+
+def driver_in(state: str) -> Driver:
+    """A driver with session s open and everything that the state says behind it."""
+    driver = Driver(CONFIG)
+    driver.ask(OpenSession("s", 60))
+    for action in STATES[state]:
+        driver.do(action)
+    return driver
+
+
+def ask(driver: Driver, control: Control) -> None:
+    """Ask it; weights in a version above all others."""
+    if control in CONTROLS:
+        driver.control(CONTROLS.index(control))
+    else:
+        driver.ask(control)
+
+
+@pytest.mark.parametrize("first", ASKED, ids=str)
+def test_each_control_against_each_twice_in_any_state_is_answered_and_all_ends(first: Control) -> None:
+    for state, second in product(STATES, ASKED):
+        driver = driver_in(state)
+        try:
+            for control in (first, second, first, second):
+                ask(driver, control)
+                driver.do(READY)
+            driver.settle()
+        except AssertionError as error:
+            error.add_note(f"{state}: {first}, then {second}")
+            raise
+
+
+@pytest.mark.parametrize("first", [control for control in ASKED if HANDLERS[type(control)] in ANSWER_LATER], ids=str)
+def test_a_restart_between_two_controls_loses_no_answer(first: Control) -> None:
+    for state, second in product(STATES, ASKED):
+        driver = driver_in(state)
+        ask(driver, first)
+        driver.restart()
+        ask(driver, second)
+        driver.order_done()
+        driver.settle()
+        driver.replayed()
+
+
+def test_every_control_that_is_served_is_asked_here_or_by_the_swarm() -> None:
+    asked = {type(control) for control in (*CONTROLS, *ASKED)} | {CancelMany}  # which the driver asks with live ids
+    assert HANDLERS.keys() <= asked
+    assert GetState in asked
+
+
+IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
+    "weights nobody asked for": (WeightsSwapped(0, 1), "nothing of the kind was ordered"),
+    "memory nobody asked for": (MemorySwitched(0, ("kv_cache",), True), "nothing of the kind was ordered"),
+    "of a generation to come": (WeightsSwapped(0, 1, generation=1), "generation 1, this is 0"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_answer_without_an_order_is_refused_and_changes_nothing(name: str) -> None:
+    event, message = IMPOSSIBLE[name]
+    engine = Engine(CONFIG)
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError, match=message):
+        engine.step(event)
+    assert snapshot.dump(engine) == before
+
+
+def test_an_answer_to_something_else_is_refused() -> None:
+    engine = Engine(CONFIG)
+    engine.step(ControlRequested(0, 1, UpdateWeights(3, "w")))
+    before = snapshot.dump(engine)
+    for event in (WeightsSwapped(0, 2), MemorySwitched(0, ("weights",), True)):
+        with pytest.raises(ContractError, match="was ordered"):
+            engine.step(event)
+        assert snapshot.dump(engine) == before
+    assert engine.step(WeightsSwapped(0, 3)).commands
+    engine.step(ControlRequested(0, 2, ReleaseMemory(("kv_cache",))))
+    with pytest.raises(ContractError, match="was ordered"):
+        engine.step(MemorySwitched(0, ("weights",), True))
+    with pytest.raises(ContractError, match="was ordered"):
+        engine.step(MemorySwitched(0, ("kv_cache",), False))
+
+
+def test_kv_of_older_weights_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the version left out of the key, the next request reads what the one that runs left: the device says so."""
+    monkeypatch.setattr(Memory, "keyed", lambda memory, namespace: namespace)
+    driver = driver_in("running")
+    driver.ask(UpdateWeights(1, "w", "in_place"))
+    driver.finish()
+    driver.order_done()
+    driver.do(SHORT)
+    driver.ready()
+    with pytest.raises(KvError, match="reads"):
+        driver.settle()
