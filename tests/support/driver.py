@@ -150,7 +150,7 @@ class Driver:
         self.bypassed: Counter[int] = Counter()  # admissions from behind each request since it waits
         self.ran: set[int] = set()  # requests that were admitted at least once
         self.left: set[int] = set()  # requests whose client cancelled
-        self.owed = False  # somebody was retracted for pages: a decode comes before any admission
+        self.owed: set[int] = set()  # for whom somebody was retracted: their decode comes before any admission
 
     def token_at(self, request_id: int, position: int) -> int:
         """What the device samples for the position of a request."""
@@ -325,12 +325,14 @@ class Driver:
                     front = self.engine.config.retracted_requeue == "front"
                     older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, line)
                     line.insert(len(list(older)) if front else len(line), request_id)
+                case TurnStarted(_, request_id):  # it was held, and joins the line in this very step
+                    at = len(line)
+                    while at and line[at - 1] not in self.ran and line[at - 1] > request_id:
+                        at -= 1
+                    line.insert(at, request_id)
+                case RequestRejected(_, request_id) | RequestFinished(_, request_id) if request_id in line:
+                    line.remove(request_id)
                 case RequestAdmitted(_, request_id):
-                    if request_id not in line:  # it was held, and joined the line in this very step
-                        at = len(line)
-                        while at and line[at - 1] not in self.ran and line[at - 1] > request_id:
-                            at -= 1
-                        line.insert(at, request_id)
                     self.ran.add(request_id)
                     ahead = line[: line.index(request_id)]
                     line.remove(request_id)
@@ -374,21 +376,28 @@ class Driver:
     def _hold_to_promises(self, step: Step) -> None:
         """What no single state shows: budgets of each extend, the decode owed after a retraction, timers."""
         config = self.engine.config
+        made_room = False
         for event in step.decided:
             match event:
                 case TurnStarted():
                     self.stories[event.request_id].prompt_tokens = event.prompt_tokens
                 case RequestRetracted(reason="pages"):
-                    self.owed = True
+                    made_room = True
                 case RequestAdmitted(_, request_id):
-                    assert not self.owed, f"r{request_id} was admitted before the decode that others gave pages up for"
+                    assert not made_room, f"r{request_id} was admitted in the step that made room for a decode"
+                    assert not self.owed, f"r{request_id} was admitted before the decode of {self.owed}"
                     active, most = self.engine.active, config.max_running_requests
                     assert active <= most, f"S24: r{request_id} is admitted as one of {active}, at most {most} may run"
-                case RequestFinished(_, request_id, "out_of_kv"):
-                    raise AssertionError(f"r{request_id} ended out_of_kv: entry lets nobody in who cannot go on alone")
+                case RequestRetracted(_, request_id):
+                    self.owed.discard(request_id)
+                case RequestFinished(_, request_id, reason):
+                    assert reason != "out_of_kv", f"r{request_id} ended {reason}: entry lets nobody in who cannot go on"
+                    self.owed.discard(request_id)
         plan = step.launched()
-        if (plan is not None and plan.mode == "decode") or not self.engine.cohort.size:
-            self.owed = False
+        if made_room:
+            self.owed = {request.request_id for request in self.engine.cohort.requests}
+        if plan is not None and plan.mode == "decode":
+            self.owed = set()
         if plan is not None and plan.extend_rows:
             new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
             charged = int((-(-new_tokens // config.page_size) * config.page_size).sum())
