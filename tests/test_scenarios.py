@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.records import check, read, record
-from tests.support.scenario import WAITS_FOR, parse, run_file, unparse
+from tests.support.records import check, is_spelt_out, play, read, record
+from tests.support.scenario import parse, run_file, unparse
 
 FOLDER = Path(__file__).parent / "scenarios"
 FILES = sorted(FOLDER.rglob("*.txt"))
@@ -19,11 +19,11 @@ def name_of(path: Path) -> str:
     return path.relative_to(FOLDER).with_suffix("").as_posix()
 
 
-def runs_already(path: Path) -> bool:
-    return not path.read_text().startswith(WAITS_FOR)
+SPELT_OUT = [path for path in FILES if is_spelt_out(path.read_text())]
+STORIES = [path for path in FILES if path not in SPELT_OUT]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if runs_already(path)], ids=name_of)
+@pytest.mark.parametrize("path", STORIES, ids=name_of)
 def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
     difference, _ = run_file(path, update=request.config.getoption("--update"))
     if difference:
@@ -35,17 +35,18 @@ def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
         )
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if runs_already(path)], ids=name_of)
+@pytest.mark.parametrize("path", STORIES, ids=name_of)
 def test_every_scenario_is_written_as_update_would_write_it(path: Path) -> None:
     assert unparse(parse(path.read_text())) == path.read_text()
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if not runs_already(path)], ids=name_of)
+@pytest.mark.parametrize("path", SPELT_OUT, ids=name_of)
 def test_contract_has_types_for_sequence(path: Path) -> None:
     sequence = read(path.read_text())
-    assert sequence.waits_for
     assert sequence.exchanges
     check(sequence)
+    if not sequence.waits_for:
+        play(sequence)
 
 
 def test_record_names_what_the_contract_does_not_have() -> None:

@@ -17,8 +17,6 @@ from lockstep.core.events import (
     ControlRequested,
     EngineRestarted,
     ExpertLoadMeasured,
-    Grammar,
-    GrammarReady,
     HostCopyFinished,
     LaneReady,
     MediaEncoded,
@@ -90,7 +88,9 @@ IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
     "a request id again": (arrived(1, time_us=100), "request id 1 does not increase after 1"),
     "a request id below": (arrived(0, time_us=100), "request id 0 does not increase after 1"),
     "a microbatch": (LaneReady(100, microbatch=1), "no pipeline stages"),
-    "GrammarReady": (GrammarReady(100, b""), "GrammarReady belongs to a feature"),
+    "grammar of a plain row": (BatchFinished(100, 1, TWO_TOKENS, grammar_ended=(0,)), "it has none"),
+    "text of a plain row": (BatchFinished(100, 1, TWO_TOKENS, text_stops=(1,)), "without stop texts"),
+    "held text of a plain row": (BatchFinished(100, 1, TWO_TOKENS, text_held=((1, 1),)), "without stop texts"),
     "AdapterLoaded": (AdapterLoaded(100, "x", 1), "AdapterLoaded belongs to a feature"),
     "TransferAdvanced": (TransferAdvanced(100, 1, "x", 0, 0, "done"), "TransferAdvanced belongs to a feature"),
     "HostCopyFinished": (HostCopyFinished(100, 1, 1), "HostCopyFinished belongs to a feature"),
@@ -180,7 +180,6 @@ def traces(engine: Engine) -> list[object]:
 
 UNSUPPORTED: dict[str, object] = {
     "kind": "embed",
-    "grammar": Grammar("regex", "a+", b""),
     "adapter": "law",
     "spans": (PromptSpan(0, 1, "image", b""),),
     "parallel_samples": 2,
@@ -323,7 +322,7 @@ def test_fact_refused_on_an_idle_device_changes_nothing_either() -> None:
     engine.step(LaneReady(5))
     before = snapshot.dump(engine)
     with pytest.raises(ContractError):
-        engine.step(GrammarReady(6, b""))
+        engine.step(AdapterLoaded(6, "law", 1))
     assert snapshot.dump(engine) == before
 
 

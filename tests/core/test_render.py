@@ -11,6 +11,7 @@ from lockstep.core.commands import (
     AfterBatch,
     BatchPlan,
     Command,
+    CompileGrammar,
     ControlAnswered,
     FinishRequest,
     FreezeHeap,
@@ -19,6 +20,7 @@ from lockstep.core.commands import (
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
+    SampleBatch,
     StartProfile,
     Step,
     StopProfile,
@@ -37,6 +39,8 @@ from lockstep.core.events import (
     DeferReason,
     Drain,
     EngineRestarted,
+    Grammar,
+    GrammarReady,
     LaneReady,
     MemorySwitched,
     Observed,
@@ -135,7 +139,12 @@ def plan(**fields: object) -> BatchPlan:
 
 COMMANDS: dict[str, Command] = {
     "launch b8 decode a[12:13] b[4:5]": LaunchBatch(plan()),
-    "launch b8 decode a[12:13] b[4:5], sampling deferred": LaunchBatch(plan(), sample="deferred"),
+    "launch b8 decode a[12:13] b[4:5], sampled in this step": LaunchBatch(plan(), sample="deferred"),
+    "launch b8 decode a[12:13] b[4:5], sampled after b7": LaunchBatch(plan(sample_after=7), sample="deferred"),
+    "sample b8, matcher a.1 takes 7..8": SampleBatch(8, ((0, 1, (7, 8)),)),
+    "sample b8, no matcher moves": SampleBatch(8, ()),
+    "compile json, json_schema": CompileGrammar(Grammar("json_schema", "{}", b"json")),
+    "compile 00ff1020, regex": CompileGrammar(Grammar("regex", "a+", b"\x00\xff\x10\x20\x30")),
     "launch b8 decode a[12:13] b[4:5], samples b": LaunchBatch(plan(sample_rows=np.array([1], np.int32))),
     "launch b8 decode a[12:13] b[4:5], samples nobody": LaunchBatch(plan(sample_rows=np.array([], np.int32))),
     "stream a 3: 7..8, r2 0: 5": StreamTokens(
@@ -164,6 +173,8 @@ def test_command_in_one_line(text: str) -> None:
 
 
 OBSERVED: dict[str, Observed] = {
+    "grammar g compiled": GrammarReady(0, b"g"),
+    "grammar g did not compile: unbalanced": GrammarReady(0, b"g", "unbalanced"),
     "arrived a": arrived(0),
     "cancelled b": RequestCancelled(0, 1),
     "batch b3 finished": BatchFinished(0, 3),

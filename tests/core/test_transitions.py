@@ -12,6 +12,7 @@ import pytest
 from lockstep.core.errors import InvariantError
 from lockstep.core.events import Decided, DecidedEvent, RequestArrived, RequestId, TokenRuns
 from lockstep.core.requests import TRANSITIONS, Request, RequestState
+from tests.support.records import is_spelt_out
 from tests.support.scenario import Run, parse, play
 
 DECIDED: tuple[type[Decided], ...] = typing.get_args(DecidedEvent)
@@ -61,7 +62,7 @@ def test_scenarios_reach_every_pair_of_the_table() -> None:
     reached = set()
     for path in sorted(SCENARIOS.rglob("*.txt")):
         text = path.read_text()
-        if not text.startswith("waits for:"):
+        if not is_spelt_out(text):
             run = Run()
             play(parse(text), run)
             reached |= set(run.transitions)

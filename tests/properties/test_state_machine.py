@@ -49,6 +49,19 @@ class EngineMachine(RuleBasedStateMachine):
     def arrive_in_a_hurry(self, deadline: int, finish: int) -> None:
         self.do("arrive", 1, 10, 5, {"deadline_in_us": deadline, "finish_in_us": finish})
 
+    @rule(grammar=st.sampled_from(["g0", "g1"]), ends=st.none() | st.integers(1, 6), min_new=st.integers(0, 5))
+    def arrive_constrained(self, grammar: str, ends: int | None, min_new: int) -> None:
+        options = {"grammar": grammar, "grammar_ends": ends, "min_new_tokens": min_new, "stop_texts": ("END",)}
+        self.do("arrive", 1, 10, 8, options)
+
+    @rule(choice=small, error=st.sampled_from(["", "", "unbalanced"]))
+    def compiled(self, choice: int, error: str) -> None:
+        self.do("compiled", choice, error)
+
+    @rule(choice=small, error=st.sampled_from(["", "unbalanced"]))
+    def compiled_again(self, choice: int, error: str) -> None:
+        self.do("compiled_again", choice, error)
+
     @rule()
     def ready(self) -> None:
         self.do("ready")

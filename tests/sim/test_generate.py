@@ -182,6 +182,7 @@ def test_digest_does_not_depend_on_the_hash_seed_of_python(hash_seed: str) -> No
         ("gen:shared_prefix=100000x100000", "expected at most 1,073,741,824 tokens"),
         ("gen:prefix_choice=zipf", "`prefix_choice` means nothing without shared_prefix="),
         ("gen:shared_prefix=8x2,prefix_choice=zipf:x", "expected uniform, zipf or zipf:EXPONENT"),
+        ("gen:grammars=1.5x2", "expected SHARExGRAMMARS"),
         ("gen:shared_prefix=100x2,max_total=101", "leaves no room behind a shared prefix of 100 tokens"),
         ("gen:input=fixed:512,max_total=512", "none of 1,000 draws of `input` and `output` fits `max_total` 512"),
     ],

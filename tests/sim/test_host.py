@@ -18,6 +18,7 @@ from lockstep.core.errors import ContractError
 from lockstep.core.events import (
     BatchFinished,
     ClockAdvanced,
+    GrammarReady,
     LaneReady,
     Observed,
     RequestArrived,
@@ -437,3 +438,29 @@ def test_two_engines_share_one_clock() -> None:
     env.run()
     alone = play(workload(CHAT), cpu=CpuModel())[1]
     assert recorders[0].digests == recorders[1].digests == alone.digests
+
+
+def test_deferred_batch_is_sampled_when_the_result_before_it_was_taken_in() -> None:
+    """b1's forward runs behind b0 at once; its sampling waits until the lane is through with b0's result."""
+    cpu = CpuModel(plan_fixed_us=0, plan_row_us=0, result_fixed_us=1500, result_row_us=0, arrival_us=0)
+    _, recorder = play([turn(0, output_tokens=4, grammar="json")], cpu=cpu, overlap_depth=1)
+    (ready,) = recorder.of(GrammarReady)
+    assert ready.time_us == 50_000
+    spans = [(event.started_us - 50_000, event.finished_us - 50_000) for event in recorder.of(BatchFinished)]
+    # Forwards of 1,000 us and 10 per token. The lane takes in b0 until 3,500 and b1 until 5,000, and then launches two:
+    # b2 knows all it needs, b3 waits until b2, finished at 6,010, is taken in.
+    assert spans == [(0, 2000), (2000, 3500), (5000, 6010), (6010, 7510)]
+    assert recorder.tokens() == {0: [1_500_000 + i for i in range(4)]}
+
+
+def test_constrained_and_plain_requests_share_batches_under_overlap() -> None:
+    """Whatever is deferred, everybody gets the tokens of the workload, and no batch ends before the one before it."""
+    turns = workload("gen:n=60,rate=200,input=uniform:10:60,output=uniform:1:30,grammars=0.4x3")
+    assert {turn.grammar for turn in turns} == {"", "grammar0", "grammar1", "grammar2"}
+    for depth in range(3):
+        host, recorder = play(turns, cpu=CpuModel(), overlap_depth=depth)
+        assert host.ended == len(turns)
+        assert [len(tokens) for _, tokens in sorted(recorder.tokens().items())] == [t.output_tokens for t in turns]
+        finished = [event.finished_us for event in recorder.of(BatchFinished)]
+        assert finished == sorted(finished)
+        assert len(recorder.of(GrammarReady)) == 3

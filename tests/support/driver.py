@@ -19,12 +19,14 @@ import numpy as np
 from lockstep.core import invariants, snapshot
 from lockstep.core.commands import (
     BatchPlan,
+    CompileGrammar,
     ControlAnswered,
     FinishRequest,
     LaunchBatch,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
+    SampleBatch,
     Step,
     StreamTokens,
     SwapWeights,
@@ -46,6 +48,8 @@ from lockstep.core.events import (
     Flush,
     FreezeGc,
     GetState,
+    Grammar,
+    GrammarReady,
     LaneReady,
     Observed,
     OpenSession,
@@ -109,6 +113,7 @@ CONTROLS: tuple[Control, ...] = (
 LETTING_GO = [CONTROLS.index(c) for c in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0))]
 SESSIONS = ("s", "t", "u")
 QUIESCENCE_STEPS_MAX = 20_000
+GRAMMARS = 8  # different ones that requests ask for
 
 
 def output_token(request_id: int, number: int, stops_at: int | None) -> int:
@@ -125,7 +130,16 @@ class Story:
     prompt_tokens: int
     max_new_tokens: int
     stops_at: int | None  # the number of the output that is STOP_TOKEN
-    heeds_stop: bool  # STOP_TOKEN ends it
+    heeds_stop: bool  # STOP_TOKEN ends it ...
+    min_new: int  # ... once it has so many outputs
+    grammar: str = ""
+    grammar_ends: int | None = None  # outputs after which its grammar admits nothing more
+    watches_text: bool = False
+
+    def held(self, outputs: int) -> int:
+        """How many of its newest tokens may begin a stop text when it has this many outputs."""
+        return min(outputs, outputs * 17 % 5) if self.watches_text else 0
+
     sent: list[int] = field(default_factory=list)
     ended: str = ""
 
@@ -150,6 +164,8 @@ class Driver:
         self.bypassed: Counter[int] = Counter()  # admissions from behind each request since it waits
         self.ran: set[int] = set()  # requests that were admitted at least once
         self.left: set[int] = set()  # requests whose client cancelled
+        self.compiling: list[str] = []  # grammars asked for and not answered
+        self.invalid_grammars: set[str] = set()
         self.owed: set[int] = set()  # for whom somebody was retracted: their decode comes before any admission
 
     def token_at(self, request_id: int, position: int) -> int:
@@ -179,17 +195,43 @@ class Driver:
             options["session_start"] = start % (self.engine.sessions.open[options["session"]].length + 1)
         eos = () if options.get("ignore_eos") else self.engine.config.eos_token_ids
         heeds_stop = STOP_TOKEN in (*eos, *options.get("stop_token_ids", ()))
-        self.stories[request_id] = Story(tokens, max_new, stops_at, heeds_stop)
+        min_new = options.get("min_new_tokens", 0)
+        grammar, ends = options.pop("grammar", ""), options.pop("grammar_ends", None)
+        if grammar:
+            options["grammar"] = Grammar("regex", grammar, grammar.encode())
+        watches_text = "stop_texts" in options
+        self.stories[request_id] = Story(tokens, max_new, stops_at, heeds_stop, min_new, grammar, ends, watches_text)
         prompt = TokenRuns((base, tokens) if tokens else ())
         self.fold(
             RequestArrived(time_us=self.now_us, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **options)
         )
+        self.kv.stories[request_id].grammar_ends = ends
+
+    def compiled(self, choice: int, error: str = "") -> None:
+        """A grammar that was asked for is answered, perhaps when nobody waits for it any more."""
+        if not self.compiling:
+            return
+        name = self.compiling.pop(choice % len(self.compiling))
+        waiting = any(self.stories[request_id].grammar == name for request_id in self.engine.held)
+        self.marks.add(
+            ("grammar refused" if error else "grammar compiled") if waiting else "grammar compiled for nobody"
+        )
+        if error and self.engine.grammars.known[name.encode()].error is None:
+            self.invalid_grammars.add(name)
+        self.fold(GrammarReady(self.now_us, name.encode(), error))
+
+    def compiled_again(self, choice: int, error: str = "") -> None:
+        """An answer that came already, or that nobody asked for."""
+        name = f"g{choice % GRAMMARS}"
+        if name not in self.compiling:
+            self.fold(GrammarReady(self.now_us, name.encode(), error))
 
     def cancel(self, choice: int) -> None:
         live = list(self.engine.requests)
         if live:
             request = self.engine.requests[live[choice % len(live)]]
-            self.marks.add(f"cancelled while {request.state.name}")
+            held = request.request_id in self.engine.held
+            self.marks.add("grammar cancelled while compiling" if held else f"cancelled while {request.state.name}")
             self.left.add(request.request_id)
             self.fold(RequestCancelled(self.now_us, request.request_id))
 
@@ -205,17 +247,30 @@ class Driver:
         """Deliver the oldest batch in flight; with trouble, its execution or one of its tokens went wrong."""
         if not self.kv.stream:
             return
-        rows = len(self.kv.stream[0].plan.sample_rows)
+        plan = self.kv.stream[0].plan
+        samplers = [(int(plan.request_ids[i]), int(plan.stops[i])) for i in plan.sample_rows.tolist()]
+        rows = len(samplers)
         if trouble == "error":
             self.fold(self.kv.finished(self.now_us, error="the device says no"))
             return
         odd = (choice % rows,) if rows and trouble else ()
-        event = self.kv.finished(self.now_us)
+        stories = [self.stories[request_id] for request_id, _ in samplers]
+        outputs = [stop + 1 - story.prompt_tokens for story, (_, stop) in zip(stories, samplers, strict=True)]
+        held = [story.held(have) for story, have in zip(stories, outputs, strict=True)]
+        event = msgspec.structs.replace(
+            self.kv.finished(self.now_us), text_held=tuple((i, count) for i, count in enumerate(held) if count)
+        )
         if trouble == "invalid":
             event = msgspec.structs.replace(event, invalid=odd)
         elif trouble == "text_stop":
-            event = msgspec.structs.replace(event, text_stops=odd)
+            event = msgspec.structs.replace(event, text_stops=tuple(i for i in odd if stories[i].watches_text))
+        sent = [len(story.sent) for story in stories]
         self.fold(event)
+        for story, have, count, before in zip(stories, outputs, held, sent, strict=True):
+            if count and not story.ended:
+                assert len(story.sent) <= max(before, have - count), f"{count} of {have} tokens were to be held back"
+                if len(story.sent) == have - count:
+                    self.marks.add("text held back")
 
     def clock(self, us: int) -> None:
         self.now_us += us
@@ -308,8 +363,15 @@ class Driver:
                     self.marks.add(f"{name} done" if ok else f"{name} refused")
                 case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                     self.orders.append(command)
-                case LaunchBatch():
+                case LaunchBatch(plan, sample):
                     assert not self.orders, f"launched while the host works on {self.orders}"
+                    if sample == "deferred" and plan.sample_after is not None:
+                        self.marks.add("sampling deferred")
+                case CompileGrammar(grammar):
+                    self.compiling.append(grammar.source)
+                case SampleBatch(batch_id):
+                    if any(batch.dead and batch.plan.batch_id == batch_id for batch in self.engine.in_flight):
+                        self.marks.add("dead row sampled")
         self.kv.observe(event, step)
         self._hold_to_promises(step)
         self._mark(step, chunked)
@@ -370,8 +432,10 @@ class Driver:
         if reason == "stop":
             assert story.sent[-1] == STOP_TOKEN
             assert story.heeds_stop
-        if reason == "length" and story.heeds_stop and story.stops_at is not None:
+        if reason == "length" and story.heeds_stop and story.stops_at is not None and story.stops_at >= story.min_new:
             assert outputs <= story.stops_at, f"r{request_id} ran past its stop token"
+        if story.grammar and story.grammar_ends is not None and reason in ("length", "grammar"):
+            assert (outputs >= story.grammar_ends) == (reason == "grammar"), f"S22: r{request_id} ended by {reason}"
 
     def _hold_to_promises(self, step: Step) -> None:
         """What no single state shows: budgets of each extend, the decode owed after a retraction, timers."""
@@ -386,6 +450,8 @@ class Driver:
                 case RequestAdmitted(_, request_id):
                     assert not made_room, f"r{request_id} was admitted in the step that made room for a decode"
                     assert not self.owed, f"r{request_id} was admitted before the decode of {self.owed}"
+                    grammar = self.stories[request_id].grammar
+                    assert grammar not in self.invalid_grammars, f"r{request_id} runs under an invalid grammar"
                     active, most = self.engine.active, config.max_running_requests
                     assert active <= most, f"S24: r{request_id} is admitted as one of {active}, at most {most} may run"
                 case RequestRetracted(_, request_id):
@@ -415,7 +481,11 @@ class Driver:
         timers = [
             due
             for request in self.engine.requests.values()
-            for due in (request.finish_by_us, request.deadline_us if request.cached_tokens < 0 else None)
+            for due in (
+                request.finish_by_us,
+                request.deadline_us if request.cached_tokens < 0 else None,
+                request.grammar_due_us,
+            )
             if due is not None
         ]
         assert not timers or (step.wake_at_us is not None and step.wake_at_us <= min(timers)), (
@@ -467,6 +537,8 @@ class Driver:
             self.now_us += 1
             self.order_done()
             in_flight = len(self.kv.stream)
+            if self.engine.config.grammar_timeout_us is None:  # otherwise they never come, and that ends too
+                self.compiled(0)
             self.ready()
             if len(self.kv.stream) == in_flight:
                 self.finish()
@@ -529,6 +601,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         stream_interval=rng.choice([1, 1, 3]),
         force_stream_interval=rng.choice([2, 50]),
         eos_token_ids=rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8)]),
+        grammar_timeout_us=rng.choice([None, None, 30]),
         **_random_order(rng, radix),
         session_kv=rng.choice(["hold", "hold", "evictable"]),
         max_sessions=rng.choice([2, 1024]),
@@ -572,7 +645,7 @@ def pressed_actions(rng: random.Random, count: int) -> list[Action]:
     return [
         ("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), {})
         if name == "arrive"
-        else _random_action(rng, name, 3, 3, 1)
+        else _random_action(rng, name, 3, 3, 1, 0.0)
         for name in names
     ]
 
@@ -620,17 +693,26 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
         "restart": rng.choice([0, 0, 0, 0.2]),
         "late": 0.1,
         "snapshot": rng.choice([0, 0, 0.3]),
+        "compiled": rng.choice([0, 0.5, 3]),
+        "compiled_again": rng.choice([0, 0, 0.3]),
     }
     longest = rng.choice([3, 3, 20, 70])
     most_outputs = rng.choice([3, 40, 120])
     bases = rng.choice([1, 2, 50])
     sessions = rng.choice([0.1, 0.6]) if weights["session_open"] else 0.0  # share of the arrivals that are turns
+    constrained = rng.choice([0.0, 0.0, 0.3, 0.9])
     names = rng.choices(list(weights), list(weights.values()), k=count)
-    return [_random_action(rng, name, longest, most_outputs, bases, sessions) for name in names]
+    return [_random_action(rng, name, longest, most_outputs, bases, sessions, constrained) for name in names]
 
 
 def _random_action(
-    rng: random.Random, name: str, longest: int, most_outputs: int, bases: int, sessions: float = 0.0
+    rng: random.Random,
+    name: str,
+    longest: int,
+    most_outputs: int,
+    bases: int,
+    sessions: float = 0.0,
+    constrained: float = 0.0,
 ) -> Action:
     match name:
         case "arrive":
@@ -640,8 +722,6 @@ def _random_action(
                 options["stop_token_ids"] = rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8, 9)])
                 if options["ignore_eos"]:
                     options["stop_token_ids"] = ()
-            if rng.random() < 0.2:
-                options["min_new_tokens"] = 1
             if rng.random() < 0.1:
                 options["deadline_in_us"] = rng.randint(0, 30)
             if rng.random() < 0.1:
@@ -658,6 +738,13 @@ def _random_action(
                     options["session_start"] = rng.randrange(100)
             tokens = rng.randint(0 if rng.random() < 0.02 else 1, longest)
             max_new = rng.choice([1, rng.randint(1, most_outputs), rng.randint(1, most_outputs)])
+            if rng.random() < 0.2:
+                options["min_new_tokens"] = rng.choice([1, rng.randint(1, max_new)])
+            if rng.random() < 0.2:
+                options["stop_texts"] = ("END",)
+            if rng.random() < constrained:
+                options["grammar"] = f"g{rng.randrange(GRAMMARS)}"
+                options["grammar_ends"] = rng.choice([None, rng.randint(1, 10)])
             return ("arrive", 1 + 1000 * rng.randrange(bases), tokens, max_new, options)
         case "cancel" | "cancel_again" | "cancel_many" | "session_close":
             return (name, rng.randrange(100))
@@ -666,6 +753,8 @@ def _random_action(
             return (name, rng.randrange(100), capacity, timeout, rng.random() < 0.3)
         case "order_done":
             return (name, "no room" if rng.random() < 0.1 else "")
+        case "compiled" | "compiled_again":
+            return (name, rng.randrange(100), "unbalanced" if rng.random() < 0.3 else "")
         case "trouble":
             return ("finish", rng.choice(["error", "invalid", "text_stop"]), rng.randrange(100))
         case "wait" | "clock":

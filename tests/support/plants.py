@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from lockstep.core.commands import Step
+from lockstep.core import grammars
+from lockstep.core.batching import InFlight
+from lockstep.core.commands import SampleBatch, Step
 from lockstep.core.memory import Lease, Memory
 from lockstep.core.radix import RadixCache, RadixNode
-from lockstep.core.requests import Request
+from lockstep.core.requests import Int32s, Request
 
 
 @contextmanager
-def _replaced(owner: type, name: str, bug: Callable[..., object]) -> Iterator[None]:
+def _replaced(owner: object, name: str, bug: Callable[..., object]) -> Iterator[None]:
     """`owner.name` calls bug(original, ...) instead."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **options: bug(original, *args, **options))
@@ -59,8 +61,22 @@ def early_free() -> AbstractContextManager[None]:
     return _replaced(Memory, "leave", bug)
 
 
+def dead_matcher() -> AbstractContextManager[None]:
+    """Sampling a deferred batch moves the matchers of rows whose request has left, too."""
+
+    def bug(sample: Callable[..., SampleBatch], batch: InFlight, outputs: Int32s) -> SampleBatch:
+        dead, batch.dead = batch.dead, []
+        try:
+            return sample(batch, outputs)
+        finally:
+            batch.dead = dead
+
+    return _replaced(grammars, "_sample", bug)
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "double_free": double_free,
     "lock_leak": lock_leak,
     "early_free": early_free,
+    "dead_matcher": dead_matcher,
 }

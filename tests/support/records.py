@@ -1,6 +1,6 @@
-"""Sequences of events and commands written by hand, for features of the contract that no engine has yet.
+"""Sequences of events and commands written by hand, field by field.
 
-    waits for: speculation
+    waits for: speculation                                   or, once the engine has it: config page_size=2 pages=16
     # What the sequence shows.
     @decode                                                  the engine of what follows; one of them needs no name
     BatchFinished(time_us=300, batch_id=1, tokens=ids(7, 8), accepted=ids(2))
@@ -9,8 +9,8 @@
 
 Above the rule are observed events, below it what the Step of each must hold, all of them together. Every line becomes a
 value of the contract's own types, field by field, so a field that is missing, misspelt or of another type is an error.
-Nothing is run. `check` looks at what can be seen without an engine: times, batch numbers, and which answer belongs to
-which order.
+`check` looks at what can be seen without an engine: times, batch numbers, and which answer belongs to which order.
+`play` gives the events to an engine with the config of the first line, and holds its Steps against what is written.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from __future__ import annotations
 import ast
 import typing
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from lockstep.core import commands, events
+from lockstep.core import commands, events, invariants, snapshot
 from lockstep.core.commands import BatchPlan, LaunchBatch, ProposeBatch, SampleBatch, StartTransfer
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, Decided, LaneReady, Observed, RanksAgreed, TransferAdvanced
-from tests.support.scenario import RULE, WAITS_FOR, parse
+from tests.support.scenario import RULE, WAITS_FOR, config_of, parse
+
+CONFIG = "config "
 
 TYPES: dict[str, type[msgspec.Struct]] = {
     name: value
@@ -48,15 +53,18 @@ class Exchange:
 
 @dataclass
 class Sequence:
-    waits_for: str
+    waits_for: str  # "" when it can be played
+    config: SchedConfig
     exchanges: list[Exchange]
 
 
 def read(text: str) -> Sequence:
     """The sequence a file describes. Raises ValueError or TypeError, naming the line, for what is no such value."""
     first, _, rest = text.partition("\n")
-    if not first.startswith(WAITS_FOR):
-        raise ValueError(f"the first line must be `{WAITS_FOR} FEATURE`, got `{first}`")
+    if not is_spelt_out(text):
+        raise ValueError(f"the first line must be `{WAITS_FOR} FEATURE` or `{CONFIG}NAME=VALUE ...`, got `{first}`")
+    waits_for = first.removeprefix(WAITS_FOR).strip() if first.startswith(WAITS_FOR) else ""
+    config = SchedConfig() if waits_for else config_of(first.split()[1:])
     exchanges = []
     engine = ""
     for block in parse(rest):
@@ -81,7 +89,32 @@ def read(text: str) -> Sequence:
             else:
                 exchange.commands.append(value)
         exchanges.append(exchange)
-    return Sequence(first.removeprefix(WAITS_FOR).strip(), exchanges)
+    return Sequence(waits_for, config, exchanges)
+
+
+def is_spelt_out(text: str) -> bool:
+    """Whether a file is such a sequence; a scenario opens with a comment."""
+    return text.startswith((WAITS_FOR, CONFIG))
+
+
+def play(sequence: Sequence) -> None:
+    """Raise AssertionError at the first Step that is not what the sequence says. The engine is restored every time."""
+    engine = Engine(sequence.config)
+    for exchange in sequence.exchanges:
+        decided, ordered = [], []
+        for event in exchange.observed:
+            engine = snapshot.restore(snapshot.dump(engine))
+            step = engine.step(event)
+            decided += step.decided
+            ordered += step.commands
+            invariants.check(engine)
+        for got, expected in ((decided, exchange.decided), (ordered, exchange.commands)):
+            for one, other in zip_longest(map(_plain, got), map(_plain, expected)):
+                assert one == other, f"after {exchange.observed[-1]}:\n  got       {one}\n  expected  {other}"
+
+
+def _plain(value: msgspec.Struct) -> Any:
+    return type(value).__name__, msgspec.to_builtins(value, enc_hook=lambda array: array.tolist())
 
 
 def record(line: str) -> msgspec.Struct:

@@ -14,12 +14,14 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
 
     config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
-                                  `prompt=a,9` is everything of a so far (prompt and output), then 9; other fields of
-                                  RequestArrived by name (tenant=x, adapter=y, ...)
+                                  `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
+                                  a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
+                                  (tenant=x, adapter=y, ...)
     step, steps 3                 LaneReady
     collect [RESULT]              the oldest batch in flight is delivered
     finish [N] [RESULT]           collect, then step, as a host does; N times
     run [N]                       steps while they launch, then collect, until nothing is left; N rounds at most
+    grammar g [ERROR ...]         GrammarReady: g compiled, or did not for the reason given
     cancel a, cancel r17          RequestCancelled, of the newest request of that name or of an id
     at 5ms, clock 5ms             the next facts happen at 5 ms; the same and a ClockAdvanced
     flush, drain, resume, pause [in_place|retract|cancel]        ControlRequested
@@ -33,8 +35,9 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     stale                         a result of the generation before arrives late
     snapshot                      the engine is dumped, restored and goes on
 
-RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`. A token not
-given is a pure function of request and position: the third token of r0, at position 2, is 1002.
+RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`,
+`grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text). A token not given is
+a pure function of request and position: the third token of r0, at position 2, is 1002.
 
 Commands that print: pages, tree, table, queue, flight, owners, counts, sessions, plan (the newest). `show streams` (or
 queued, prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
@@ -87,6 +90,8 @@ from lockstep.core.events import (
     Flush,
     FreezeGc,
     GetState,
+    Grammar,
+    GrammarReady,
     LaneReady,
     MemorySwitched,
     Observed,
@@ -193,6 +198,8 @@ class Result:
     tokens: dict[str, int] = field(default_factory=dict)
     text_stops: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
+    grammar_ended: list[str] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
 
 
 class Run:
@@ -273,11 +280,15 @@ class Run:
         stops = [int(plan.stops[i]) for i in plan.sample_rows.tolist()]
         for name, token in result.tokens.items():
             self.drawn[self.ids[name], stops[self._sampler(samplers, name, plan)]] = token
+        for name in result.grammar_ended:
+            story = self.kv.stories[self.ids[name]]
+            story.grammar_ends = stops[self._sampler(samplers, name, plan)] + 1 - story.prompt_tokens
         event = self.kv.finished(self.now_us, error="the device is lost" if result.error else "")
         event = msgspec.structs.replace(
             event,
             text_stops=tuple(self._sampler(samplers, name, plan) for name in result.text_stops),
             invalid=tuple(self._sampler(samplers, name, plan) for name in result.invalid),
+            text_held=tuple((self._sampler(samplers, name, plan), held) for name, held in result.held.items()),
         )
         return self.fold(event)
 
@@ -347,6 +358,10 @@ class Run:
         if not bounded:
             raise ScenarioError(f"`run` did not come to an end within {ROUNDS_MAX} rounds")
         return lines
+
+    def do_grammar(self, words: list[str]) -> list[str]:
+        name, *error = words
+        return self._say(self.fold(GrammarReady(self.now_us, name.encode(), " ".join(error))))
 
     def do_cancel(self, words: list[str]) -> list[str]:
         (name,) = words
@@ -505,6 +520,10 @@ class Run:
                     fields["stream"] = yes(value)
                 case "deadline" | "finish_by":
                     fields[f"{name}_us"] = us(value)
+                case "stop_texts":
+                    fields["stop_texts"] = tuple(value.split(","))
+                case "grammar":
+                    fields["grammar"] = Grammar("regex", value, value.encode())
                 case "id":
                     fields["request_id"] = int(value)
                 case _ if name in RequestArrived.__struct_fields__:
@@ -678,10 +697,15 @@ def result_of(words: list[str]) -> Result:
             result.text_stops.append(value)
         elif name == "invalid":
             result.invalid.append(value)
+        elif name == "grammar_ended":
+            result.grammar_ended.append(value)
+        elif name == "held":
+            held, _, count = value.partition(":")
+            result.held[held] = int(count)
         elif equals:
             result.tokens[name] = int(value)
         elif word != "tokens":
-            raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, invalid=a")
+            raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, grammar_ended=a")
     return result
 
 

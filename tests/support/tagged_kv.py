@@ -6,9 +6,14 @@ id before it, the token), starting from the namespace. Equal ids mean equal toke
 prefixes, which is what attention needs. So one comparison per cell finds pages shared wrongly, freed too early, read
 before they were written, or written by two requests.
 
-    launch(plan)  checks what can be checked at once, and queues the plan: the stream
-    execute()     runs the oldest queued plan: the device; returns the tokens it sampled
-    deliver(id)   the host hands the result to the core: whatever the batch used is no longer fenced
+    launch(plan)     checks what can be checked at once, and queues the plan: the stream
+    advance(command) moves matchers and lets a deferred batch sample
+    execute()        runs the oldest queued plan: the device; returns the tokens it sampled
+    deliver(id)      the host hands the result to the core: whatever the batch used is no longer fenced
+
+A row under a grammar has a matcher, which here is no more than the tokens it has seen. A row is sampled when its
+matcher has seen exactly the output before; it sees no token twice, and none behind the end of its grammar
+(`Story.grammar_ends`).
 
 Tokens are a pure function of (request, position), so a token drawn again after a retraction is the same one.
 A test that scripts tokens gives `sample` its own function.
@@ -29,6 +34,7 @@ from lockstep.core.commands import (
     LaunchBatch,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
+    SampleBatch,
     Step,
     SwapWeights,
 )
@@ -77,6 +83,7 @@ class Row:
     prefix_ids: list[int] = field(default_factory=list)  # what its cells must hold
     newest: tuple[int, int] | None = None  # position and token of the newest sample
     failed: bool = False  # a batch that named it failed; what it computes from then on is garbage
+    matcher: list[int] | None = None  # the tokens it has seen, for a row under a grammar
 
 
 @dataclass
@@ -87,6 +94,8 @@ class Story:
     tokens: list[int]
     prompt_tokens: int
     session: str = ""
+    grammar_ends: int | None = None  # output tokens after which its grammar admits nothing more
+    prefix_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -97,7 +106,10 @@ class Launched:
     copy: bytes
     pages: dict[int, set[int]]  # by row: every page its positions use
     tables: dict[int, list[int]]  # by row: its page table as this plan must see it
-    executed: bool = False
+    may_sample: bool = True  # it was not deferred, or its SampleBatch came
+    computed: bool = False  # its forward ran
+    fed_back: dict[int, list[int]] = field(default_factory=dict)  # by position in the plan: tokens before the last
+    executed: bool = False  # and it was sampled
     tokens: Int32s | None = None
 
 
@@ -150,8 +162,10 @@ class TaggedKv:
                     self._session_closed(decided.session)
         for command in step.commands:
             match command:
-                case LaunchBatch(plan):
-                    self.launch(plan)
+                case LaunchBatch(plan, sample):
+                    self.launch(plan, deferred=sample == "deferred")
+                case SampleBatch():
+                    self.advance(command)
                 case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                     self._check_order(command)
                 case ControlAnswered(control_id, True) if control_id in self.opening:
@@ -211,7 +225,7 @@ class TaggedKv:
         self.stream.clear()
         self.cells.fill(NOTHING)
 
-    def launch(self, plan: BatchPlan) -> None:
+    def launch(self, plan: BatchPlan, *, deferred: bool = False) -> None:
         """Put a plan on the stream, after folding its changes to rows and page tables."""
         self._check_head(plan)
         for taken in plan.rows_taken:
@@ -219,27 +233,62 @@ class TaggedKv:
                 raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while r{old.request_id} still has it")
             if any(taken.row in launched.pages for launched in self.stream):
                 raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while a batch in flight still names it")
-            self.rows[taken.row] = Row(taken.request_id, taken.epoch)
+            matcher: list[int] | None = [] if taken.grammar is not None else None
+            self.rows[taken.row] = Row(taken.request_id, taken.epoch, matcher=matcher)
         self._apply_deltas(plan)
         pages, tables = {}, {}
         for i, row in enumerate(plan.rows.tolist()):
             pages[row] = self._check_row(plan, i, row)
             tables[row] = list(self.rows[row].table)
         self._check_writers(plan, pages)
-        launched = Launched(plan, snapshot_of(plan), pages, tables)
+        if deferred and plan.sample_after is not None:
+            self._check_sample_after(plan)
+        launched = Launched(plan, snapshot_of(plan), pages, tables, may_sample=not deferred)
         self.stream.append(launched)
         self.launched.append(launched)
         if len(self.stream) > self.config.overlap_depth + 1:
             raise KvError(f"{len(self.stream)} batches on the stream at overlap depth {self.config.overlap_depth}")
         if self.eager:
-            self.execute()
+            self._run_ahead()
+
+    def advance(self, command: SampleBatch) -> None:
+        """Move matchers by tokens they have not seen, and let the batch sample."""
+        launched = next((one for one in self.stream if one.plan.batch_id == command.batch_id), None)
+        if launched is None or launched.may_sample:
+            raise KvError(f"b{command.batch_id} is to be sampled, but was not deferred, or was sampled before")
+        for request_id, epoch, tokens in command.grammar_advance:
+            row = next((row for row in self.rows.values() if row.live and row.request_id == request_id), None)
+            if row is None or row.epoch != epoch or row.matcher is None:
+                raise KvError(f"b{command.batch_id} moves the matcher of r{request_id}.{epoch}, which there is not")
+            row.matcher += tokens
+            self._check_matcher(row)
+        launched.may_sample = True
+        if self.eager:
+            self._run_ahead()
+
+    def _run_ahead(self) -> None:
+        """Run all that can run: up to a batch that may not sample yet, whose forward runs."""
+        for launched in self.stream:
+            if not launched.executed:
+                self._compute(launched)
+                if not launched.may_sample:
+                    return
+                self._sample_all(launched)
 
     def execute(self) -> Int32s:
         """Run the oldest plan that has not run. Returns the tokens it sampled, in the order of its sample_rows."""
         launched = next(launched for launched in self.stream if not launched.executed)
+        self._compute(launched)
+        if not launched.may_sample:
+            raise KvError(f"b{launched.plan.batch_id} was deferred and has not been told to sample")
+        return self._sample_all(launched)
+
+    def _compute(self, launched: Launched) -> None:
+        if launched.computed:
+            return
+        launched.computed = True
         plan, page_size = launched.plan, self.config.page_size
         at = 0
-        sampled: dict[int, list[int]] = {}  # by position in the plan: tokens before the last
         for i, row_index in enumerate(plan.rows.tolist()):
             row, start, stop = self.rows[row_index], int(plan.starts[i]), int(plan.stops[i])
             story = self.stories[row.request_id]
@@ -250,10 +299,11 @@ class TaggedKv:
             elif not row.failed:
                 newest = self._newest(plan, row, start)
                 fed_back = [self._sample_at(plan, row, position) for position in range(start + 1, stop)]
-                sampled[i] = fed_back
+                launched.fed_back[i] = fed_back
                 new = [newest, *fed_back]
             else:
-                sampled[i] = [self.sample(row.request_id, position) for position in range(start + 1, stop)]
+                fed_back = [self.sample(row.request_id, position) for position in range(start + 1, stop)]
+                launched.fed_back[i] = fed_back
                 new = []
             if not row.failed:
                 if new != story.tokens[start:stop]:
@@ -263,7 +313,10 @@ class TaggedKv:
             positions = np.arange(start, stop)
             cells = table[positions // page_size] * page_size + positions % page_size
             self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(row, story, stop)[start:stop]
-        tokens = [token for i in plan.sample_rows.tolist() for token in (*sampled.get(i, ()), self._sample(plan, i))]
+
+    def _sample_all(self, launched: Launched) -> Int32s:
+        plan, fed_back = launched.plan, launched.fed_back
+        tokens = [token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), self._sample(plan, i))]
         launched.executed, launched.tokens = True, np.array(tokens, np.int32)
         self.forwards += 1
         return launched.tokens
@@ -273,11 +326,24 @@ class TaggedKv:
         launched = self.stream[0]
         batch_id = launched.plan.batch_id
         if error:
-            launched.executed = True
+            launched.computed = launched.executed = True
             self._spoil(launched.plan)
             return BatchFinished(time_us, batch_id, generation=self.generation, error=error)
         tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute()
-        return BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
+        event = BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
+        ended = self._grammars_ended(launched.plan)
+        return msgspec.structs.replace(event, grammar_ended=ended) if ended else event
+
+    def _grammars_ended(self, plan: BatchPlan) -> tuple[int, ...]:
+        """Sampling rows whose grammar admits nothing behind the token they sample, or admitted nothing before it."""
+        ended = []
+        for position, i in enumerate(plan.sample_rows.tolist()):
+            row = self.rows[int(plan.rows[i])]
+            story = self.stories[row.request_id]
+            outputs = int(plan.stops[i]) + 1 - story.prompt_tokens
+            if row.matcher is not None and story.grammar_ends is not None and outputs >= story.grammar_ends:
+                ended.append(position)
+        return tuple(ended)
 
     def deliver(self, batch_id: BatchId) -> None:
         """The engine took in the result of the oldest batch: its fence is lifted."""
@@ -310,6 +376,26 @@ class TaggedKv:
         new_tokens = int((plan.stops - plan.starts)[: plan.extend_rows].sum())
         if new_tokens != len(plan.token_ids):
             raise KvError(f"b{plan.batch_id} has {len(plan.token_ids)} token ids for {new_tokens} new tokens")
+
+    def _check_sample_after(self, plan: BatchPlan) -> None:
+        """A deferred batch waits for the youngest batch on the stream that samples one of its rows under a grammar."""
+        rows = plan.rows[plan.sample_rows[plan.sample_rows >= plan.extend_rows]].tolist()
+        matched = {row for row in rows if self.rows[row].matcher is not None}
+        after = [
+            launched.plan.batch_id
+            for launched in self.stream
+            if matched & set(launched.plan.rows[launched.plan.sample_rows].tolist())
+        ]
+        if not after or after[-1] != plan.sample_after:
+            raise KvError(f"b{plan.batch_id} waits for b{plan.sample_after}; its rows are sampled by {after}")
+
+    def _check_matcher(self, row: Row) -> None:
+        """What a matcher has seen is the beginning of the request's output, and not more than the grammar takes."""
+        story, seen = self.stories[row.request_id], row.matcher
+        assert seen is not None
+        outputs = story.tokens[story.prompt_tokens :][: story.grammar_ends]
+        if seen != outputs[: len(seen)]:
+            raise KvError(f"the matcher of r{row.request_id} was moved by {seen}, the output it may see is {outputs}")
 
     def _apply_deltas(self, plan: BatchPlan) -> None:
         deltas = plan.deltas
@@ -406,6 +492,12 @@ class TaggedKv:
         token = self.sample(row.request_id, position)
         if row.failed:
             return token
+        if row.matcher is not None and row.live:
+            outputs = position - story.prompt_tokens
+            must = outputs if story.grammar_ends is None else min(outputs, story.grammar_ends)
+            if len(row.matcher) != must:
+                raise KvError(f"b{plan.batch_id} samples output {outputs} of r{row.request_id}, whose matcher has seen "
+                              f"{len(row.matcher)} of {must}")  # fmt: skip
         if position > len(story.tokens):
             raise KvError(f"b{plan.batch_id} samples r{row.request_id} at {position}, beyond {len(story.tokens)}")
         if position == len(story.tokens):

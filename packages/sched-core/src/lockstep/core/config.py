@@ -82,6 +82,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     session_kv: SessionKv = "hold"  # KV of a session between turns: held until pages lack, or evictable as any other
     max_sessions: int = 1024  # sessions open at once
 
+    # structured output
+    grammar_timeout_us: int | None = None  # a request whose grammar has not compiled by then is rejected; None: never
+
     def __post_init__(self) -> None:
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
@@ -241,7 +244,7 @@ def _require_positive(config: SchedConfig) -> None:
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
         "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
-        "decode_steps_per_launch max_sessions"
+        "decode_steps_per_launch max_sessions grammar_timeout_us"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

@@ -282,3 +282,4 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     engine.memory.void(step)
     engine.maintenance.restarted()
     engine.pace.profiling, engine.pace.profile_launches_left = False, None
+    engine.grammars.ask_again(engine, step)

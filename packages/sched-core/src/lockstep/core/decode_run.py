@@ -147,6 +147,7 @@ def _steady_launches(engine: Engine) -> int:
     cohort, config = engine.cohort, engine.config
     if (
         not cohort.steady
+        or cohort.constrained
         or len(engine.in_flight) != config.overlap_depth + 1
         or (engine.waiting and not engine.batch_is_full)
         or engine.prefilling is not None

@@ -1,4 +1,8 @@
-"""What becomes of a batch's tokens: who ends by them, and which of them are sent now."""
+"""What becomes of a batch's tokens: who ends by them, and which of them are sent now.
+
+A request that watches its text for stop texts may have to hold back tokens that could be the beginning of one. So what
+it was sent does not follow from what it has: `Request.sent` remembers. For all others it does, see `sent_by`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import numpy as np
 
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import StreamTokens
+from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchFinished, FinishReason
-from lockstep.core.requests import Int32s
+from lockstep.core.requests import Int32s, Request
 
 ONE = np.int32(1)
 
@@ -16,6 +21,9 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     """Who ends with a batch of one token per sampler, and why, in their order. Precedence: see events.FinishReason."""
     samplers = batch.samplers
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
+    for i in event.grammar_ended:
+        if batch.sampled_at[i] + 1 - samplers.prompts[i] >= samplers.min_new[i]:
+            ends[i] = "grammar"
     if samplers.stops.shape[1]:
         hits = tokens[:, None] == samplers.stops
         if hits.any():
@@ -64,8 +72,31 @@ def dead_samplers(batch: InFlight) -> list[int]:
     return [i for row in batch.dead for i in np.flatnonzero(batch.samplers.rows == row).tolist()]
 
 
+def check_reports(event: BatchFinished, batch: InFlight, sampled: int) -> None:
+    """Raise ContractError when a result names a row that did not sample, or says of it what cannot be of this row."""
+    samplers = batch.samplers
+    for i in (*event.invalid, *event.text_stops, *event.grammar_ended, *(i for i, _ in event.text_held)):
+        if not 0 <= i < sampled:
+            raise ContractError(f"batch {event.batch_id} names sampling row {i} of {sampled}")
+    for i in event.grammar_ended:
+        if not samplers.has_grammar[i]:
+            raise ContractError(f"batch {event.batch_id}: the grammar of sampling row {i} ended, but it has none")
+    for i in (*event.text_stops, *(i for i, _ in event.text_held)):
+        if not samplers.watches_text[i]:
+            raise ContractError(f"batch {event.batch_id} reports on the text of sampling row {i}, without stop texts")
+    for i, held in event.text_held:
+        outputs = int(batch.sampled_at[i] + 1 - samplers.prompts[i])
+        if not 0 <= held <= outputs:
+            raise ContractError(f"batch {event.batch_id} holds {held} of {outputs} tokens of sampling row {i} back")
+
+
 def message(
-    batch: InFlight, tokens: Int32s, ends: dict[int, FinishReason], outputs: Int32s, counts: Int32s | None = None
+    event: BatchFinished,
+    batch: InFlight,
+    tokens: Int32s,
+    ends: dict[int, FinishReason],
+    outputs: Int32s,
+    counts: Int32s | None = None,
 ) -> StreamTokens | None:
     """What is sent now: every token of steady cohorts, otherwise at each request's own cadence and at its end.
 
@@ -79,10 +110,13 @@ def message(
     if samplers.steady and not batch.dead and counts is None:
         return StreamTokens(samplers.request_ids, before, samplers.ones, tokens, samplers.ids_digest)
     after = before + (ONE if counts is None else counts)
-    sending = sent_by(after, samplers.every)
+    offsets = sent_by(before, samplers.every)
+    if samplers.watched:
+        sending, offsets = _watched(event, batch, after, offsets)
+    else:
+        sending = sent_by(after, samplers.every)
     ending = list(ends)
     sending[ending] = after[ending]
-    offsets = sent_by(before, samplers.every)
     sizes = sending - offsets
     if batch.dead:
         sizes[np.isin(samplers.rows, batch.dead)] = 0
@@ -92,6 +126,32 @@ def message(
     sizes, offsets = sizes[due], offsets[due]
     sent = outputs[samplers.rows[due].repeat(sizes), offsets.repeat(sizes) + step_numbers(sizes)]
     return StreamTokens(samplers.request_ids[due], offsets, sizes, sent)
+
+
+def _watched(event: BatchFinished, batch: InFlight, have: Int32s, offsets: Int32s) -> tuple[Int32s, Int32s]:
+    """What has been sent after this message and before it, where some rows watch their text. int32 [samplers] each.
+
+    Those rows remember what they are sent; a row that ends, and so is sent the rest, does not ask again.
+    """
+    samplers = batch.samplers
+    free = have.copy()
+    for i, held in event.text_held:
+        free[i] -= held
+    sending = sent_by(free, samplers.every)
+    for i in np.flatnonzero(samplers.watches_text).tolist():
+        if samplers.rows[i] not in batch.dead:
+            request = samplers.requests[i]
+            offsets[i] = request.sent
+            request.sent = sending[i] = max(request.sent, int(sending[i]))
+    return sending, offsets
+
+
+def sent_to(request: Request, outputs: int) -> int:
+    """Output tokens a request was sent by the time it has `outputs` of them."""
+    if request.watches_text:
+        return request.sent
+    every = request.stream_every if request.streams else -request.stream_every
+    return int(sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
 
 
 def sent_by(outputs: Int32s, every: Int32s) -> Int32s:

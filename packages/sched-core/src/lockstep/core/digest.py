@@ -1,8 +1,9 @@
 """The digest of a Step: a chain over logical decisions, equal wherever the same journal is folded.
 
 Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
-rows) and which output numbers were streamed to whom. Not covered: token ids, which are observed; how anything is
-encoded on disk or wire; and what follows from the rest: a request's row, which its admission names, and counts of one.
+rows, whether it samples later), which output numbers were streamed to whom, which grammars are compiled and how far
+matchers move, and answers to control requests. Not covered: token ids, which are observed; how anything is encoded on
+disk or wire; and what follows from the rest: a request's row, which its admission names, and counts of one.
 From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
 A field added to a decided event later leaves old digests alone as long as it holds its default.
 """
@@ -18,7 +19,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import BatchPlan, ControlAnswered, LaunchBatch, Mode, Step, StreamTokens
+from lockstep.core.commands import (
+    BatchPlan,
+    CompileGrammar,
+    ControlAnswered,
+    LaunchBatch,
+    Mode,
+    SampleBatch,
+    Step,
+    StreamTokens,
+)
 from lockstep.core.events import Decided
 
 DIGEST_BYTES = 16
@@ -47,6 +57,13 @@ def step_digest(previous: bytes, step: Step) -> bytes:
                 add(command.token_counts)
         elif isinstance(command, LaunchBatch):
             _add_plan(add, command.plan)
+            if command.sample == "deferred":
+                add(_encode(("deferred", command.plan.sample_after)))
+        elif isinstance(command, SampleBatch):
+            moves = [(request_id, epoch, len(tokens)) for request_id, epoch, tokens in command.grammar_advance]
+            add(_encode(("sample", command.batch_id, moves)))
+        elif isinstance(command, CompileGrammar):
+            add(_encode(("compile", command.grammar.digest)))
         elif isinstance(command, ControlAnswered):
             add(_encode(("answer", command.control_id, command.ok)))
     return chain.digest()

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core import control, delivery
+from lockstep.core import control, delivery, grammars
 from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve
 from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
@@ -43,6 +43,7 @@ from lockstep.core.events import (
     DeferReason,
     EngineRestarted,
     FinishReason,
+    GrammarReady,
     HostTimeClamped,
     LaneReady,
     MemorySwitched,
@@ -136,6 +137,7 @@ class Engine:
         self.waiting: list[Request] = []  # the line, in the order in which its members began to wait
         self.ordering = Ordering(config)
         self.held: dict[RequestId, Request] = {}  # accepted, but something must happen before they may join the line
+        self.grammars = grammars.Grammars()  # which of them are compiled, and who waits for them
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
         self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
@@ -196,6 +198,8 @@ class Engine:
                 self.maintenance.swapped(self, event, step)
             case MemorySwitched():
                 self.maintenance.switched(self, event, step)
+            case GrammarReady():
+                self.grammars.answered(self, event, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
             case _:
@@ -241,8 +245,11 @@ class Engine:
             return True
         if batch.plan.extend_rows:
             self.extended_at = self.decode_launches
+        if batch.samplers.constrained:
+            grammars.launch(batch, self.in_flight, self.memory.table.outputs, step)
+        else:
+            step.commands.append(LaunchBatch(batch.plan))
         self.in_flight.append(batch)
-        step.commands.append(LaunchBatch(batch.plan))
         if self.config.same_step_sharing:
             for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
                 self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
@@ -277,9 +284,10 @@ class Engine:
         self.last_request_id = event.request_id
         config = self.config
         try:
-            self._refuse_newcomers()
+            self._refuse_newcomers(event)
             tokens = accepted_prompt(event, config)
             self.sessions.check(event)
+            self.grammars.refuse(event, len(self.held), config.max_queued_requests)
         except Refused as refused:
             self.reject(event.request_id, refused.reason, refused.message, step)
             return
@@ -291,22 +299,25 @@ class Engine:
         request.namespace = self.memory.keyed(request.namespace)
         self.requests[request.request_id] = request
         if request.session:
-            self.held[request.request_id] = request
+            self._hold(request)
             self.sessions.take_in(request)
-        else:
+        if self.grammars.must_wait(request, config.grammar_timeout_us, step):
+            self._hold(request)
+        if not request.holds:
             self.waiting.append(request)
         queued = RequestQueued(self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens)
         request.advance(queued)
         step.decided.append(queued)
         self._set_timers(request)
 
-    def _refuse_newcomers(self) -> None:
+    def _refuse_newcomers(self, event: RequestArrived) -> None:
         if self.draining:
             raise Refused("draining", "the engine is draining and takes no new requests")
         limit = self.config.max_queued_requests
-        waiting = len(self.waiting) + len(self.held)
-        if limit is not None and waiting >= limit:
-            raise Refused("queue_full", f"{waiting} requests wait already (max_queued_requests {limit})")
+        if limit is not None and len(self.waiting) >= limit:
+            raise Refused("queue_full", f"{len(self.waiting)} requests wait already (max_queued_requests {limit})")
+        if limit is not None and event.session and len(self.held) >= limit:
+            raise Refused("queue_full", f"{len(self.held)} requests are held already (max_queued_requests {limit})")
 
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
         """End a request that never ran, or that was not even accepted."""
@@ -316,12 +327,21 @@ class Engine:
             if request.session:
                 self.sessions.turn_ends(self, request, "rejected", 0)
             self._leave_line(request)
+            self.grammars.ended(request)
             request.advance(rejected)
         step.decided.append(rejected)
         step.commands.append(RejectRequest(request_id, reason, message))
 
+    def _hold(self, request: Request) -> None:
+        """Keep a newcomer out of the line until `join_line` was called for it as often as this."""
+        request.holds += 1
+        self.held[request.request_id] = request
+
     def join_line(self, request: Request) -> None:
-        """Let a request that was held wait for its turn, at the place in the line that its arrival gives it."""
+        """One of the things that held a request has come. After the last it waits, where its arrival puts it."""
+        request.holds -= 1
+        if request.holds:
+            return
         del self.held[request.request_id]
         at = len(self.waiting)
         while at and not self.waiting[at - 1].ran and self.waiting[at - 1].request_id > request.request_id:
@@ -360,6 +380,7 @@ class Engine:
         else:
             self.leave(request, step, publish=reason not in ("invalid", "error"))
         del self.requests[request.request_id]
+        self.grammars.ended(request)
         cached = max(request.cached_tokens, 0)
         finished = RequestFinished(self.now_us, request.request_id, reason, outputs, cached)
         request.advance(finished)
@@ -368,8 +389,7 @@ class Engine:
 
     def _flush_stream(self, request: Request, outputs: int, step: Step) -> None:
         """Send what its cadence has held back so far."""
-        every = request.stream_every if request.streams else -request.stream_every
-        sent = int(delivery.sent_by(np.array([outputs], np.int32), np.array([every], np.int32))[0])
+        sent = delivery.sent_to(request, outputs)
         if sent == outputs:
             return
         held_back = np.frombuffer(self.tokens_of(request, outputs), np.int32)[request.prompt_tokens + sent :]
@@ -426,7 +446,7 @@ class Engine:
             request.deadline_us = request.arrived_us + config.waiting_timeout_us
         if request.finish_by_us is None and config.running_timeout_us is not None:
             request.finish_by_us = request.arrived_us + config.running_timeout_us
-        for due in (request.deadline_us, request.finish_by_us):
+        for due in (request.deadline_us, request.finish_by_us, request.grammar_due_us):
             if due is not None:
                 heappush(self.timers, (due, request.request_id))
 
@@ -437,15 +457,17 @@ class Engine:
             request = self.requests.get(request_id)
             never_ran = request is not None and not request.ran
             relevant = request is not None and (
-                due == request.finish_by_us or (due == request.deadline_us and never_ran)
+                due in (request.finish_by_us, request.grammar_due_us) or (due == request.deadline_us and never_ran)
             )
             if relevant and due > self.now_us:
                 return
             heappop(self.timers)
             if not relevant or request is None:
                 continue
-            if never_ran:
-                waited_us = self.now_us - request.arrived_us
+            waited_us = self.now_us - request.arrived_us
+            if due == request.grammar_due_us:
+                self.reject(request_id, "grammar", f"its grammar did not compile within {waited_us} us", step)
+            elif never_ran:
                 self.reject(request_id, "deadline", f"not admitted within {waited_us} us of its arrival", step)
             else:
                 self.finish(request, "timeout", step, flush=True)
@@ -844,6 +866,9 @@ class Engine:
             self.batch_is_full = False
         if self.sessions.unsettled:
             self.sessions.settle(self, plan.batch_id)
+        if samplers.constrained:
+            self._expire(step)  # who ends in this step moves no matcher
+            grammars.collected(event, batch, self.in_flight, self.memory.table.outputs, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
         """Record a batch's tokens, stream what is due, and end whom they end."""
@@ -861,7 +886,7 @@ class Engine:
             self.memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
             ends, counts = delivery.step_verdicts(batch, tokens)
             self.tokens_discarded += int((batch.steps - counts).sum())
-        message = delivery.message(batch, tokens, ends, outputs, counts)
+        message = delivery.message(event, batch, tokens, ends, outputs, counts)
         if message is not None:
             step.commands.append(message)
         self.break_ranks([samplers.requests[i] for i in ends])
@@ -892,13 +917,10 @@ class Engine:
         size = 0 if event.error else 4 * batch.tokens
         if len(event.tokens) != size:
             raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
-        for i in (*event.invalid, *event.text_stops):
-            if not 0 <= i < sampled:
-                raise ContractError(f"batch {event.batch_id} names sampling row {i} of {sampled}")
-        if event.accepted or event.grammar_ended or event.logprobs:
-            raise ContractError(
-                f"batch {event.batch_id} reports accepted counts, grammars or logprobs; none were asked for"
-            )
+        if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
+            delivery.check_reports(event, batch, sampled)
+        if event.accepted or event.logprobs:
+            raise ContractError(f"batch {event.batch_id} reports accepted counts or logprobs; none were asked for")
         return batch
 
     def _plan(

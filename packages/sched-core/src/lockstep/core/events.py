@@ -148,6 +148,9 @@ class BatchFinished(Observed, frozen=True, gc=False):
     grammar_ended: tuple[int, ...] = ()  # sampling rows whose grammar admits nothing more
     logprobs: bytes = b""  # float32 per token, where asked for
     error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
+    text_held: tuple[
+        tuple[int, int], ...
+    ] = ()  # (sampling row, newest tokens that may begin a stop text: not sent yet)
 
 
 class LaneReady(Observed, frozen=True, gc=False):
@@ -161,7 +164,7 @@ class ClockAdvanced(Observed, frozen=True, gc=False):
 
 
 class GrammarReady(Observed, frozen=True, gc=False):
-    """A grammar compiled, or did not. Answers CompileGrammar."""
+    """A grammar compiled, or did not. Answers CompileGrammar; the first answer counts."""
 
     digest: bytes
     error: str = ""
@@ -446,7 +449,9 @@ DeferReason = Literal[
     "proposal_undone",
     "prefix",
 ]
-RejectReason = Literal["too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported", "session_closed"]
+RejectReason = Literal[
+    "too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported", "session_closed", "grammar"
+]
 
 
 class RequestQueued(Decided, frozen=True, gc=False):

@@ -28,6 +28,7 @@ def check(engine: Engine) -> None:
     _pages(engine)
     _locks(engine)
     _in_flight(engine)
+    _grammars(engine)
     _line(engine)
     _sessions(engine)
     _progress(engine)
@@ -118,6 +119,8 @@ def _spans(engine: Engine) -> None:
     page_size = engine.config.page_size
     for request in engine.requests.values():
         _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
+        if not 0 <= request.sent <= (engine.outputs_of(request) if request.watches_text else 0):
+            _fail(f"S20: {request.name} was sent {request.sent} of {engine.outputs_of(request)} tokens")
         if request.state is RequestState.WAITING:
             continue
         computed = engine.computed_of(request)
@@ -238,6 +241,28 @@ def _in_flight(engine: Engine) -> None:
                 _fail(f"S5: batch {plan.batch_id} in flight uses free pages {pages[free[pages]].tolist()} of row {row}")
         if len(plan.token_ids) != int((plan.stops - plan.starts)[: plan.extend_rows].sum()):
             _fail(f"S24: batch {plan.batch_id} carries {len(plan.token_ids)} ids for its extend rows")
+
+
+def _grammars(engine: Engine) -> None:
+    """S15, S23: who waits for a grammar is held, who runs has a compiled one; deferred batches wait for older ones."""
+    known = engine.grammars.known
+    constrained = [request for request in engine.requests.values() if request.grammar is not None]
+    users = Counter(request.grammar.digest for request in constrained if request.grammar is not None)
+    _same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, dict(users))
+    for digest, one in known.items():
+        if one.error is not None and one.waiting:
+            _fail(f"S15: {list(one.waiting)} wait for the grammar {digest.hex()}, which was answered")
+        for request_id in one.waiting:
+            request = engine.held.get(request_id)
+            if request is None or request.grammar is None or request.grammar.digest != digest:
+                _fail(f"S15: r{request_id} waits for the grammar {digest.hex()} but is not held for it")
+    for request in constrained:
+        if request.row >= 0 and (request.grammar is None or known[request.grammar.digest].error != ""):
+            _fail(f"S23: {request.name} runs, but its grammar did not compile")
+    for batch in engine.in_flight:
+        after = batch.plan.sample_after
+        if after is not None and after >= batch.plan.batch_id:
+            _fail(f"S23: batch {batch.plan.batch_id} waits for batch {after}, which was not launched before it")
 
 
 def _line(engine: Engine) -> None:

@@ -132,7 +132,8 @@ class Memory:
     def take_row(self, request: Request, match: Match | None) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
         row = self.table.take_row(request)
-        self.rows_taken.append(RowTaken(row, request.request_id, request.epoch, request.sampling))
+        taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
+        self.rows_taken.append(taken)
         if self.radix is not None and match is not None:
             request.handle = self.radix.lock(match)
             request.protected_pages = match.pages

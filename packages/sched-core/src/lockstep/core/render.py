@@ -20,6 +20,7 @@ import numpy as np
 from lockstep.core.commands import (
     BatchPlan,
     Command,
+    CompileGrammar,
     ControlAnswered,
     FinishRequest,
     FreezeHeap,
@@ -27,6 +28,7 @@ from lockstep.core.commands import (
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
+    SampleBatch,
     StartProfile,
     Step,
     StopProfile,
@@ -41,6 +43,7 @@ from lockstep.core.events import (
     Decided,
     DecodeSkipped,
     EngineRestarted,
+    GrammarReady,
     MemorySwitched,
     Observed,
     PagesEvicted,
@@ -160,7 +163,12 @@ def command_line(command: Command, names: Names) -> str:
     """A command in one line."""
     match command:
         case LaunchBatch(plan, sample):
-            return f"launch {plan_text(plan, names)}" + (", sampling deferred" if sample == "deferred" else "")
+            return f"launch {plan_text(plan, names)}" + (_deferred(plan) if sample == "deferred" else "")
+        case SampleBatch(batch_id, advance):
+            moves = [f"matcher {names.request(r)}.{epoch} takes {runs(tokens)}" for r, epoch, tokens in advance]
+            return f"sample b{batch_id}, {', '.join(moves) or 'no matcher moves'}"
+        case CompileGrammar(grammar):
+            return f"compile {_grammar(grammar.digest)}, {grammar.kind}"
         case StreamTokens():
             return "stream " + ", ".join(_stream_parts(command, names))
         case FinishRequest():
@@ -196,6 +204,9 @@ def observed_line(event: Observed, names: Names) -> str:
             return f"cancelled {names.request(event.request_id)}"
         case BatchFinished():
             return f"batch b{event.batch_id} finished" + (f" with error: {event.error}" if event.error else "")
+        case GrammarReady():
+            verdict = f"did not compile: {event.error}" if event.error else "compiled"
+            return f"grammar {_grammar(event.digest)} {verdict}"
         case ControlRequested():
             return f"asked {names.control(event.control_id)}"
         case EngineRestarted():
@@ -223,7 +234,8 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     """A whole plan: rows, what changed about them, page-table changes and new tokens."""
     lines = [f"plan {plan_text(plan, names)}"]
     for taken in plan.rows_taken:
-        lines.append(f"  row {taken.row} taken by {names.request(taken.request_id)}, epoch {taken.epoch}")
+        grammar = f", grammar {_grammar(taken.grammar.digest)}" if taken.grammar is not None else ""
+        lines.append(f"  row {taken.row} taken by {names.request(taken.request_id)}, epoch {taken.epoch}{grammar}")
     deltas = plan.deltas
     for row in dict.fromkeys(deltas.rows.tolist()):
         mine = deltas.rows == row
@@ -239,6 +251,16 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     for after in plan.starts_after:
         lines.append(f"  row {plan.rows[after.index]} starts where b{after.batch_id} leaves row {after.row}")
     return lines
+
+
+def _deferred(plan: BatchPlan) -> str:
+    return ", sampled in this step" if plan.sample_after is None else f", sampled after b{plan.sample_after}"
+
+
+def _grammar(digest: bytes) -> str:
+    """A digest by its first bytes; as text where it is one, as in tests."""
+    text = digest.decode("ascii", "replace")
+    return text if text.isprintable() and text.isascii() else digest[:4].hex()
 
 
 def _stream_parts(command: StreamTokens, names: Names) -> list[str]:
@@ -328,9 +350,10 @@ def table_lines(engine: Engine, names: Names) -> list[str]:
 
 
 def queue_line(engine: Engine, names: Names) -> str:
-    """The waiting line, first to be considered first."""
+    """The waiting line, first to be considered first; then those who are held until they may join it."""
     waiting = [names.request(request.request_id) for request in engine.waiting]
-    return "waiting " + (" ".join(waiting) or "nobody")
+    held = [names.request(request_id) for request_id in engine.held]
+    return "waiting " + (" ".join(waiting) or "nobody") + (f", held {' '.join(held)}" if held else "")
 
 
 def in_flight_lines(engine: Engine, names: Names) -> list[str]:

@@ -47,6 +47,7 @@ NO_ROW = -1
 TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
+OUTPUTS_MAX = 2**31 - 1
 
 
 class RequestState(IntEnum):
@@ -65,7 +66,7 @@ TRANSITIONS: dict[tuple[RequestState, type[Decided]], RequestState] = {
     (_S.ARRIVING, RequestQueued): _S.WAITING,
     (_S.ARRIVING, RequestRejected): _S.FINISHED,
     (_S.WAITING, RequestAdmitted): _S.PREFILLING,
-    (_S.WAITING, RequestRejected): _S.FINISHED,  # its deadline passed before it ever ran
+    (_S.WAITING, RequestRejected): _S.FINISHED,  # its deadline passed, or its grammar failed
     (_S.WAITING, RequestFinished): _S.FINISHED,  # cancelled or timed out while it waited
     (_S.PREFILLING, PrefillCompleted): _S.RUNNING,
     (_S.PREFILLING, RequestRetracted): _S.WAITING,
@@ -88,7 +89,11 @@ class Request:
         "deadline_us",
         "epoch",
         "finish_by_us",
+        "grammar",
+        "grammar_due_us",
+        "grammar_outputs",
         "handle",
+        "holds",
         "ignore_eos",
         "label",
         "matched",
@@ -104,6 +109,7 @@ class Request:
         "routing_key",
         "row",
         "sampling",
+        "sent",
         "session",
         "session_start",
         "state",
@@ -113,6 +119,7 @@ class Request:
         "tenant",
         "tokens",
         "waiting_since_us",
+        "watches_text",
     )
 
     def __init__(self, arrived: RequestArrived, tokens: bytes, max_new_tokens: int, stops: tuple[int, ...]) -> None:
@@ -130,6 +137,11 @@ class Request:
         self.min_new_tokens = min(arrived.min_new_tokens, max_new_tokens)
         self.ignore_eos = arrived.ignore_eos
         self.stop_token_ids = stops
+        self.watches_text = bool(arrived.stop_texts)  # the host looks for stop texts, and may hold tokens back
+        self.sent = 0  # output tokens sent so far, if it watches its text; otherwise they follow from its cadence
+        self.grammar = arrived.grammar
+        self.grammar_due_us: int | None = None  # while its grammar is compiled: when it gives up
+        self.grammar_outputs = OUTPUTS_MAX  # output tokens its grammar takes: past these it admits nothing more
         self.sampling = arrived.sampling
         self.session = arrived.session  # whose turn it is; cleared when that closes before its end
         self.session_start = arrived.session_start
@@ -139,6 +151,7 @@ class Request:
         self.prompt_tokens = len(tokens) // 4
         self.outputs = 0  # of these, output; what it has by now is Engine.outputs_of
         self.state = RequestState.ARRIVING
+        self.holds = 0  # things that must come before it may join the line
         self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
         self.row = NO_ROW
         self.computed = 0  # positions whose KV is launched, unless it is in the cohort: then see Engine.positions
@@ -309,9 +322,11 @@ class Cohort:
 
     __slots__ = (
         "_ids_digest",
+        "constrained",
         "every",
         "everyone",
         "facts",
+        "has_grammar",
         "ignores_eos",
         "limits",
         "min_new",
@@ -323,6 +338,8 @@ class Cohort:
         "size",
         "steady",
         "stops",
+        "watched",
+        "watches_text",
     )
 
     def __init__(self, requests: list[Request], request_ids: Int64s, facts: Int32s, stops: Int32s) -> None:
@@ -330,15 +347,19 @@ class Cohort:
         self.size = len(requests)
         self.request_ids = request_ids
         self._ids_digest: bytes | None = None
-        self.facts = facts  # [6, size]; the columns below are its lines
+        self.facts = facts  # [8, size]; the columns below are its lines
         self.rows: Int32s = facts[0]
         self.prompts: Int32s = facts[1]
         self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
         self.min_new: Int32s = facts[3]
         self.every: Int32s = facts[4]  # tokens between messages; negative: the request does not stream, see sent_by
         self.ignores_eos: Int32s = facts[5]  # 0 or 1
+        self.has_grammar: Int32s = facts[6]  # 0 or 1
+        self.watches_text: Int32s = facts[7]  # 0 or 1
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
-        self.steady = bool((self.every == 1).all())  # a message for every token of each
+        self.constrained = bool(self.has_grammar.any())
+        self.watched = bool(self.watches_text.any())
+        self.steady = not self.watched and bool((self.every == 1).all())  # a message for every token of each
         self.everyone: Int32s = _counting(self.size)
         self.ones: Int32s = _ones(self.size)
 
@@ -359,6 +380,8 @@ class Cohort:
             [r.min_new_tokens for r in requests],
             [r.stream_every if r.streams else -r.stream_every for r in requests],
             [r.ignore_eos for r in requests],
+            [r.grammar is not None for r in requests],
+            [r.watches_text for r in requests],
         ]
         return Cohort(
             requests,

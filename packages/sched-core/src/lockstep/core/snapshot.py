@@ -16,7 +16,8 @@ from lockstep.core.commands import BatchPlan, Mode, PageDeltas, RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.engine import Engine
-from lockstep.core.events import SamplingParams
+from lockstep.core.events import Grammar, SamplingParams
+from lockstep.core.grammars import Known
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.memory import Lease, Pending, Rewrite
 from lockstep.core.pages import PagePool
@@ -45,12 +46,18 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     sampling: SamplingParams | None
     session: str
     session_start: int | None
+    grammar: Grammar | None
+    grammar_due_us: int | None
+    grammar_outputs: int
+    watches_text: bool
+    sent: int
     streams: bool
     stream_every: int
     tokens: bytes
     prompt_tokens: int
     outputs: int
     state: int
+    holds: int
     epoch: int
     row: int
     computed: int
@@ -100,6 +107,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     delta_index: bytes
     delta_pages: bytes
     rows_taken: tuple[RowTaken, ...]
+    sample_after: int | None
     ending: list[int]
     dead: list[int]
     sampler_facts: bytes
@@ -122,6 +130,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     requests: list[RequestImage]
     waiting: list[int]
     held: list[int]
+    grammars: list[tuple[bytes, str | None, int, list[int]]]
     prefilling: int | None
     cohort: list[int]
     positions: bytes
@@ -179,6 +188,9 @@ def dump(engine: Engine) -> bytes:
         requests=[_request_image(engine, request) for request in engine.requests.values()],
         waiting=[request.request_id for request in engine.waiting],
         held=list(engine.held),
+        grammars=[
+            (digest, known.error, known.users, list(known.waiting)) for digest, known in engine.grammars.known.items()
+        ],
         prefilling=engine.prefilling.request_id if engine.prefilling is not None else None,
         cohort=[request.request_id for request in engine.cohort.requests],
         positions=engine.positions.tobytes(),
@@ -253,6 +265,9 @@ def restore(data: bytes) -> Engine:
         )
     engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
     engine.held = {request_id: engine.requests[request_id] for request_id in image.held}
+    engine.grammars.known = {
+        digest: Known(error, users, dict.fromkeys(waiting)) for digest, error, users, waiting in image.grammars
+    }
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
     engine.cohort = Cohort.of([engine.requests[request_id] for request_id in image.cohort])
     engine.positions = np.frombuffer(image.positions, np.int32)
@@ -343,6 +358,7 @@ def _batch_image(batch: InFlight) -> BatchImage:
         delta_index=plan.deltas.index.tobytes(),
         delta_pages=plan.deltas.pages.tobytes(),
         rows_taken=plan.rows_taken,
+        sample_after=plan.sample_after,
         ending=batch.ending,
         dead=batch.dead,
         sampler_facts=samplers.facts.tobytes(),
@@ -374,6 +390,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         sample_rows=sample_rows,
         deltas=deltas,
         rows_taken=image.rows_taken,
+        sample_after=image.sample_after,
     )
     samplers = Cohort(
         [requests[i] for i in sample_rows.tolist()],

@@ -44,7 +44,6 @@ def accepted_prompt(event: RequestArrived, config: SchedConfig) -> bytes:
 def _refuse_unsupported(event: RequestArrived) -> None:
     asked = (
         ("kind", event.kind != "generate"),
-        ("grammar", event.grammar is not None),
         ("adapter", event.adapter),
         ("spans", event.spans),
         ("parallel_samples", event.parallel_samples != 1),
@@ -59,12 +58,13 @@ def _refuse_unsupported(event: RequestArrived) -> None:
 
 
 def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
-    if config.decode_steps_per_launch > 1 and event.stop_texts:
-        raise Refused(
-            "unsupported",
-            f"`stop_texts` must be looked for after every token, but `decode_steps_per_launch` is "
-            f"{config.decode_steps_per_launch}",
-        )
+    steps = config.decode_steps_per_launch
+    if steps > 1 and event.stop_texts:
+        message = f"`stop_texts` must be looked for after every token, but `decode_steps_per_launch` is {steps}"
+        raise Refused("unsupported", message)
+    if steps > 1 and event.grammar is not None:
+        message = f"`grammar` must see every token before the next, but `decode_steps_per_launch` is {steps}"
+        raise Refused("unsupported", message)
 
 
 def _refuse_malformed(event: RequestArrived) -> None:
@@ -75,6 +75,8 @@ def _refuse_malformed(event: RequestArrived) -> None:
         raise Refused("bad_request", f"`max_new_tokens` must be at least 1, got {most}")
     if not 0 <= event.min_new_tokens <= most:
         raise Refused("bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}")
+    if event.grammar is not None and not event.grammar.digest:
+        raise Refused("bad_request", "`grammar` has no digest, by which it is known; take one of its source")
     if len(event.stop_token_ids) > STOP_TOKENS_MAX:
         given = len(event.stop_token_ids)
         raise Refused("bad_request", f"`stop_token_ids` has {given} ids, at most {STOP_TOKENS_MAX} are allowed")

@@ -132,6 +132,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("bypass_limit", _Or(click.INT, none=NONE), "requests from behind that may go before one that waits"),
     ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
     ("max_sessions", click.INT, "sessions open at once"),
+    ("grammar_timeout_us", _Or(_Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
 )
 
 
@@ -176,6 +177,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
+@click.option("--grammar-compile", "grammar_compile_us", type=_Duration(), default="50ms", help="time for one grammar")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")

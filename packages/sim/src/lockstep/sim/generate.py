@@ -37,6 +37,11 @@ class SharedPrefix(NamedTuple):
     prompts: int  # how many different ones
 
 
+class Grammars(NamedTuple):
+    share: float  # of the turns, whose output must follow a grammar
+    grammars: int  # how many different ones
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
     """What to generate, by the names used in a spec; docs/workloads.md explains each."""
@@ -53,6 +58,7 @@ class GeneratorSpec:
     turns: Distribution = field(default=Fixed(1))
     think: Distribution = field(default=LogNormal(5_000_000, 1.0))  # microseconds
     max_total: int = LENGTH_TOKENS_MAX  # prompt and output tokens of one turn together
+    grammars: Grammars | None = None
 
 
 def parse_spec(text: str) -> GeneratorSpec:
@@ -134,6 +140,13 @@ def _parse_shared_prefix(text: str) -> SharedPrefix:
     return shared
 
 
+def _parse_grammars(text: str) -> Grammars:
+    share, times, number = text.partition("x")
+    if not times or not 0 < _number(share) <= 1:
+        raise ValueError("expected SHARExGRAMMARS, the share of turns above 0 and at most 1")
+    return Grammars(_number(share), parse_tokens(number))
+
+
 def _parse_prefix_choice(text: str) -> float:
     match text.split(":"):
         case ["uniform"]:
@@ -166,6 +179,7 @@ _KEYS: dict[str, Callable[[str], object]] = {
     "turns": _parse_lengths,
     "think": _parse_think,
     "max_total": parse_tokens,
+    "grammars": _parse_grammars,
 }
 _EXAMPLES = {
     "n": "500",
@@ -180,6 +194,7 @@ _EXAMPLES = {
     "turns": "uniform:2:5",
     "think": "lognormal:5s:1",
     "max_total": "4096",
+    "grammars": "0.2x4",
 }
 
 
@@ -229,6 +244,7 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> lis
                     label=f"r{index}" if spec.turns == Fixed(1) else f"s{session}t{turn}",
                     after=index - 1 if turn else None,
                     think_us=draw_think_us(spec.think, streams.think) if turn else 0,
+                    grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
                 )
             )
             append_run(prompt, output_first_token, output_tokens)
@@ -246,6 +262,7 @@ class _Streams:
         self.prefix = Random(f"{seed}/prefix")
         self.turns = Random(f"{seed}/turns")
         self.think = Random(f"{seed}/think")
+        self.grammars = Random(f"{seed}/grammars")
 
 
 def _turns_max(spec: GeneratorSpec) -> float:
@@ -277,6 +294,11 @@ def _draw_lengths(
         return None
     problem = f"none of {_DRAWS_MAX:,} draws of `input` and `output` fits `max_total` {spec.max_total}"
     raise WorkloadError(PREFIX, problem, "raise max_total, or shorten input and output")
+
+
+def _draw_grammar(grammars: Grammars, random: Random) -> str:
+    number = random.randrange(grammars.grammars)
+    return f"grammar{number}" if random.random() < grammars.share else ""
 
 
 def with_rate(spec: GeneratorSpec, *, rate: float | None, rate_scale: float) -> GeneratorSpec:

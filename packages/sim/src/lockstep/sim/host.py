@@ -27,7 +27,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from simpy import Environment, Timeout
 
-from lockstep.core.commands import NO_ROWS, BatchPlan, FinishRequest, Int32s, RejectRequest, Step
+from lockstep.core.commands import (
+    NO_ROWS,
+    BatchPlan,
+    CompileGrammar,
+    FinishRequest,
+    Int32s,
+    RejectRequest,
+    SampleBatch,
+    Step,
+)
 from lockstep.core.decode_run import DecodeRun
 from lockstep.core.delivery import step_numbers
 from lockstep.core.engine import Engine
@@ -36,6 +45,8 @@ from lockstep.core.events import (
     BatchFinished,
     BatchId,
     ClockAdvanced,
+    Grammar,
+    GrammarReady,
     LaneReady,
     ObservedEvent,
     RequestArrived,
@@ -52,6 +63,7 @@ EOS_TOKEN_ID = TOKEN_IDS - 1
 """What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
 
 NEVER_US = 2**62
+GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
@@ -131,6 +143,7 @@ class Arrivals:
             max_new_tokens=turn.output_tokens if max_new_tokens is None else max_new_tokens,
             label=turn.label,
             tenant=turn.tenant,
+            grammar=_grammar(turn.grammar) if turn.grammar else None,
         )
 
     def _thinks_before(self, time_us: int, index: int) -> bool:
@@ -159,6 +172,17 @@ class Running(NamedTuple):
     tokens: bytes  # int32, one per sampling row
 
 
+class Untimed(NamedTuple):
+    """A batch whose end is not known yet: it waits to be sampled, or stands behind one that does."""
+
+    plan: BatchPlan
+    handed_over_us: int
+    forward_us: float
+    sampling_us: float
+    tokens: bytes
+    sampled_us: int | None  # not before this time; None: not known yet
+
+
 class Device:
     """The GPU lane: runs batches in the order of their launches, each as long as the cost model says."""
 
@@ -169,6 +193,7 @@ class Device:
         self._early_eos = early_eos
         self._free_us = 0  # when the last batch handed over will have finished
         self.queue: deque[Running] = deque()
+        self.untimed: deque[Untimed] = deque()  # behind those in the queue
         # By row: what to add to a position to get the token sampled there, and the position of the last one.
         self._token_base = np.zeros(rows_max, np.int32)
         self._last_position = np.zeros(rows_max, np.int32)
@@ -202,15 +227,32 @@ class Device:
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
         started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
-        mean_us, spread_us = self._cost.batch_us(shape)
+        expected_us, spread_us = self._cost.batch_us(shape)
         for further in range(1, plan.steps):  # each step one position on, with every row of the launch
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            mean_us += self._cost.batch_us(shape._replace(decode_context_tokens=context_tokens)).mean_us
+            expected_us += self._cost.batch_us(shape._replace(decode_context_tokens=context_tokens)).mean_us
+        took_us = expected_us
         if spread_us > 0.0:
-            mean_us += spread_us * _standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
-        self._free_us = finished_us = started_us + max(1, round(mean_us))
+            took_us += spread_us * _standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         tokens = self._sample(plan).tobytes()
+        if plan.sample_after is not None or self.untimed:
+            sampling_us = expected_us - self._cost.batch_us(shape._replace(sampled_rows=0)).mean_us
+            sampled_us = 0 if plan.sample_after is None else None
+            self.untimed.append(Untimed(plan, handed_over_us, took_us - sampling_us, sampling_us, tokens, sampled_us))
+            return
+        self._free_us = finished_us = started_us + max(1, round(took_us))
         self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
+
+    def sample(self, batch_id: BatchId, at_us: int) -> None:
+        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
+        untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
+        self.untimed = deque(untimed)
+        while self.untimed and self.untimed[0].sampled_us is not None:
+            plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us = self.untimed.popleft()
+            started_us = max(self._free_us, handed_over_us)
+            ready_us = max(started_us + forward_us, sampled_us or 0)
+            self._free_us = finished_us = max(started_us + 1, round(ready_us + sampling_us))
+            self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
 
     def _sample(self, plan: BatchPlan) -> Int32s:
         """The tokens of a plan's sampling rows."""
@@ -237,6 +279,10 @@ class Device:
         return tokens
 
 
+def _grammar(name: str) -> Grammar:
+    return Grammar("json_schema", name, blake2b(name.encode(), digest_size=16).digest())
+
+
 def _standard_normal(key: str) -> float:
     """A draw that depends on nothing but the key."""
     bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
@@ -250,6 +296,7 @@ class EngineHost:
         check: called with the engine after every `check_every`-th event, e.g. `lockstep.core.invariants.self_check`.
         max_new_tokens: the limit every request comes with; None is the turn's own length. With a limit, a turn whose
             length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
+        grammar_compile_us: how long it takes to compile a grammar, beside the lane.
         on_finish: called with the number of requests that ended, after each.
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
@@ -268,6 +315,7 @@ class EngineHost:
         seed: int = 0,
         name: str = "engine0",
         max_new_tokens: int | None = None,
+        grammar_compile_us: int = GRAMMAR_COMPILE_US,
         check: Callable[[Engine], object] | None = None,
         check_every: int = 1,
         on_finish: Callable[[int], None] | None = None,
@@ -295,6 +343,8 @@ class EngineHost:
         self._until_check = check_every
         self._on_finish = on_finish
         self._decode_runs = decode_runs and check is None
+        self._grammar_compile_us = grammar_compile_us
+        self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._wake_at_us: int | None = None
         self._nothing_new = True  # since the last LaneReady that launched nothing
 
@@ -330,6 +380,8 @@ class EngineHost:
                 now_us = self._arrive(now_us)
             elif finished and finished[0].finished_us <= now_us:
                 now_us = self._collect(now_us)
+            elif self._compiling and self._compiling[0][0] <= now_us:
+                self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
             elif self._wake_at_us is not None and self._wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -341,6 +393,8 @@ class EngineHost:
         queue = self.device.queue
         if queue and queue[0].finished_us < next_us:
             next_us = queue[0].finished_us
+        if self._compiling and self._compiling[0][0] < next_us:
+            next_us = self._compiling[0][0]
         if self._wake_at_us is not None and self._wake_at_us < next_us:
             next_us = self._wake_at_us
         return next_us
@@ -356,10 +410,15 @@ class EngineHost:
 
     def _collect(self, now_us: int) -> int:
         batch = self.device.queue.popleft()
-        self._fold(
+        step = self._fold(
             BatchFinished(now_us, batch.batch_id, batch.tokens, batch.started_us, batch.finished_us, batch.generation)
         )
-        return self._spend(now_us, self.cpu.result_us(batch.rows), "results")
+        done_us = self._spend(now_us, self.cpu.result_us(batch.rows), "results")
+        if self.device.untimed:
+            for command in step.commands:
+                if type(command) is SampleBatch:
+                    self.device.sample(command.batch_id, done_us)
+        return done_us
 
     def _launch(self, now_us: int) -> int | None:
         """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
@@ -386,6 +445,8 @@ class EngineHost:
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
         queue, until_us = self.device.queue, min(self.arrivals.next_us, self.env.peek())
+        if self._compiling:
+            until_us = min(until_us, self._compiling[0][0])
         newest = queue[-1]
         worth_us = RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
         if not self._decode_runs or until_us < newest.finished_us + worth_us:
@@ -447,6 +508,8 @@ class EngineHost:
             elif type(command) is RejectRequest:
                 self.rejected[command.reason] += 1
                 self._count_end()
+            elif type(command) is CompileGrammar:
+                self._compiling.append((event.time_us + self._grammar_compile_us, command.grammar.digest))
         if self._check is not None:
             self._until_check -= 1
             if self._until_check <= 0:

@@ -51,7 +51,7 @@ from lockstep.sim.cost import (
     kv_capacity,
     roofline,
 )
-from lockstep.sim.host import EOS_TOKEN_ID, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
@@ -80,6 +80,7 @@ class Scenario:
     weights_dtype: WeightsDtype | None = None  # None: the checkpoint's own
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
+    grammar_compile_us: int = GRAMMAR_COMPILE_US
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
@@ -103,6 +104,8 @@ class Scenario:
                 words += [option_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
         if self.max_new_tokens is not None:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
+        if self.grammar_compile_us != GRAMMAR_COMPILE_US:
+            words += _setting_words("grammar_compile_us", self.grammar_compile_us)
         if self.skip_bad_rows:
             words.append("--skip-bad-rows")
         for name, value in self.settings.items():
@@ -227,6 +230,7 @@ class Setup:
             },
             "scheduler": msgspec.to_builtins(self.config),
             "max_new_tokens": scenario.max_new_tokens,
+            "grammar_compile_us": scenario.grammar_compile_us,
             "kv_capacity": self.kv.describe() if self.kv is not None else None,
             "cost_model": self.cost.describe(),
             "cpu_model": self.cpu.describe(),
@@ -401,6 +405,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         seed=setup.scenario.seed,
         max_new_tokens=setup.scenario.max_new_tokens,
         check=invariants.self_check if check_every else None,
+        grammar_compile_us=setup.scenario.grammar_compile_us,
         check_every=check_every,
         on_finish=on_finish,
         decode_runs=not setup.debug,

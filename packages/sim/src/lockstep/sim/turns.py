@@ -26,6 +26,7 @@ class Turn:
     tenant: str = ""
     after: int | None = None  # index of the turn whose finish starts this one's think time
     think_us: int = 0
+    grammar: str = ""  # name of the grammar its output must follow; none by default
 
 
 class WorkloadError(ValueError):

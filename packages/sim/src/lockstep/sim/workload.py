@@ -101,6 +101,7 @@ def workload_digest(turns: Sequence[Turn]) -> str:
             turn.tenant,
             turn.after,
             turn.think_us,
+            *filter(None, (turn.grammar,)),
         )
         for turn in turns
     ]
