@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
+from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
+from lockstep.core.config import Batching
+from tests.support.driver import run_actions
 from tests.support.plants import PLANTS
-from tests.swarm import campaign, commit, history, run_seeds
+from tests.swarm import campaign, commit, history, hunt
 
 SECONDS = 20.0
+SEEDS_MAX = 1000  # histories in which a planted bug must show; most need fewer than twenty
 
 
 def test_a_fresh_campaign_breaks_nothing() -> None:
@@ -23,13 +29,21 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_a_planted_bug_is_found_within_seconds(plant: str) -> None:
     start = time.monotonic()
-    with PLANTS[plant]():
-        for seed in range(1_000):
-            _, _, failure = run_seeds(seed, 1)
-            if failure is not None:
-                break
-    assert failure is not None, f"{plant} survived 1,000 seeds"
+    assert hunt(plant, first=0, most=SEEDS_MAX) is not None, f"{plant} survived"
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+def test_a_planted_bug_names_its_public_reference(plant: str) -> None:
+    assert re.search(r"\((SG|VL|MS|NV|BI|VA)#\w+\)", PLANTS[plant].__doc__ or "")
+
+
+@pytest.mark.parametrize("batching", get_args(Batching))
+def test_nobody_is_retracted_for_pages_where_all_is_reserved(batching: Batching) -> None:
+    for seed in range(30):
+        config, actions = history(seed)
+        driver = run_actions(replace(config, reserve="full", batching=batching, truncation_align_size=None), actions)
+        assert "retracted (pages)" not in driver.marks
 
 
 def test_a_seed_is_one_history() -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import SchedConfig, profile_settings
 from lockstep.core.journal import EndRecord, read_journal
 from lockstep.core.replay import replay
 from lockstep.sim import demo as demo_module
@@ -147,6 +147,33 @@ def test_settings_reach_the_scheduler() -> None:
     assert scheduler["context_tokens_max"] == 40960  # the model's
 
 
+@pytest.mark.parametrize("profile", ["sglang", "vllm"])
+def test_a_profile_runs_with_its_settings(profile: str) -> None:
+    described = about(*SMALL, "--profile", profile, "--pages", "2000", "--check", "every")
+    scheduler = described["scheduler"]
+    assert isinstance(scheduler, dict)
+    settings = profile_settings(profile)
+    assert {name: scheduler[name] for name in settings} == settings
+    assert f"--profile {profile}" in str(described["command"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "modes"), [("sglang", {"extend", "decode"}), ("vllm", {"extend", "mixed", "decode"})]
+)
+def test_a_profile_decides_which_batches_there_are(profile: str, modes: set[str]) -> None:
+    result = run(
+        *BASE, "--workload", "gen:n=20,rate=2000,input=fixed:600,output=fixed:9", "--profile", profile, "--json"
+    )
+    assert set(json.loads(result.stdout)["device"]["batches_by_mode"]) == modes
+
+
+def test_an_option_overrides_the_value_of_a_profile() -> None:
+    scheduler = about(*SMALL, "--profile", "vllm", "--retracted-requeue", "tail", "--page-size", "32")["scheduler"]
+    assert isinstance(scheduler, dict)
+    assert (scheduler["retracted_requeue"], scheduler["page_size"]) == ("tail", 32)
+    assert (scheduler["batching"], scheduler["reserve"]) == ("running_first", "on_demand")
+
+
 def test_environment_variables_override_settings() -> None:
     env = {"LOCKSTEP_OVERLAP": "0", "LOCKSTEP_RETRACT_EVERY": "5"}
     described = about(*SMALL, "--overlap-depth", "2", env=env)
@@ -199,6 +226,7 @@ def test_a_policy_that_fails_ends_the_run_with_one_message(monkeypatch: pytest.M
         ([*BASE, "--workload", "missing.csv"], "WorkloadError: missing.csv: "),
         ([*SMALL, "--slo", "ttft_p99=500"], "ConfigError: SLO `ttft_p99=500`: "),
         ([*SMALL, "--page-size", "24"], "ConfigError: `page_size` must be a power of two, got `24`"),
+        ([*SMALL, "--profile", "orca"], "ConfigError: `profile` must be lockstep, sglang or vllm, got `orca`"),
         ([*SMALL, "--schedule-policy", "best"], "ConfigError: `schedule_policy` must be"),
         ([*SMALL, "--max-new-tokens", "0"], "ConfigError: `max_new_tokens` must be at least 1"),
         ([*SMALL, "--waiting-timeout", "30"], "Invalid value for '--waiting-timeout': expected durations with a unit"),

@@ -31,7 +31,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import SCHEDULE_POLICIES, SchedConfig
+from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdmissionDeferred,
@@ -167,6 +167,7 @@ class Driver:
         self.compiling: list[str] = []  # grammars asked for and not answered
         self.invalid_grammars: set[str] = set()
         self.owed: set[int] = set()  # for whom somebody was retracted: their decode comes before any admission
+        self.sat_out = False  # the last batch was an extend without those who decode
 
     def token_at(self, request_id: int, position: int) -> int:
         """What the device samples for the position of a request."""
@@ -388,10 +389,8 @@ class Driver:
                     older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, line)
                     line.insert(len(list(older)) if front else len(line), request_id)
                 case TurnStarted(_, request_id):  # it was held, and joins the line in this very step
-                    at = len(line)
-                    while at and line[at - 1] not in self.ran and line[at - 1] > request_id:
-                        at -= 1
-                    line.insert(at, request_id)
+                    younger = [i for i, other in enumerate(line) if other not in self.ran and other > request_id]
+                    line.insert(younger[0] if younger else len(line), request_id)
                 case RequestRejected(_, request_id) | RequestFinished(_, request_id) if request_id in line:
                     line.remove(request_id)
                 case RequestAdmitted(_, request_id):
@@ -432,6 +431,11 @@ class Driver:
         if reason == "stop":
             assert story.sent[-1] == STOP_TOKEN
             assert story.heeds_stop
+        if reason == "length":
+            config = self.engine.config
+            room = min(config.context_tokens_max, config.pages * config.page_size + 1) - story.prompt_tokens
+            asked = min(story.max_new_tokens, room)
+            assert outputs == asked, f"S36: r{request_id} ended with {outputs} outputs, of {asked}"
         if reason == "length" and story.heeds_stop and story.stops_at is not None and story.stops_at >= story.min_new:
             assert outputs <= story.stops_at, f"r{request_id} ran past its stop token"
         if story.grammar and story.grammar_ends is not None and reason in ("length", "grammar"):
@@ -444,8 +448,10 @@ class Driver:
         for event in step.decided:
             match event:
                 case TurnStarted():
-                    self.stories[event.request_id].prompt_tokens = event.prompt_tokens
-                case RequestRetracted(reason="pages"):
+                    story = self.stories[event.request_id]
+                    story.prompt_tokens, story.max_new_tokens = event.prompt_tokens, event.max_new_tokens
+                case RequestRetracted(_, request_id, reason="pages"):
+                    assert config.reserve != "full", f"r{request_id} was retracted, but all it needed was reserved"
                     made_room = True
                 case RequestAdmitted(_, request_id):
                     assert not made_room, f"r{request_id} was admitted in the step that made room for a decode"
@@ -464,6 +470,10 @@ class Driver:
             self.owed = {request.request_id for request in self.engine.cohort.requests}
         if plan is not None and plan.mode == "decode":
             self.owed = set()
+        if plan is not None and config.decode_look_ahead == config.decode_steps_per_launch == 1:
+            self._minimal(step)
+        if plan is not None and config.batching != "prefill_first":
+            self._sits_out(plan)
         if plan is not None and plan.extend_rows:
             new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
             charged = int((-(-new_tokens // config.page_size) * config.page_size).sum())
@@ -492,6 +502,23 @@ class Driver:
             "a timer nobody wakes for"
         )
 
+    def _minimal(self, step: Step) -> None:
+        """S27: nobody gives way in vain: with the last victim still there, the decode would not have fit."""
+        victims = [event for event in step.decided if isinstance(event, RequestRetracted) and event.reason == "pages"]
+        for _, request_id, outputs, _, discarded, _ in map(msgspec.structs.astuple, victims[-1:]):
+            tokens = self.stories[request_id].prompt_tokens + outputs + discarded
+            left, most = self.engine.memory.available_pages, -(-tokens // self.engine.config.page_size)
+            assert left <= most, f"S27: {left} pages are left over, r{request_id} gave back {most} at most"
+
+    def _sits_out(self, plan: BatchPlan) -> None:
+        """Whoever decodes is in every mixed batch; for want of pages it sits out once, and never if it goes first."""
+        left_out = set(self.engine.cohort.request_ids.tolist()) - set(plan.request_ids.tolist())
+        if left_out:
+            assert not self.sat_out, f"r{min(left_out)} sat out twice in a row"
+            assert self.engine.config.batching == "mixed", f"r{min(left_out)} runs first, but sits out"
+            self.marks.add("decode sits out beside an extend")
+        self.sat_out = bool(left_out)
+
     def _mark(self, step: Step, chunked: int | None) -> None:
         """Rare branches that a campaign must reach, or it was too tame."""
         for event in step.decided:
@@ -510,7 +537,7 @@ class Driver:
                     self.marks.add(f"finished ({reason})")
                 case AdmissionDeferred(reason="prefix"):
                     self.marks.add("deferred (prefix)")
-                case DecodeSkipped():
+                case DecodeSkipped() if step.launched() is None:
                     self.marks.add("decode waits for fenced pages")
                 case SessionYielded():
                     self.marks.add("session yielded")
@@ -571,6 +598,9 @@ def random_config(rng: random.Random) -> SchedConfig:
     chunk = rng.choice([None, page_size, 3 * page_size, max(page_size, 64)])
     radix = rng.random() < 0.85
     policies = [policy for policy in SCHEDULE_POLICIES if radix or policy not in ("lpm", "dfs-weight")]
+    batching: Batching = rng.choice(["prefill_first", "prefill_first", "mixed", "running_first"])
+    input_tokens = rng.choice([page_size, page_size + 1, 64, 4096])
+    may_align = batching == "prefill_first" and min(chunk or input_tokens, input_tokens) >= 2 * page_size
     return SchedConfig(
         page_size=page_size,
         pages=rng.choice([2, 3, rng.randint(2, 12), rng.randint(8, 80), max(2, 150 // page_size)]),
@@ -584,10 +614,11 @@ def random_config(rng: random.Random) -> SchedConfig:
         running_timeout_us=rng.choice([None, None, 90]),
         schedule_policy=rng.choice(["fcfs", rng.choice(policies), rng.choice(policies)]),
         schedule_conservativeness=rng.choice([0.02, 0.02, 0.3, 1.0, 2.0]),
-        max_prefill_tokens=rng.choice([page_size, page_size + 1, 64, 4096]),
+        max_prefill_tokens=input_tokens,
         chunked_prefill_size=chunk,
         retracted_requeue=rng.choice(["tail", "front"]),
-        batching=rng.choice(["prefill_first", "prefill_first", "mixed", "running_first"]),
+        batching=batching,
+        truncation_align_size=rng.choice([None, 2 * page_size]) if may_align else None,
         reserve=rng.choice(["ratio", "ratio", "ratio", "on_demand", "full"]),
         retraction_policy=rng.choice(["length", "newest"]),
         prefill_max_requests=rng.choice([None, None, 1, 2]),
@@ -620,15 +651,17 @@ def _random_order(rng: random.Random, radix: bool) -> dict[str, Any]:
 
 
 def pressed_config(rng: random.Random) -> SchedConfig:
-    """Settings under which running requests outgrow the pool: little reserve, short prompts, long outputs."""
+    """Settings under which running requests outgrow the pool, or just do not: short prompts, long outputs."""
     page_size = rng.choice([1, 2, 4])
+    reserve: Reserve = rng.choice(["ratio", "ratio", "on_demand", "full"])
     return SchedConfig(
         page_size=page_size,
         pages=rng.randint(40, 80) // page_size,
         max_running_requests=rng.choice([4, 8]),
         schedule_conservativeness=0.02,
         batching=rng.choice(["prefill_first", "mixed", "running_first"]),
-        reserve=rng.choice(["ratio", "ratio", "on_demand"]),
+        reserve=reserve,
+        retract_every=rng.choice([0, 5]) if reserve == "full" else 0,
         retraction_policy=rng.choice(["length", "newest"]),
         retracted_requeue=rng.choice(["tail", "front"]),
         chunked_prefill_size=rng.choice([None, 4, 8]),
@@ -640,14 +673,16 @@ def pressed_config(rng: random.Random) -> SchedConfig:
 
 
 def pressed_actions(rng: random.Random, count: int) -> list[Action]:
-    """A steady trickle of requests that all want much of the pool."""
-    names = rng.choices(["arrive", "ready", "finish", "cancel", "snapshot"], [1, 6, 5, 0.1, 0.1], k=count)
-    return [
-        ("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), {})
-        if name == "arrive"
-        else _random_action(rng, name, 3, 3, 1, 0.0)
-        for name in names
-    ]
+    """A trickle of requests, alone or three at once, that all want much of the pool."""
+    names = rng.choices(["arrive", "ready", "finish", "cancel", "snapshot"], [0.6, 6, 5, 0.1, 0.1], k=count)
+    actions: list[Action] = []
+    for name in names:
+        if name == "arrive":
+            for _ in range(rng.choice([1, 1, 3])):
+                actions.append(("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), {}))
+        else:
+            actions.append(_random_action(rng, name, 3, 3, 1))
+    return actions
 
 
 def crowded_config(rng: random.Random) -> SchedConfig:

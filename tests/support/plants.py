@@ -1,33 +1,195 @@
-"""Deliberate bugs, planted behind a switch, that prove the detectors work. Never imported by the product."""
+"""Deliberate bugs, planted behind a switch, that prove the detectors work. Never imported by the product.
+
+Each was a bug of a real engine; its docstring names the public reference (SG sglang, VL vllm, MS mini-sglang, NV
+nano-vllm, BI, as in the museum of tests/README.md). `python tests/swarm.py --plant NAME` looks for one; the proof that
+all are found, most by random histories and the rest by a scenario, is tests/test_swarm.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any
 
-from lockstep.core import grammars
+from lockstep.core import grammars, ordering
+from lockstep.core.admission import PrefillBudget
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import SampleBatch, Step
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Decodes, Engine, Fit, Obstacle
 from lockstep.core.memory import Lease, Memory
-from lockstep.core.radix import RadixCache, RadixNode
+from lockstep.core.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.requests import Int32s, Request
+
+Plant = AbstractContextManager[None]
+Original = Callable[..., Any]
 
 
 @contextmanager
-def _replaced(owner: object, name: str, bug: Callable[..., object]) -> Iterator[None]:
-    """`owner.name` calls bug(original, ...) instead."""
+def _set(owner: type | ModuleType, name: str, value: object) -> Iterator[None]:
     original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **options: bug(original, *args, **options))
+    setattr(owner, name, value)
     try:
         yield
     finally:
         setattr(owner, name, original)
 
 
-def double_free() -> AbstractContextManager[None]:
-    """Releasing the row of a retracted request gives one of its pages back twice."""
+def _replaced(owner: type | ModuleType, name: str, bug: Callable[..., object]) -> Plant:
+    """`owner.name` calls bug(original, ...) instead."""
+    original = getattr(owner, name)
+    return _set(owner, name, lambda *args, **options: bug(original, *args, **options))
 
-    def bug(release: Callable[..., None], memory: Memory, lease: Lease, step: Step) -> None:
+
+# ------------------------------------------------------------------------------------------------------------ admission
+
+
+def gate_off_by_a_page() -> Plant:
+    """The gate wants a page more than the entry check promised, also of who is alone: it waits for ever (SG#28530)."""
+
+    def bug(examine: Original, engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> Fit | Obstacle:
+        found: Fit | Obstacle = examine(engine, request, budget, parts)
+        tokens, page_size = len(request.tokens) // 4, engine.config.page_size
+        if isinstance(found, Fit) and tokens + request.max_new_tokens - request.outputs + page_size > budget.current:
+            return Obstacle("kv_budget") if not engine.active else found
+        return found
+
+    return _replaced(Engine, "_examine", bug)
+
+
+def hold_forgotten() -> Plant:
+    """A candidate's cached prefix still counts as evictable for those admitted behind it (BI#748)."""
+    return _replaced(PrefillBudget, "hold", lambda original, budget, tokens: None)
+
+
+def prompt_charged_on_resume() -> Plant:
+    """Who comes back is charged its prompt, without the output that must be computed again (SG#7434)."""
+    examining: list[Request] = []
+
+    def remember(examine: Original, engine: Engine, request: Request, *rest: object) -> Fit | Obstacle:
+        examining[:] = [request]
+        found: Fit | Obstacle = examine(engine, request, *rest)
+        return found
+
+    def bug(wanted: Original, budget: PrefillBudget, new_tokens: int, remaining_output: int) -> int:
+        tokens: int = wanted(budget, max(new_tokens - examining[0].outputs, 1), remaining_output)
+        return tokens
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with _replaced(Engine, "_examine", remember), _replaced(PrefillBudget, "wanted", bug):
+            yield
+
+    return both()
+
+
+def edge_of_the_context() -> Plant:
+    """An old reserve of two tokens is still kept at the end of the context: answers there are cut short (SG#33814)."""
+    return _set(
+        SchedConfig,
+        "request_tokens_max",
+        property(lambda config: min(config.context_tokens_max - 2, config.pool_tokens)),
+    )
+
+
+def skipped_reversed() -> Plant:
+    """Whoever was looked at and skipped is put back into the line in reverse (VL#32173)."""
+
+    def bug(plan_extend: Original, engine: Engine, step: Step) -> InFlight | None:
+        batch: InFlight | None = plan_extend(engine, step)
+        if batch is None and not engine.batch_is_full:
+            engine.waiting.reverse()
+        return batch
+
+    return _replaced(Engine, "_plan_extend", bug)
+
+
+def whole_prompt_matched() -> Plant:
+    """The longest prefix is compared with the token counted that must always be computed anew (VL#53706)."""
+
+    def bug(matched: Original, request: Request, radix: RadixCache) -> Found:
+        found = radix.find(request.namespace, request.tokens, len(request.tokens) // 4 // radix.page_tokens)
+        request.matched = found
+        return found
+
+    return _replaced(ordering, "matched", bug)
+
+
+def row_freed_between_chunks() -> Plant:
+    """A split prompt gives its row up between two chunks, while the first may still be running (SG#17850)."""
+
+    def bug(extend_to: Original, engine: Engine, request: Request, *rest: object) -> None:
+        extend_to(engine, request, *rest)
+        if engine.prefilling is request:
+            engine.memory.table.free_rows.append(request.row)
+
+    return _replaced(Engine, "_extend_to", bug)
+
+
+# ----------------------------------------------------------------------------------------------------------- retraction
+
+
+def whole_batch_must_fit() -> Plant:
+    """Retraction asks whether the whole batch fits by now, not whether those who are left do (SG#9989)."""
+    needed: list[int] = []
+
+    def remember(make_room: Original, engine: Engine, step: Step) -> bool:
+        needed[:] = [engine._pages_needed()]
+        try:
+            fits: bool = make_room(engine, step)
+        finally:
+            needed.clear()
+        return fits
+
+    def bug(pages_needed: Original, engine: Engine) -> int:
+        return needed[0] if needed else pages_needed(engine)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with _replaced(Engine, "_make_room", remember), _replaced(Engine, "_pages_needed", bug):
+            yield
+
+    return both()
+
+
+def lone_decoder_ended() -> Plant:
+    """The only one that decodes ends for want of pages, although a split prompt could give some back (NV#274)."""
+
+    def bug(make_room: Original, engine: Engine, step: Step) -> bool:
+        if engine.cohort.size == 1 and engine.prefilling is not None:
+            engine.finish(engine.cohort.requests[0], "out_of_kv", step, flush=True)
+            return False
+        fits: bool = make_room(engine, step)
+        return fits
+
+    return _replaced(Engine, "_make_room", bug)
+
+
+def output_cursor_reset() -> Plant:
+    """Who is retracted starts over, but what it was sent is not taken back (SG#39645)."""
+
+    def bug(retract: Original, engine: Engine, request: Request, *rest: object) -> None:
+        retract(engine, request, *rest)
+        request.tokens, request.outputs = request.tokens[: 4 * request.prompt_tokens], 0
+
+    return _replaced(Engine, "retract", bug)
+
+
+def running_counted_down_twice() -> Plant:
+    """A retracted request is subtracted from those who run twice, so that too many run afterwards (SG#13142)."""
+
+    def bug(retract: Original, engine: Engine, *rest: object) -> None:
+        retract(engine, *rest)
+        engine.active -= 1
+
+    return _replaced(Engine, "retract", bug)
+
+
+def double_free() -> Plant:
+    """Releasing the row of a retracted request gives one of its pages back twice (SG#18694)."""
+
+    def bug(release: Original, memory: Memory, lease: Lease, step: Step) -> None:
         pages = memory.table.pages[lease.row, lease.protected_pages : lease.protected_pages + 1].copy()
         has_private = -(-lease.computed // memory.config.page_size) > lease.protected_pages
         release(memory, lease, step)
@@ -37,11 +199,105 @@ def double_free() -> AbstractContextManager[None]:
     return _replaced(Memory, "release", bug)
 
 
-def lock_leak() -> AbstractContextManager[None]:
-    """Every fifth unlock of the radix cache is forgotten."""
+# -------------------------------------------------------------------------------------------------------------- overlap
+
+
+def no_epoch_check() -> Plant:
+    """Tokens in flight of a request that left its row are applied all the same (SG#1860)."""
+
+    def bug(leave: Original, memory: Memory, request: Request, *rest: object, **options: object) -> None:
+        row = request.row
+        leave(memory, request, *rest, **options)
+        for batch in memory.in_flight:
+            batch.dead = [dead for dead in batch.dead if dead != row]
+
+    return _replaced(Memory, "leave", bug)
+
+
+def discard_is_a_flag() -> Plant:
+    """One late token of a request is dropped, the newest, however many are in flight (VL#42117)."""
+
+    def bug(leave: Original, memory: Memory, request: Request, *rest: object, **options: object) -> None:
+        row = request.row
+        leave(memory, request, *rest, **options)
+        for batch in [batch for batch in memory.in_flight if row in batch.dead][:-1]:
+            batch.dead.remove(row)
+
+    return _replaced(Memory, "leave", bug)
+
+
+def early_free() -> Plant:
+    """Leaving a row ignores work in flight: its pages are free while a launched batch still writes them (VL#45357)."""
+
+    def bug(leave: Original, memory: Memory, request: Request, step: Step, *, publish: bool) -> None:
+        leave(memory, request, step, publish=publish)
+        while memory.leases:
+            memory.release(memory.leases.pop(), step)
+
+    return _replaced(Memory, "leave", bug)
+
+
+def duplicates_not_fenced() -> Plant:
+    """Pages given up for the cache's own are free while a launched batch still reads them (VA#14055)."""
+    return _replaced(Memory, "_free_behind", lambda original, memory, row, pages: memory.pool.free(pages))
+
+
+def plan_mutated_after_launch() -> Plant:
+    """A launched plan shares its positions with the scheduler, which moves them on (SG#1712)."""
+
+    def bug(advance: Original, engine: Engine, growing: Int32s, step: Step) -> Decodes:
+        before = engine.in_flight[-1].plan.stops if engine.in_flight else None
+        decodes: Decodes = advance(engine, growing, step)
+        if before is not None:
+            before += 1
+        return decodes
+
+    return _replaced(Engine, "_advance", bug)
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+def published_at_launch() -> Plant:
+    """A prompt's KV is shared as soon as its extend is planned: others hit what is not computed yet (VL#37152)."""
+
+    def bug(extend_to: Original, engine: Engine, request: Request, stop: int, parts: list[Any], step: Step) -> None:
+        extend_to(engine, request, stop, parts, step)
+        engine.memory.publish(request, stop, step)
+
+    return _replaced(Engine, "_extend_to", bug)
+
+
+def key_without_namespace() -> Plant:
+    """The key of cached KV lacks the tenant's salt (VL#17045)."""
+
+    def bug(init: Original, request: Request, *rest: object) -> None:
+        init(request, *rest)
+        request.namespace = ""
+
+    return _replaced(Request, "__init__", bug)
+
+
+def key_from_the_prompt_only() -> Plant:
+    """Whoever ends caches its prompt and not its output: the next turn computes the answer again (SG#16521)."""
+
+    def bug(release: Original, memory: Memory, lease: Lease, step: Step) -> None:
+        page_size = memory.config.page_size
+        whole = max(lease.prompt_tokens // page_size, lease.protected_pages)
+        held = -(-lease.computed // page_size)
+        if lease.publish and held > whole:
+            memory.pool.free(memory.table.pages[lease.row, whole:held].copy())
+            lease = lease._replace(computed=whole * page_size)
+        release(memory, lease, step)
+
+    return _replaced(Memory, "release", bug)
+
+
+def lock_leak() -> Plant:
+    """Every fifth unlock of the radix cache is forgotten (SG#20049)."""
     calls = 0
 
-    def bug(unlock: Callable[..., None], radix: RadixCache, node: RadixNode) -> None:
+    def bug(unlock: Original, radix: RadixCache, node: RadixNode) -> None:
         nonlocal calls
         calls += 1
         if calls % 5:
@@ -50,33 +306,87 @@ def lock_leak() -> AbstractContextManager[None]:
     return _replaced(RadixCache, "unlock", bug)
 
 
-def early_free() -> AbstractContextManager[None]:
-    """Leaving a row ignores work in flight: its pages are free while a launched batch still writes them."""
+def lock_skips_the_node() -> Plant:
+    """Locking walks up from the parent: the matched node itself may be evicted (MS#46)."""
 
-    def bug(leave: Callable[..., None], memory: Memory, request: Request, step: Step, *, publish: bool) -> None:
-        leave(memory, request, step, publish=publish)
-        while memory.leases:
-            memory.release(memory.leases.pop(), step)
+    def bug(lock_node: Original, radix: RadixCache, node: RadixNode) -> None:
+        lock_node(radix, node)
+        node.lock_count -= 1
+        if not node.lock_count:
+            radix.locked_pages -= len(node.pages)
 
-    return _replaced(Memory, "leave", bug)
+    return _replaced(RadixCache, "lock_node", bug)
 
 
-def dead_matcher() -> AbstractContextManager[None]:
-    """Sampling a deferred batch moves the matchers of rows whose request has left, too."""
+def dead_matcher() -> Plant:
+    """Sampling a deferred batch moves the matchers of rows whose request has left, too (VL#42619)."""
 
-    def bug(sample: Callable[..., SampleBatch], batch: InFlight, outputs: Int32s) -> SampleBatch:
+    def bug(sample: Original, batch: InFlight, outputs: Int32s) -> SampleBatch:
         dead, batch.dead = batch.dead, []
         try:
-            return sample(batch, outputs)
+            commanded: SampleBatch = sample(batch, outputs)
+            return commanded
         finally:
             batch.dead = dead
 
     return _replaced(grammars, "_sample", bug)
 
 
-PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "double_free": double_free,
-    "lock_leak": lock_leak,
-    "early_free": early_free,
-    "dead_matcher": dead_matcher,
+def node_keeps_a_view() -> Plant:
+    """A node keeps a view of the caller's array, which the caller goes on using (MS#94fe255)."""
+
+    def bug(insert: Original, radix: RadixCache, namespace: str, tokens: bytes, pages: Int32s) -> Inserted:
+        inserted: Inserted = insert(radix, namespace, tokens, pages)
+        if inserted.already < len(pages):
+            inserted.node.pages = pages[inserted.already :]
+        return inserted
+
+    return _replaced(RadixCache, "insert", bug)
+
+
+def evictable_drifts() -> Plant:
+    """The counter of evictable pages takes those above a locked node for evictable; the evictor cannot (SG#30532)."""
+
+    def bug(lock_node: Original, radix: RadixCache, node: RadixNode) -> None:
+        before = radix.locked_pages
+        lock_node(radix, node)
+        radix.locked_pages = before + (len(node.pages) if node.lock_count == 1 else 0)
+
+    return _replaced(RadixCache, "lock_node", bug)
+
+
+FOUND_BY_STORY: dict[str, str] = {
+    "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",  # nothing breaks, it is only slower
+}
+"""The bugs that leave every invariant intact, and the scenario that tells them from the truth."""
+
+PLANTS: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        dead_matcher,
+        discard_is_a_flag,
+        double_free,
+        duplicates_not_fenced,
+        early_free,
+        edge_of_the_context,
+        evictable_drifts,
+        gate_off_by_a_page,
+        hold_forgotten,
+        key_from_the_prompt_only,
+        key_without_namespace,
+        lock_leak,
+        lock_skips_the_node,
+        lone_decoder_ended,
+        no_epoch_check,
+        node_keeps_a_view,
+        output_cursor_reset,
+        plan_mutated_after_launch,
+        prompt_charged_on_resume,
+        published_at_launch,
+        row_freed_between_chunks,
+        running_counted_down_twice,
+        skipped_reversed,
+        whole_batch_must_fit,
+        whole_prompt_matched,
+    )
 }

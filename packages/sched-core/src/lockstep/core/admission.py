@@ -7,13 +7,16 @@ Three budgets limit an extend, all in tokens:
     input    new tokens one extend may take (`max_prefill_tokens`)
     chunk    new tokens before a prompt is split (`chunked_prefill_size`)
 
-Decodes that run in the same pass take their token each out of all three. What is reserved is a policy:
+Decodes that run in the same pass take their token each out of the input and the chunk. The reserve is a policy:
 
     ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
                because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
                showed it was too low. Requests admitted in the pass itself are charged in full. SGLang's PrefillAdder.
-    on_demand  nothing: whoever's whole prompt fits starts, and whoever outgrows the pool is retracted. vLLM.
-    full       all of everybody's output: nobody is ever retracted for pages. mini-sglang.
+    on_demand  the pages that the next decode needs: whoever's whole prompt fits beside them starts, and who outgrows
+               the pool is retracted. vLLM.
+    full       every page that anybody active will still open: nobody is ever retracted for pages. mini-sglang.
+
+The ratio is an estimate in tokens, with a page of slack for each newcomer. The other two count pages and are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.config import Reserve
+from lockstep.core.config import SchedConfig
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
@@ -57,12 +60,8 @@ class NewTokenRatio:
         self.value = self.initial
 
 
-def running_reserve(policy: Reserve, remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
+def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
     """Tokens that running requests will still want: int32 [n] still to come; [n] 1 for those that run to the limit."""
-    if policy == "on_demand":
-        return 0
-    if policy == "full":
-        return int(remaining.sum(dtype=np.int64))
     clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS).astype(np.int64)
     certain = int(clipped @ ignores_eos)
     return certain + int((int(clipped.sum()) - certain) * ratio)
@@ -71,26 +70,18 @@ def running_reserve(policy: Reserve, remaining: NDArray[np.int32], ignores_eos: 
 class PrefillBudget:
     """What one extend may still take. All in tokens but `set_aside`; `chunk` None means prompts are never split."""
 
-    __slots__ = ("align", "chunk", "current", "input", "page_size", "policy", "set_aside", "total")
+    __slots__ = ("align", "beyond", "chunk", "current", "input", "page_size", "policy", "set_aside", "total")
 
-    def __init__(
-        self,
-        available: int,
-        reserve: int,
-        input_tokens: int,
-        chunk: int | None,
-        page_size: int,
-        policy: Reserve = "ratio",
-        align: int | None = None,
-    ) -> None:
+    def __init__(self, config: SchedConfig, available: int, reserve: int) -> None:
         self.total = available - reserve
         self.current = available
-        self.input = input_tokens
-        self.chunk = chunk
-        self.page_size = page_size
-        self.policy = policy
-        self.align = align or page_size  # a prompt is split at multiples of this
-        self.set_aside = 0  # pages promised to the decodes of the same pass
+        self.input = config.max_prefill_tokens
+        self.chunk = config.chunked_prefill_size
+        self.page_size = config.page_size
+        self.policy = config.reserve
+        self.align = config.truncation_align_size or config.page_size  # a prompt is split at multiples of this
+        self.beyond = config.decode_look_ahead - 1  # tokens that must fit beyond the one being computed
+        self.set_aside = 0  # pages that are left to the decodes of the same pass
 
     def shorten(self, tokens: int | None) -> None:
         """Hold the chunk to so many tokens, if that is less, but not to less than one unit of splitting."""
@@ -98,9 +89,10 @@ class PrefillBudget:
             self.chunk = min(self.chunk, max(tokens // self.align * self.align, self.align))
 
     def share_with(self, decodes: int, set_aside: int) -> None:
-        """So many decodes run in the same pass, needing `set_aside` new pages. One page of prompt may always go on."""
-        self.total -= decodes
-        self.current -= decodes
+        """So many decodes run in the same pass; `set_aside` pages are theirs. One page of prompt may always go on."""
+        if self.policy == "ratio":  # elsewhere the reserve has their pages
+            self.total -= decodes
+            self.current -= decodes
         self.input = max(self.input - decodes, self.page_size)
         if self.chunk is not None:
             self.chunk = max(self.chunk - decodes, self.page_size)
@@ -119,29 +111,39 @@ class PrefillBudget:
         self.total -= tokens
         self.current -= tokens
 
+    def promise(self, new_tokens: int, remaining_output: int) -> None:
+        """A newcomer may count on all it will ever need, if that is the policy; its chunks cost no more then."""
+        if self.policy == "full":
+            self.total -= self.wanted(new_tokens, remaining_output)
+
     def charge(self, new_tokens: int, output_tokens: int) -> None:
         """Take an extend of `new_tokens`, and the output it may lead to (0 unless it completes the prompt)."""
         pages = ceil_to(new_tokens, self.page_size)
-        self.total -= pages
-        if output_tokens and self.policy != "on_demand":
-            self.total -= self.page_size + self._clipped(output_tokens)
+        if self.policy != "full":  # there it was promised
+            self.total -= pages
+        if output_tokens and self.policy == "ratio":
+            self.total -= self.page_size + min(output_tokens, CLIP_MAX_NEW_TOKENS)
         self.current -= pages
         self.input -= pages
         if self.chunk is not None:
             self.chunk -= pages
 
     def wanted(self, new_tokens: int, remaining_output: int) -> int:
-        """What a candidate's whole prompt and expected output must stay *below* of `total`."""
+        """Tokens of `total` that a candidate needs to start: its whole prompt, and its output as the policy says."""
         if self.policy == "on_demand":
-            return ceil_to(new_tokens, self.page_size) - 1
-        return new_tokens + self.page_size + self._clipped(max(remaining_output, 0))
+            return ceil_to(new_tokens + min(self.beyond, remaining_output - 1), self.page_size)
+        if self.policy == "full":
+            return ceil_to(new_tokens + remaining_output - 1, self.page_size)  # the last token is never fed back
+        return new_tokens + self.page_size + min(remaining_output, CLIP_MAX_NEW_TOKENS)
 
-    def _clipped(self, output_tokens: int) -> int:
-        return output_tokens if self.policy == "full" else min(output_tokens, CLIP_MAX_NEW_TOKENS)
+    def has(self, wanted: int, locking: int) -> bool:
+        """Whether `total` has the `wanted` tokens, once `locking` cached tokens of the candidate's own are held."""
+        left = self.total - locking
+        return wanted < left if self.policy == "ratio" else wanted <= left  # an estimate must leave something over
 
 
-def chunk_tokens(new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:
-    """How many of a prompt's new tokens the next extend takes: all, a multiple of `budget.align`, or 0 for none.
+def chunk_tokens(start: int, new_tokens: int, budget: PrefillBudget, first: bool, may_split: bool) -> int:
+    """How many of a prompt's new tokens, behind `start`, the next extend takes: all; up to an aligned position; or 0.
 
     `first`: nothing is in the batch yet. `may_split`: no other request of the batch is split.
     """
@@ -151,7 +153,12 @@ def chunk_tokens(new_tokens: int, budget: PrefillBudget, first: bool, may_split:
     limit = min(budget.chunk, budget.input)
     if whole <= limit:
         return new_tokens
-    return limit // budget.align * budget.align if may_split and limit > 0 else 0
+    return aligned(start, limit, budget.align) if may_split and limit > 0 else 0
+
+
+def aligned(start: int, limit: int, align: int) -> int:
+    """Tokens from `start` on, at most `limit`, so that the next token's position is a multiple of `align`; or 0."""
+    return max((start + limit) // align * align - start, 0)
 
 
 def ceil_to(tokens: int, page_size: int) -> int:

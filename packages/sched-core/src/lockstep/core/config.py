@@ -58,7 +58,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reserve: Reserve = "ratio"  # what admission leaves for running requests: see admission.py
     retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py
     prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
-    truncation_align_size: int | None = None  # prompts are split at its multiples, for reproducible numerics
+    # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
+    # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
+    truncation_align_size: int | None = None
     decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
     prefill_decode_interval: int = 0  # decodes launched between two extends while anybody decodes, at least
     retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
@@ -251,8 +253,9 @@ def _require_positive(config: SchedConfig) -> None:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"`{name}` must be a whole number of at least 1, got `{value}`")
     for name in ("retract_every", "prefill_decode_interval"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"`{name}` must be 0 (never) or more, got `{getattr(config, name)}`")
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"`{name}` must be a whole number, 0 (never) or more, got `{value}`")
     if config.context_tokens_max < 2:
         raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
     for token in config.eos_token_ids:

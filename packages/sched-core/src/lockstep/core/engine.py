@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core import control, delivery, grammars
-from lockstep.core.admission import NewTokenRatio, PrefillBudget, chunk_tokens, running_reserve
+from lockstep.core.admission import NewTokenRatio, PrefillBudget, aligned, chunk_tokens, reserve_by_ratio
 from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
     NO_DELTAS,
@@ -73,7 +73,7 @@ from lockstep.core.requests import (
     Request,
     RequestState,
 )
-from lockstep.core.retraction import choose_victim, members_growing, pages_ahead
+from lockstep.core.retraction import choose_victim, members_growing, pages_ahead, pages_to_come
 from lockstep.core.sessions import Sessions
 from lockstep.core.stats import Counts
 from lockstep.core.support import Refused, accepted_prompt
@@ -343,10 +343,8 @@ class Engine:
         if request.holds:
             return
         del self.held[request.request_id]
-        at = len(self.waiting)
-        while at and not self.waiting[at - 1].ran and self.waiting[at - 1].request_id > request.request_id:
-            at -= 1
-        self.waiting.insert(at, request)
+        younger = (i for i, other in enumerate(self.waiting) if not other.ran and other.request_id > request.request_id)
+        self.waiting.insert(next(younger, len(self.waiting)), request)
 
     def _leave_line(self, request: Request) -> None:
         """A request that waits ends. Whoever is behind it may fit."""
@@ -513,45 +511,55 @@ class Engine:
     def _prefill_budget(self) -> PrefillBudget:
         """What this extend may take, beside what the running requests will want and what decodes along with it."""
         config, cohort = self.config, self.cohort
-        reserve = 0
-        if self.waiting and cohort.size:
-            remaining = cohort.limits - self.positions - 1
-            reserve = running_reserve(config.reserve, remaining, cohort.ignores_eos, self.ratio.value)
-        budget = PrefillBudget(
-            self.memory.available_pages * config.page_size,
-            reserve,
-            config.max_prefill_tokens,
-            config.chunked_prefill_size,
-            config.page_size,
-            config.reserve,
-            config.truncation_align_size,
-        )
+        reserve = self._reserved() if self.waiting and self.active else 0
+        budget = PrefillBudget(config, self.memory.available_pages * config.page_size, reserve)
         decodes = cohort.size if config.batching != "prefill_first" else 0
+        if decodes:
+            budget.share_with(decodes, self._pages_needed() if config.batching == "running_first" else 0)
         if config.chunk_target_us is not None:
             context = self.prefilling.computed if self.prefilling is not None else 0
             beside = int(self.positions.sum()) if decodes else 0
             budget.shorten(self.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
-        if decodes:
-            first = config.batching == "running_first"
-            budget.share_with(cohort.size, members_growing(self.positions, config.page_size).size if first else 0)
         return budget
 
+    def _reserved(self) -> int:
+        """Tokens that are not for newcomers: what `reserve` leaves to those who are active."""
+        config, cohort = self.config, self.cohort
+        if config.reserve == "full":
+            pages = pages_to_come(self.positions, cohort.limits, config.page_size) if cohort.size else 0
+            split = self.prefilling
+            if split is not None:
+                pages += pages_to_come(np.array([split.computed]), np.array([split.limit]), config.page_size)
+            return pages * config.page_size
+        if not cohort.size:
+            return 0
+        if config.reserve == "on_demand":
+            return self._pages_needed() * config.page_size
+        return reserve_by_ratio(cohort.limits - self.positions - 1, cohort.ignores_eos, self.ratio.value)
+
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
-        """The next chunk goes first and past the total budget, since its end frees memory; it needs only pages."""
-        page_size = self.config.page_size
-        start, whole = request.computed, extend_stop(request)
-        take = chunk_tokens(whole - start, budget, first=True, may_split=True)
-        lacking = -(-take // page_size) + budget.set_aside - self.memory.available_pages
-        if lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking:
-            take = (self.memory.available_pages - budget.set_aside) * page_size // budget.align * budget.align
+        """The next chunk of the split prompt, if there is a page for it."""
+        take = self._next_chunk(request, budget)
+        if self.sessions.open:
+            wanted = chunk_tokens(request.computed, extend_stop(request) - request.computed, budget, True, True)
+            lacking = -(-wanted // self.config.page_size) + budget.set_aside - self.memory.available_pages
+            if lacking > 0 and self.sessions.make_room(self.memory, lacking, step):
+                take = self._next_chunk(request, budget)
         if take > 0:
-            self._extend_to(request, start + take, parts, step)
-            budget.charge(take, request.max_new_tokens if start + take == whole else 0)
+            self._extend_to(request, request.computed + take, parts, step)
+            budget.charge(take, request.max_new_tokens if request.computed == extend_stop(request) else 0)
+
+    def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
+        """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
+        page_size, start = self.config.page_size, request.computed
+        take = chunk_tokens(start, extend_stop(request) - start, budget, first=True, may_split=True)
+        room = (self.memory.available_pages - budget.set_aside) * page_size
+        return take if -(-take // page_size) * page_size <= room else aligned(start, room, budget.align)
 
     def _would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
         if self.prefilling is not None:
-            return True
+            return self._next_chunk(self.prefilling, self._prefill_budget()) > 0
         if not self.waiting or self.batch_is_full or not self.maintenance.admits:
             return False
         budget, answer = self._prefill_budget(), False
@@ -585,10 +593,9 @@ class Engine:
         new_tokens = tokens - cached
         alone = not self.active  # then the pool is its own: what passed the entry check fits
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        left = budget.total - locking * page_size
-        if not alone and wanted >= left:
-            return Obstacle("kv_budget", wanted, left)
-        take = chunk_tokens(new_tokens, budget, first=not parts, may_split=self.prefilling is None)
+        if not alone and not budget.has(wanted, locking * page_size):
+            return Obstacle("kv_budget", wanted, budget.total - locking * page_size)
+        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=self.prefilling is None)
         if take <= 0:
             return Obstacle("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
         room = self.memory.available_pages - budget.set_aside - locking
@@ -610,6 +617,7 @@ class Engine:
         request.advance(admitted)
         step.decided.append(admitted)
         budget.hold(fit.locked_tokens)
+        budget.promise(fit.new_tokens, request.max_new_tokens - request.outputs)
         budget.charge(fit.take, request.max_new_tokens if fit.take == fit.new_tokens else 0)
         self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
@@ -688,11 +696,17 @@ class Engine:
         )
 
     def _decodes_along(self, step: Step) -> Decodes:
-        """The cohort's next token as part of an extend; of nobody, if batches are not mixed or a page is missing."""
+        """The cohort's next token as part of an extend; of nobody, if batches are not mixed or a page is missing.
+
+        Who sits out for want of pages goes next, so that prompts that keep coming do not hold up who decodes.
+        """
         if self.config.batching == "prefill_first" or not self.cohort.size:
             return NO_DECODES
         if self._short_of_pages(step):
-            return NO_DECODES  # they sit this one out
+            self.decode_owed = True
+            skipped = DecodeSkipped(self.now_us, self._pages_lacking(), self.memory.returning_pages())
+            step.decided.append(skipped)
+            return NO_DECODES
         self.decode_launches += 1
         return self._advance(members_growing(self.positions, self.config.page_size), step)
 

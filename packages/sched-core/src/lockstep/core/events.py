@@ -533,7 +533,7 @@ class PagesEvicted(Decided, frozen=True, gc=False):
 
 
 class DecodeSkipped(Decided, frozen=True, gc=False):
-    """No decode was launched: it does not fit yet, and work in flight is about to give enough pages back."""
+    """The next decode does not fit: it waits for work in flight to give pages back, or sits out beside an extend."""
 
     needed_pages: int
     returning_pages: int

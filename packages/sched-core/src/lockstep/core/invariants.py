@@ -26,6 +26,7 @@ def check(engine: Engine) -> None:
     _rows(engine)
     _spans(engine)
     _pages(engine)
+    _reserve(engine)
     _locks(engine)
     _in_flight(engine)
     _grammars(engine)
@@ -93,6 +94,9 @@ def _containers(engine: Engine) -> None:
         for request_id in ids:
             if engine.requests[request_id].state is not state:
                 _fail(f"S16: r{request_id} is in the container of {state.name} but its state is not")
+    newcomers = [request.request_id for request in engine.waiting if not request.ran]
+    if newcomers != sorted(newcomers):
+        _fail(f"L5: requests that never ran wait in the order {newcomers}, not as they came")
     _same("S33 active", engine.active, len(prefilling) + len(cohort) + len(ending))
 
 
@@ -115,8 +119,9 @@ def _rows(engine: Engine) -> None:
 
 
 def _spans(engine: Engine) -> None:
-    """S7, S14, S18: protected <= computed <= the request's limit; chunks are whole pages and stay below the prompt."""
+    """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
     page_size = engine.config.page_size
+    align = engine.config.truncation_align_size or page_size
     for request in engine.requests.values():
         _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
         if not 0 <= request.sent <= (engine.outputs_of(request) if request.watches_text else 0):
@@ -130,7 +135,7 @@ def _spans(engine: Engine) -> None:
                 f"limit {request.limit}"
             )
         if request.state is RequestState.PREFILLING and (
-            computed % page_size or computed >= request.prompt_tokens + request.outputs
+            computed % align or computed >= request.prompt_tokens + request.outputs
         ):
             _fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
     for request, position in zip(engine.cohort.requests, engine.positions.tolist(), strict=True):
@@ -156,6 +161,20 @@ def _pages(engine: Engine) -> None:
     for i, (fence, pages) in enumerate(engine.memory.fenced_pages):
         owners[f"fence {i} of batch {fence}"] = pages.tolist()
     _partition("S1 pages", range(engine.config.pages), owners)
+
+
+def _reserve(engine: Engine) -> None:
+    """S24: where all output is reserved, what those who are active hold and may still open is no more than there is."""
+    if engine.config.reserve != "full":
+        return
+    page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
+    for request in _row_holders(engine):
+        pages = -(-engine.computed_of(request) // page_size)
+        held.append(engine.memory.table.pages[request.row, :pages])
+        to_come += -(-(request.limit - 1) // page_size) - pages
+    taken = len(np.unique(np.concatenate(held)))
+    if taken + to_come > engine.config.pages:
+        _fail(f"S24: {taken} pages held and {to_come} promised, of {engine.config.pages}")
 
 
 def _private(engine: Engine, row: int, protected_pages: int, computed: int) -> Int32s:

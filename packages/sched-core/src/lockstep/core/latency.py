@@ -10,6 +10,8 @@ the journal, so that equal journals fit equal models on any machine.
 
 from __future__ import annotations
 
+from math import sqrt
+
 from lockstep.core.commands import BatchPlan
 
 FADE = 0.99  # weight of a pass relative to the one after it
@@ -28,16 +30,17 @@ class ExtendLatency:
     def observe(self, plan: BatchPlan, us: int) -> None:
         """Take in how long a pass took."""
         n, p = int((plan.stops - plan.starts).sum()) / TOKENS, pairs_of(plan) / PAIRS
-        new = (1.0, n, p, n * n, n * p, p * p, float(us), n * us, p * us, 0.0)
-        self.sums = [old * FADE + value for old, value in zip(self.sums, new, strict=True)]
-        self.sums[9] = self.sums[9] / FADE + 1.0
+        new = (1.0, n, p, n * n, n * p, p * p, float(us), n * us, p * us)
+        *sums, passes = self.sums
+        self.sums = [old * FADE + value for old, value in zip(sums, new, strict=True)] + [passes + 1.0]
 
     def tokens_within(
         self, target_us: int, context_tokens: int, decodes: int, decode_context_tokens: int
     ) -> int | None:
         """The longest chunk behind `context_tokens` that keeps a pass under the target, beside so many decodes.
 
-        None while too little is known: too few passes, or passes too much alike to tell the terms apart.
+        0 if not even a pass without it would. None while too little is known: too few passes, or passes too much alike
+        to tell the terms apart.
         """
         fit = self._fit()
         if fit is None:
@@ -48,11 +51,9 @@ class ExtendLatency:
         square = per_pair / PAIRS / 2
         linear = per_token / TOKENS + per_pair / PAIRS * context_tokens
         left = target_us - base
-        if left <= 0 or linear <= 0:
-            return 0 if left <= 0 else None
-        if square <= 1e-15:
-            return int(left / linear)
-        return int(((linear * linear + 4 * square * left) ** 0.5 - linear) / (2 * square))
+        if left <= 0:
+            return 0
+        return int(2 * left / (linear + sqrt(linear * linear + 4 * square * left)))
 
     def _fit(self) -> tuple[float, float, float] | None:
         """a, b, c of the least squares; pairs are left out while they say nothing of their own. None if unknown."""

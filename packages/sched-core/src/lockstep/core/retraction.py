@@ -27,6 +27,11 @@ def pages_ahead(cohort: Cohort, positions: Int32s, page_size: int, steps: int) -
     return int((-(-reach // page_size) + (-positions // page_size)).sum())
 
 
+def pages_to_come(positions: Int32s, limits: Int32s, page_size: int) -> int:
+    """Pages that these requests will still open if they run to their limits. int32 [n] both; columns of a cohort."""
+    return int((-(-(limits - 1) // page_size) + (-positions // page_size)).sum())
+
+
 def members_growing(positions: Int32s, page_size: int) -> NDArray[np.intp]:
     """Members whose next token opens a new page: every one whose last page is exactly full. Indices into the cohort."""
     growing: NDArray[np.intp] = (positions & (page_size - 1) == 0).nonzero()[0]

@@ -1,0 +1,67 @@
+"""What SchedConfig refuses, and in which words; the profiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.core.config import PROFILES, SchedConfig, profile_settings
+from lockstep.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batching": "both"}, "`batching` must be prefill_first, mixed or running_first, got `both`"),
+        ({"reserve": "none"}, "`reserve` must be ratio, on_demand or full, got `none`"),
+        ({"retraction_policy": "oldest"}, "`retraction_policy` must be length or newest, got `oldest`"),
+        ({"retracted_requeue": "middle"}, "`retracted_requeue` must be tail or front, got `middle`"),
+        ({"prefill_max_requests": 0}, "`prefill_max_requests` must be a whole number of at least 1, got `0`"),
+        ({"decode_look_ahead": 0}, "`decode_look_ahead` must be a whole number of at least 1, got `0`"),
+        ({"chunk_target_us": 0}, "`chunk_target_us` must be a whole number of at least 1, got `0`"),
+        ({"prefill_decode_interval": -1}, "`prefill_decode_interval` must be a whole number, 0 (never) or more"),
+        ({"prefill_decode_interval": 1.5}, "`prefill_decode_interval` must be a whole number, 0 (never) or more"),
+        ({"retract_every": True}, "`retract_every` must be a whole number, 0 (never) or more, got `True`"),
+        ({"truncation_align_size": 24}, "`truncation_align_size` 24 is no multiple of `page_size` 16"),
+        (
+            {"truncation_align_size": 64, "chunked_prefill_size": 32},
+            "`truncation_align_size` 64 exceeds `chunked_prefill_size` 32: no prompt could ever be split",
+        ),
+        (
+            {"truncation_align_size": 64, "max_prefill_tokens": 32},
+            "`truncation_align_size` 64 exceeds `max_prefill_tokens` 32: no prompt could ever be split",
+        ),
+        (
+            {"truncation_align_size": 64, "batching": "mixed"},
+            "`truncation_align_size` needs `batching` prefill_first, got `mixed`",
+        ),
+        (
+            {"chunk_target_us": 500, "chunked_prefill_size": None},
+            "`chunk_target_us` shortens chunks, but `chunked_prefill_size` is none",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_by_name_and_value(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        SchedConfig(**settings)  # type: ignore[arg-type]
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_is_a_valid_configuration(name: str) -> None:
+    settings = profile_settings(name)
+    config = SchedConfig(**settings)
+    assert {field: getattr(config, field) for field in settings} == settings
+
+
+def test_the_lockstep_profile_is_the_defaults() -> None:
+    assert SchedConfig(**profile_settings("lockstep")) == SchedConfig()
+
+
+def test_a_profile_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`profile` must be lockstep, sglang or vllm, got `orca`"):
+        profile_settings("orca")
+
+
+def test_settings_of_a_profile_may_be_changed() -> None:
+    profile_settings("vllm")["page_size"] = 64
+    assert profile_settings("vllm")["page_size"] == 16
