@@ -97,6 +97,7 @@ class Maintenance(msgspec.Struct):
             for request in engine.requests.values():
                 if request.row < 0:
                     request.namespace = engine.memory.keyed(request.namespace)
+                    request.matched = None
         self._answer(step, event.error)
         self.advance(engine, step)
 
