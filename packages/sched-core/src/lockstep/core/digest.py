@@ -103,7 +103,7 @@ def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
 
 
 def _add_ids(add: Callable[[Any], None], request_ids: NDArray[np.int64], known: bytes) -> None:
-    add(known or ids_digest(request_ids) or request_ids)
+    add(request_ids if len(request_ids) < MANY else known or ids_digest(request_ids))
 
 
 def _decided_bytes(event: Decided) -> bytes:

@@ -204,6 +204,8 @@ class Memory:
 
     def lift_fences(self, batch_id: BatchId, step: Step) -> bool:
         """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
+        if not self.leases and not self.fenced_pages:
+            return False
         done = [lease for lease in self.leases if lease.fence <= batch_id]
         for lease in done:
             self.leases.remove(lease)
