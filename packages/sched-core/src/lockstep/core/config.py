@@ -173,12 +173,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 PROFILES: dict[str, dict[str, Any]] = {
     "lockstep": {},
-    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail
+    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
         "page_size": 1,
         "batching": "prefill_first",
         "reserve": "ratio",
         "retraction_policy": "length",
         "retracted_requeue": "tail",
+        "prefix_deduplication": "last",
+        "bypass_limit": None,
         "chunked_prefill_size": 8192,
         "max_prefill_tokens": 16384,
         "overlap_depth": 1,
@@ -186,10 +188,12 @@ PROFILES: dict[str, dict[str, Any]] = {
     "vllm": {  # V1 0.33: one token budget, who runs first; allocate on demand, preempt the newest, to the front
         "page_size": 16,
         "same_step_sharing": True,
+        "prefix_deduplication": "defer",  # whoever shares a prompt's start reads it in the next launch, not in the same
         "batching": "running_first",
         "reserve": "on_demand",
         "retraction_policy": "newest",
         "retracted_requeue": "front",
+        "bypass_limit": None,
         "chunked_prefill_size": 2048,
         "max_prefill_tokens": 2048,
         "max_running_requests": 128,
