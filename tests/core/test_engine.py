@@ -29,6 +29,7 @@ from lockstep.core.events import (
     RequestCancelled,
     RequestFinished,
     RequestRejected,
+    SamplingParams,
     SwitchRole,
     TokenDigest,
     TokenIds,
@@ -95,7 +96,8 @@ IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
     "TransferAdvanced": (TransferAdvanced(100, 1, "x", 0, 0, "done"), "TransferAdvanced belongs to a feature"),
     "HostCopyFinished": (HostCopyFinished(100, 1, 1), "HostCopyFinished belongs to a feature"),
     "PrefetchFinished": (PrefetchFinished(100, 1, 1), "PrefetchFinished belongs to a feature"),
-    "MediaEncoded": (MediaEncoded(100, b""), "MediaEncoded belongs to a feature"),
+    "MediaEncoded": (MediaEncoded(100, b"\1"), "media 01 were encoded, but nothing asked for that"),
+    "media of a generation to come": (MediaEncoded(100, b"\1", generation=1), "generation 1, but this is generation 0"),
     "RanksAgreed": (RanksAgreed(100, 0, ()), "RanksAgreed belongs to a feature"),
     "ExpertLoadMeasured": (ExpertLoadMeasured(100, 1, b""), "ExpertLoadMeasured belongs to a feature"),
 }
@@ -179,11 +181,7 @@ def traces(engine: Engine) -> list[object]:
 
 
 UNSUPPORTED: dict[str, object] = {
-    "kind": "embed",
     "adapter": "law",
-    "spans": (PromptSpan(0, 1, "image", b""),),
-    "parallel_samples": 2,
-    "logprob_start": 0,
     "transfer_room": 0,
     "prompt": TokenDigest(3, b""),
 }
@@ -200,6 +198,62 @@ def test_unsupported_field_is_rejected_by_its_name(field: str) -> None:
     assert f"`{field}`" in rejected.message
     assert [type(command) for command in step.commands] == [RejectRequest]
     assert not engine.requests
+
+
+def test_samples_take_their_ids_whether_accepted_or_not() -> None:
+    engine = Engine(CONFIG)
+    engine.step(arrived(0, parallel_samples=4))
+    with pytest.raises(ContractError, match="request id 3 does not increase after 3"):
+        engine.step(arrived(3))
+    assert list(engine.requests) == [0, 1, 2, 3]
+    step = engine.step(arrived(4, parallel_samples=3, adapter="law"))
+    assert [command.request_id for command in step.commands if isinstance(command, RejectRequest)] == [4, 5, 6]
+    with pytest.raises(ContractError):
+        engine.step(arrived(6))
+    engine.step(arrived(7, parallel_samples=10**9))
+    engine.step(arrived(8))
+    assert 8 in engine.requests
+
+
+def test_logprobs_are_taken_in_when_they_were_asked_for() -> None:
+    for asked in ({"logprob_start": 3}, {"sampling": SamplingParams(top_logprobs=1)}):
+        engine = Engine(CONFIG)
+        engine.step(arrived(0))
+        engine.step(LaneReady(0))
+        engine.step(arrived(1, **asked))
+        engine.step(LaneReady(0))
+        result = BatchFinished(0, 0, bytes(4), logprobs=bytes(4))
+        with pytest.raises(ContractError, match="batch 0 reports logprobs; none were asked for"):
+            engine.step(result)
+        engine.step(msgspec.structs.replace(result, logprobs=b""))
+        engine.step(msgspec.structs.replace(result, batch_id=1))
+
+
+def test_plan_tells_the_executor_what_comes_with_each_token_of_a_row() -> None:
+    engine = Engine(CONFIG)
+    engine.step(arrived(0))
+    engine.step(arrived(1, logprob_start=3, return_hidden_states=True, token_type_ids=b"\0\1\1"))
+    plan = engine.step(LaneReady(0)).launched()
+    assert plan is not None
+    ordinary, special = plan.rows_taken
+    assert (ordinary.logprobs, ordinary.hidden_states, ordinary.token_type_ids) == (False, False, b"")
+    assert (special.logprobs, special.hidden_states, special.token_type_ids) == (True, True, b"\0\1\1")
+
+
+def test_only_who_wants_more_than_kv_of_its_positions_needs_an_extend_without_decodes() -> None:
+    spans = (PromptSpan(0, 1, "embedding", bytes(32)),)
+    score: dict[str, object] = {"kind": "score", "max_new_tokens": 0}
+    kinds: tuple[dict[str, object], ...] = (
+        {},
+        score,
+        {"logprob_start": 0},
+        {"return_hidden_states": True},
+        {"spans": spans},
+    )
+    engine = Engine(CONFIG)
+    for i, asked in enumerate(kinds):
+        engine.step(arrived(i, **asked))
+    assert [request.needs_plain_extend for request in engine.requests.values()] == [False, False, True, True, True]
 
 
 def test_unsupported_control_is_answered_with_its_name() -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from lockstep.core.events import PromptSpan
 from tests.support.driver import CONTROLS, SESSIONS, STOP_TOKEN, Driver, random_config
 
 small = st.integers(min_value=0, max_value=25)
@@ -44,6 +45,27 @@ class EngineMachine(RuleBasedStateMachine):
         if stops_at is not None and not ignore_eos:
             options["stop_token_ids"] = (STOP_TOKEN,)
         self.do("arrive", base, tokens, max_new, options)
+
+    @rule(
+        tokens=st.integers(min_value=1, max_value=40),
+        kind=st.sampled_from(["embed", "score", "generate"]),
+        logprob_start=st.none() | st.integers(min_value=0, max_value=40),
+    )
+    def arrive_for_its_prompt_alone(self, tokens: int, kind: str, logprob_start: int | None) -> None:
+        self.do("arrive", 1, tokens, 0, {"kind": kind, "logprob_start": logprob_start})
+
+    @rule(samples=st.integers(min_value=2, max_value=4), tokens=st.integers(min_value=1, max_value=40))
+    def arrive_for_samples(self, samples: int, tokens: int) -> None:
+        self.do("arrive", 1, tokens, 5, {"parallel_samples": samples})
+
+    @rule(which=st.integers(min_value=0, max_value=2), encoder_tokens=st.integers(min_value=0, max_value=5))
+    def arrive_with_an_image(self, which: int, encoder_tokens: int) -> None:
+        spans = (PromptSpan(2, 7, "image", bytes([which]) * 32, encoder_tokens),)
+        self.do("arrive", 1, 10, 5, {"spans": spans})
+
+    @rule(error=st.booleans())
+    def encode(self, error: bool) -> None:
+        self.do("encode", error)
 
     @rule(deadline=small, finish=small)
     def arrive_in_a_hurry(self, deadline: int, finish: int) -> None:

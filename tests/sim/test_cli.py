@@ -96,6 +96,24 @@ def test_equal_command_lines_give_equal_journals_and_metrics(tmp_path: Path) -> 
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
+def test_a_workload_of_prompts_alone_is_measured_without_tokens(tmp_path: Path) -> None:
+    trace = tmp_path / "embeddings.csv"
+    rows = "".join(f"{i / 100},{64 + i},0\n" for i in range(50))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    out = tmp_path / "run"
+    result = run(*BASE, "--workload", str(trace), "--slo", "e2e_p99=1s", "--slo", "ttft_p99=1s", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    summary = json.loads((out / "metrics.json").read_text())
+    assert summary["requests"]["completed"] == 50
+    assert summary["requests"]["by_finish_reason"] == {"computed": 50}
+    assert summary["throughput"]["output_tokens"] == 0
+    assert summary["throughput"]["total_tokens_per_s"] > 0
+    assert summary["latency"]["ttft_us_p50"] is summary["latency"]["tpot_us_p50"] is None
+    assert summary["latency"]["e2e_us_p50"] > 0
+    assert [slo["met"] for slo in summary["slos"]] == [True, None]
+    assert summary["device"]["batches_by_mode"].keys() == {"extend"}
+
+
 def test_rejected_and_clamped_requests_are_counted_in_words() -> None:
     workload = "gen:n=40,rate=50,input=uniform:100:300,output=fixed:100"
     result = run(*BASE, "--workload", workload, "--context-tokens-max", "250")

@@ -366,6 +366,13 @@ def test_answers_longer_than_their_limit_are_cut() -> None:
     assert (recorder.finished()[0].reason, recorder.finished()[0].output_tokens) == ("length", 10)
 
 
+def test_turns_that_want_no_token_end_when_their_prompt_is_computed() -> None:
+    turns = [turn(0, output_tokens=0), turn(1, output_tokens=3), turn(2, output_tokens=0, after=0)]
+    _, recorder = play(turns, max_new_tokens=10, eos_token_ids=(EOS_TOKEN_ID,))
+    assert [finish.reason for _, finish in sorted(recorder.finished().items())] == ["computed", "stop", "computed"]
+    assert list(recorder.tokens()) == [1]
+
+
 def test_a_limit_needs_an_end_token() -> None:
     with pytest.raises(ContractError, match="eos_token_ids"):
         play([turn(0)], max_new_tokens=10)

@@ -243,7 +243,6 @@ BAD_AZURE_ROWS = {
     "2023-11-16 18:17:03,NaN,10": ("ContextTokens", "NaN"),
     "2023-11-16 18:17:03,inf,10": ("ContextTokens", "inf"),
     "2023-11-16 18:17:03,99999999999,10": ("ContextTokens", "99999999999"),
-    "2023-11-16 18:17:03,5,0": ("GeneratedTokens", "0"),
     "2023-11-16 18:17:03,5,-1": ("GeneratedTokens", "-1"),
     "2023-11-16 18:17:03,5,": ("GeneratedTokens", ""),
     "2023-11-16 18:17:03,5": ("GeneratedTokens", "2023-11-16 18:17:03,5"),
@@ -259,7 +258,7 @@ BAD_VIDUR_ROWS = {
     "1e300,5,5": ("arrived_at", "1e300"),
     ",5,5": ("arrived_at", ""),
     "1,0,5": ("num_prefill_tokens", "0"),
-    "1,5,0.0": ("num_decode_tokens", "0.0"),
+    "1,5,-1": ("num_decode_tokens", "-1"),
 }
 GOOD_MOONCAKE_ROW = mooncake_line(0, 600, 5, [0, 1]).strip()
 BAD_MOONCAKE_ROWS = {
@@ -273,7 +272,7 @@ BAD_MOONCAKE_ROWS = {
     mooncake_line(0, 0, 5, []).strip(): ("input_length", "0"),
     mooncake_line(0, None, 5, [0]).strip(): ("input_length", "None"),
     mooncake_line(0, True, 5, [0]).strip(): ("input_length", "True"),
-    mooncake_line(0, 600, 0, [0, 1]).strip(): ("output_length", "0"),
+    mooncake_line(0, 600, -1, [0, 1]).strip(): ("output_length", "-1"),
     mooncake_line(-1, 600, 5, [0, 1]).strip(): ("timestamp", "-1"),
     mooncake_line(10**400, 600, 5, [0, 1]).strip(): ("timestamp", "1000000000"),
     mooncake_line([], 600, 5, [0, 1]).strip(): ("timestamp", "[]"),
@@ -310,8 +309,10 @@ def test_a_bad_row_is_refused_with_its_place_or_skipped(
     assert f"line {line}, column `{column}`" in workload.skipped.examples[0]
 
 
-def test_an_output_of_no_tokens_is_explained(tmp_path: Path) -> None:
-    assert "a request that produces none has no TTFT" in refusal(tmp_path, AZURE_CSV.replace(",27", ",0"))
+def test_an_output_of_no_tokens_is_a_prompt_and_nothing_more(tmp_path: Path) -> None:
+    turns = open_text(tmp_path, AZURE_CSV.replace(",27", ",0")).turns
+    assert [turn.output_tokens for turn in turns] == [10, 8, 0]
+    assert "`-1`" in refusal(tmp_path, AZURE_CSV.replace(",27", ",-1"))
 
 
 def test_only_the_first_few_skipped_rows_are_kept_as_messages(tmp_path: Path) -> None:

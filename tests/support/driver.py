@@ -21,6 +21,7 @@ from lockstep.core.commands import (
     BatchPlan,
     CompileGrammar,
     ControlAnswered,
+    EncodeMedia,
     FinishRequest,
     LaunchBatch,
     RejectRequest,
@@ -51,16 +52,19 @@ from lockstep.core.events import (
     Grammar,
     GrammarReady,
     LaneReady,
+    MediaEncoded,
     Observed,
     OpenSession,
     PagesEvicted,
     Pause,
     Profile,
+    PromptSpan,
     ReleaseMemory,
     RequestAdmitted,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
+    RequestQueued,
     RequestRejected,
     RequestRetracted,
     Resume,
@@ -75,6 +79,7 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
+from lockstep.core.support import samples_asked
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
 
@@ -164,6 +169,7 @@ class Driver:
         self.bypassed: Counter[int] = Counter()  # admissions from behind each request since it waits
         self.ran: set[int] = set()  # requests that were admitted at least once
         self.left: set[int] = set()  # requests whose client cancelled
+        self.encoding: list[EncodeMedia] = []  # asked of the encoder and not answered
         self.compiling: list[str] = []  # grammars asked for and not answered
         self.invalid_grammars: set[str] = set()
         self.owed: set[int] = set()  # for whom somebody was retracted: their decode comes before any admission
@@ -201,12 +207,27 @@ class Driver:
         if grammar:
             options["grammar"] = Grammar("regex", grammar, grammar.encode())
         watches_text = "stop_texts" in options
-        self.stories[request_id] = Story(tokens, max_new, stops_at, heeds_stop, min_new, grammar, ends, watches_text)
         prompt = TokenRuns((base, tokens) if tokens else ())
-        self.fold(
-            RequestArrived(time_us=self.now_us, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **options)
+        event = RequestArrived(
+            time_us=self.now_us, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **options
         )
-        self.kv.stories[request_id].grammar_ends = ends
+        for number in range(samples_asked(event)):
+            self.stories[request_id + number] = Story(
+                tokens, max_new, stops_at, heeds_stop, min_new, grammar, ends, watches_text
+            )
+        self.fold(event)
+        for number in range(samples_asked(event)):
+            if request_id + number in self.kv.stories:
+                self.kv.stories[request_id + number].grammar_ends = ends
+
+    def encode(self, error: bool = False) -> None:
+        """An encoder is done with what it was asked first; it may have been asked before a restart."""
+        if self.encoding:
+            command = self.encoding.pop(0)
+            late = command.generation != self.engine.generation
+            self.marks.add("encoder output of an older generation ignored" if late else "media encoded")
+            said = "the encoder says no" if error else ""
+            self.fold(MediaEncoded(self.now_us, command.digest, said, command.generation))
 
     def compiled(self, choice: int, error: str = "") -> None:
         """A grammar that was asked for is answered, perhaps when nobody waits for it any more."""
@@ -231,8 +252,10 @@ class Driver:
         live = list(self.engine.requests)
         if live:
             request = self.engine.requests[live[choice % len(live)]]
-            held = request.request_id in self.engine.held
-            self.marks.add("grammar cancelled while compiling" if held else f"cancelled while {request.state.name}")
+            held, grammar = request.request_id in self.engine.held, request.grammar
+            if grammar is not None and request.request_id in self.engine.grammars.known[grammar.digest].waiting:
+                self.marks.add("grammar cancelled while compiling")
+            self.marks.add("cancelled while held" if held else f"cancelled while {request.state.name}")
             self.left.add(request.request_id)
             self.fold(RequestCancelled(self.now_us, request.request_id))
 
@@ -346,9 +369,13 @@ class Driver:
         """Give the engine one event; hold its Step against the stories."""
         chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
         line = [request.request_id for request in self.engine.waiting]
+        followers = dict(self.engine.followers)
         step = self.engine.step(event)
         self._count_bypasses(line, step)
         self.steps += 1
+        for decided in step.decided:
+            if isinstance(decided, RequestQueued):
+                self.stories[decided.request_id].prompt_tokens = decided.prompt_tokens
         self.events.append((event, step.digest))
         for command in step.commands:
             match command:
@@ -358,6 +385,8 @@ class Driver:
                     self._ended(command.request_id, command.reason, command.output_tokens)
                 case RejectRequest():
                     self._ended(command.request_id, "rejected", 0)
+                case EncodeMedia():
+                    self.encoding.append(command)
                 case ControlAnswered(control_id, ok):
                     name = self.controls.pop(control_id, None)
                     assert name, f"control {control_id} was answered twice"
@@ -376,6 +405,9 @@ class Driver:
         self.kv.observe(event, step)
         self._hold_to_promises(step)
         self._mark(step, chunked)
+        if followers:
+            for leader in followers.keys() - self.engine.followers.keys():
+                self.marks.add("samples follow" if leader in self.engine.requests else "another sample leads")
         if self.check:
             invariants.check(self.engine)
 
@@ -511,11 +543,13 @@ class Driver:
             assert left <= most, f"S27: {left} pages are left over, r{request_id} gave back {most} at most"
 
     def _sits_out(self, plan: BatchPlan) -> None:
-        """Whoever decodes is in every mixed batch; for want of pages it sits out once, and never if it goes first."""
+        """Whoever decodes is in every mixed batch. It sits out once at a time: for an extend that runs alone, or for
+        want of pages, unless it goes first."""
         left_out = set(self.engine.cohort.request_ids.tolist()) - set(plan.request_ids.tolist())
         if left_out:
             assert not self.sat_out, f"r{min(left_out)} sat out twice in a row"
-            assert self.engine.config.batching == "mixed", f"r{min(left_out)} runs first, but sits out"
+            alone = any(request.needs_plain_extend for request in self.engine.in_flight[-1].requests)
+            assert alone or self.engine.config.batching == "mixed", f"r{min(left_out)} runs first, but sits out"
             self.marks.add("decode sits out beside an extend")
         self.sat_out = bool(left_out)
 
@@ -533,6 +567,8 @@ class Driver:
                     self.marks.add(f"evicted ({reason})")
                 case RequestRejected(_, _, reason, _):
                     self.marks.add(f"rejected ({reason})")
+                case RequestQueued(truncated_tokens=cut) if cut:
+                    self.marks.add("prompt truncated")
                 case RequestFinished(_, _, reason):
                     self.marks.add(f"finished ({reason})")
                 case AdmissionDeferred(reason="prefix"):
@@ -549,6 +585,23 @@ class Driver:
                         self.marks.add("turn rewound")
         if any(r.row >= 0 and self.engine.memory.is_stale(r.namespace) for r in self.engine.requests.values()):
             self.marks.add("running across a change of weights")
+        retracted = any(isinstance(event, RequestRetracted) for event in step.decided)
+        if retracted and any(isinstance(command, EncodeMedia) for command in step.commands):
+            self.marks.add("retraction asks for media again")
+        plan = step.launched()
+        if plan is not None and (plan.logprob_spans or plan.hidden_spans):
+            for span in (*plan.logprob_spans, *plan.hidden_spans):
+                if span.start > int(plan.starts[span.index]):
+                    self.marks.add("results wanted from inside an extend")
+        if self.engine.media.fenced:
+            self.marks.add("encoder output fenced")
+        for request in self.engine.held.values():
+            if request.holds > 1:
+                self.marks.add("held for several things")
+            if request.session and request.extras is not None and request.extras.awaits_media:
+                self.marks.add("turn waits for its media")
+        if any(encoding.outdated for encoding in self.engine.media.encodings.values()):
+            self.marks.add("encoder output outdated by new weights")
         if self.engine.memory.leases:
             self.marks.add("row leased to work in flight")
         if self.engine.memory.fenced_pages:
@@ -563,6 +616,7 @@ class Driver:
                 break
             self.now_us += 1
             self.order_done()
+            self.encode()
             in_flight = len(self.kv.stream)
             if self.engine.config.grammar_timeout_us is None:  # otherwise they never come, and that ends too
                 self.compiled(0)
@@ -633,6 +687,10 @@ def random_config(rng: random.Random) -> SchedConfig:
         force_stream_interval=rng.choice([2, 50]),
         eos_token_ids=rng.choice([(), (STOP_TOKEN,), (STOP_TOKEN, 8)]),
         grammar_timeout_us=rng.choice([None, None, 30]),
+        max_input_tokens=rng.choice([None, None, None, 2, 20]),
+        truncate_input=rng.choice(["no", "left", "right"]),
+        isolate_tenants=rng.choice([False, True]),
+        encoder_cache_tokens=rng.choice([None, 3, 5, 8]),
         **_random_order(rng, radix),
         session_kv=rng.choice(["hold", "hold", "evictable"]),
         max_sessions=rng.choice([2, 1024]),
@@ -727,6 +785,7 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
         "order_late": 0.05,
         "restart": rng.choice([0, 0, 0, 0.2]),
         "late": 0.1,
+        "encode": rng.choice([0.3, 2]),
         "snapshot": rng.choice([0, 0, 0.3]),
         "compiled": rng.choice([0, 0.5, 3]),
         "compiled_again": rng.choice([0, 0, 0.3]),
@@ -736,8 +795,10 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
     bases = rng.choice([1, 2, 50])
     sessions = rng.choice([0.1, 0.6]) if weights["session_open"] else 0.0  # share of the arrivals that are turns
     constrained = rng.choice([0.0, 0.0, 0.3, 0.9])
+    kinds = rng.choice([0.0, 0.0, 0.2, 0.6])
     names = rng.choices(list(weights), list(weights.values()), k=count)
-    return [_random_action(rng, name, longest, most_outputs, bases, sessions, constrained) for name in names]
+    shares = {"sessions": sessions, "constrained": constrained, "kinds": kinds}
+    return [_random_action(rng, name, longest, most_outputs, bases, **shares) for name in names]
 
 
 def _random_action(
@@ -746,8 +807,10 @@ def _random_action(
     longest: int,
     most_outputs: int,
     bases: int,
+    *,
     sessions: float = 0.0,
     constrained: float = 0.0,
+    kinds: float = 0.0,
 ) -> Action:
     match name:
         case "arrive":
@@ -780,7 +843,11 @@ def _random_action(
             if rng.random() < constrained:
                 options["grammar"] = f"g{rng.randrange(GRAMMARS)}"
                 options["grammar_ends"] = rng.choice([None, rng.randint(1, 10)])
+            if rng.random() < kinds:
+                max_new = _ask_more(rng, options, tokens, max_new)
             return ("arrive", 1 + 1000 * rng.randrange(bases), tokens, max_new, options)
+        case "encode":
+            return (name, rng.random() < 0.1)
         case "cancel" | "cancel_again" | "cancel_many" | "session_close":
             return (name, rng.randrange(100))
         case "session_open":
@@ -798,6 +865,36 @@ def _random_action(
             return (name, rng.choice([*range(len(CONTROLS)), *LETTING_GO * 2]))
         case _:
             return (name,)
+
+
+def _ask_more(rng: random.Random, options: dict[str, Any], tokens: int, max_new: int) -> int:
+    """Make a request one of the less usual kinds. Returns how many tokens it wants."""
+    if rng.random() < 0.4:
+        options["kind"] = rng.choice(["embed", "score", "generate"])
+        max_new = 0
+        options.pop("min_new_tokens", None)
+    elif rng.random() < 0.5:
+        options["parallel_samples"] = rng.choice([2, 3, 4, 4, 129])
+    if rng.random() < 0.3:
+        options["logprob_start"] = rng.randint(0, tokens)
+    if rng.random() < 0.2:
+        options["return_hidden_states"] = True
+    if rng.random() < 0.2:
+        options["token_type_ids"] = bytes(rng.choice([0, 1]) for _ in range(tokens))
+    if rng.random() < 0.4 and tokens:
+        at, spans = 0, []
+        for _ in range(rng.randint(1, 2)):
+            start = rng.randint(at, max(at, tokens - 1))
+            stop = min(tokens, start + rng.randint(1, 5))
+            at = stop
+            kind, encoder_tokens = rng.choice([("image", 3), ("image", 5), ("audio", 0), ("embedding", 0)])
+            digest = bytes([rng.randrange(3)]) * 32
+            if start < stop:
+                spans.append(PromptSpan(start, stop, kind, digest, encoder_tokens))
+        options["spans"] = tuple(spans)
+    if rng.random() < 0.2:
+        options["tenant"] = rng.choice(["x", "y"])
+    return max_new
 
 
 def run_actions(config: SchedConfig, actions: list[Action], *, replay: bool = False) -> Driver:

@@ -16,7 +16,10 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
-                                  (tenant=x, adapter=y, ...)
+                                  (tenant=x, adapter=y, ...); kind=embed and kind=score want no token; n=3 are the
+                                  samples a, a.1 and a.2; types=0011; hidden=yes; spans=2:5:image:cat:3,... is [2:5)
+                                  of an image called cat, 3 encoder tokens
+    encoded cat [error|late]      MediaEncoded, that it cannot be, or that it was before the restart
     step, steps 3                 LaneReady
     collect [RESULT]              the oldest batch in flight is delivered
     finish [N] [RESULT]           collect, then step, as a host does; N times
@@ -36,8 +39,8 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     snapshot                      the engine is dumped, restored and goes on
 
 RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`,
-`grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text). A token not given is
-a pure function of request and position: the third token of r0, at position 2, is 1002.
+`grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text), `logprobs` (some bytes
+of them). A token not given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
 Commands that print: pages, tree, table, queue, flight, owners, counts, sessions, plan (the newest). `show streams` (or
 queued, prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
@@ -56,6 +59,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,7 @@ from lockstep.core.events import (
     Grammar,
     GrammarReady,
     LaneReady,
+    MediaEncoded,
     MemorySwitched,
     Observed,
     OpenSession,
@@ -100,6 +105,7 @@ from lockstep.core.events import (
     Pause,
     PrefillCompleted,
     Profile,
+    PromptSpan,
     ReleaseMemory,
     RequestArrived,
     RequestCancelled,
@@ -107,6 +113,7 @@ from lockstep.core.events import (
     RequestQueued,
     Resume,
     ResumeMemory,
+    SamplingParams,
     SetState,
     SlowDown,
     SwitchRole,
@@ -120,6 +127,7 @@ from lockstep.core.render import (
     command_line,
     decided_line,
     in_flight_lines,
+    media_name,
     page_owner_lines,
     pages_line,
     plan_lines,
@@ -128,6 +136,7 @@ from lockstep.core.render import (
     table_lines,
     tree_lines,
 )
+from lockstep.core.support import sample_label, samples_asked
 from tests.support.tagged_kv import TaggedKv, pure_token
 
 RULE = "----"
@@ -200,6 +209,7 @@ class Result:
     invalid: list[str] = field(default_factory=list)
     grammar_ended: list[str] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
+    logprobs: bool = False
 
 
 class Run:
@@ -216,6 +226,7 @@ class Run:
         self.drawn: dict[tuple[RequestId, int], int] = dict(script.drawn) if script is not None else {}
         self.names = Names()
         self.ids: dict[str, RequestId] = {}
+        self.media: dict[str, str] = {}  # what the text forms call it: what the story calls it
         self.now_us = 0
         self.next_request = 0
         self.next_control = 0
@@ -289,6 +300,7 @@ class Run:
             text_stops=tuple(self._sampler(samplers, name, plan) for name in result.text_stops),
             invalid=tuple(self._sampler(samplers, name, plan) for name in result.invalid),
             text_held=tuple((self._sampler(samplers, name, plan), held) for name, held in result.held.items()),
+            logprobs=b"\0" * 4 if result.logprobs else b"",
         )
         return self.fold(event)
 
@@ -321,8 +333,9 @@ class Run:
     def do_add(self, words: list[str]) -> list[str]:
         label, *settings = words
         event = self._arrival(label, settings)
-        self.next_request = event.request_id + 1
-        self.ids[label] = event.request_id
+        self.next_request = event.request_id + samples_asked(event)
+        for number in range(samples_asked(event)):
+            self.ids[sample_label(label, number)] = event.request_id + number
         return self._say(self.fold(event))
 
     def do_step(self, words: list[str]) -> list[str]:
@@ -368,6 +381,11 @@ class Run:
         known = self.ids.get(name)
         request_id = known if known is not None else int(name.removeprefix("r"))
         return self._say(self.fold(RequestCancelled(self.now_us, request_id)))
+
+    def do_encoded(self, words: list[str]) -> list[str]:
+        error = "the encoder says no" if words[1:] == ["error"] else ""
+        generation = self.engine.generation - (words[1:] == ["late"])
+        return self._say(self.fold(MediaEncoded(self.now_us, digest_of(words[0]), error, generation)))
 
     def do_at(self, words: list[str]) -> list[str]:
         self.now_us = us(words[0])
@@ -484,7 +502,9 @@ class Run:
         return in_flight_lines(self.engine, self.names)
 
     def do_plan(self, words: list[str]) -> list[str]:
-        return plan_lines(self.newest_plan, self.names) if self.newest_plan is not None else ["plan none yet"]
+        if self.newest_plan is None:
+            return ["plan none yet"]
+        return self._by_name(plan_lines(self.newest_plan, self.names))
 
     def do_sessions(self, words: list[str]) -> list[str]:
         return session_lines(self.engine, self.names)
@@ -526,11 +546,30 @@ class Run:
                     fields["grammar"] = Grammar("regex", value, value.encode())
                 case "id":
                     fields["request_id"] = int(value)
+                case "kind":
+                    fields["kind"] = value
+                    if value != "generate":
+                        fields["max_new_tokens"] = 0
+                case "n":
+                    fields["parallel_samples"] = int(value)
+                case "types":
+                    fields["token_type_ids"] = bytes(map(int, value))
+                case "hidden":
+                    fields["return_hidden_states"] = yes(value)
+                case "top_logprobs":
+                    fields["sampling"] = SamplingParams(top_logprobs=int(value))
+                case "spans":
+                    fields["spans"] = tuple(self._span(*part.split(":")) for part in value.split(","))
                 case _ if name in RequestArrived.__struct_fields__:
                     fields[name] = int(value) if value.removeprefix("-").isdecimal() else value
                 case _:
                     raise ScenarioError(f"a request has no `{name}`")
         return RequestArrived(time_us=self.now_us, **fields)
+
+    def _span(self, start: str, stop: str, kind: Any, name: str, encoder_tokens: str = "0") -> PromptSpan:
+        digest = digest_of(name)
+        self.media[media_name(digest)] = name
+        return PromptSpan(int(start), int(stop), kind, digest, int(encoder_tokens))
 
     def _prompt(self, text: str) -> TokenRuns | TokenIds:
         ids: list[int] = []
@@ -567,6 +606,12 @@ class Run:
                     lines.append(usage_line(command, self.names))
         if "timers" in self.shown and steps[-1].wake_at_us is not None:
             lines.append(f"wake at {steps[-1].wake_at_us / 1000:g} ms")
+        return self._by_name(lines)
+
+    def _by_name(self, lines: list[str]) -> list[str]:
+        """Media by the names that the story gives them."""
+        for hexadecimal, name in self.media.items():
+            lines = [line.replace(hexadecimal, name) for line in lines]
         return lines
 
     def _says(self, decided: Decided) -> bool:
@@ -575,9 +620,9 @@ class Run:
                 asked = next(
                     event.max_new_tokens
                     for event in reversed(self.events)
-                    if isinstance(event, RequestArrived) and event.request_id == decided.request_id
+                    if isinstance(event, RequestArrived) and event.request_id <= decided.request_id
                 )
-                return decided.max_new_tokens != asked or "queued" in self.shown
+                return decided.max_new_tokens != asked or decided.truncated_tokens > 0 or "queued" in self.shown
             case PrefillCompleted():
                 return "prefilled" in self.shown
         return True
@@ -693,6 +738,8 @@ def result_of(words: list[str]) -> Result:
         name, equals, value = word.partition("=")
         if word == "error":
             result.error = True
+        elif word == "logprobs":
+            result.logprobs = True
         elif name == "text_stop":
             result.text_stops.append(value)
         elif name == "invalid":
@@ -705,7 +752,7 @@ def result_of(words: list[str]) -> Result:
         elif equals:
             result.tokens[name] = int(value)
         elif word != "tokens":
-            raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, grammar_ended=a")
+            raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, grammar_ended=a, logprobs")
     return result
 
 
@@ -713,6 +760,11 @@ def usage_line(command: FinishRequest, names: Names) -> str:
     """What the client is charged for."""
     counts = f"{command.prompt_tokens} prompt, {command.cached_tokens} cached, {command.output_tokens} output"
     return f"usage {names.request(command.request_id)}: {counts}"
+
+
+def digest_of(name: str) -> bytes:
+    """The digest of the media that a story calls by this name."""
+    return sha256(name.encode()).digest()
 
 
 def us(text: str) -> int:

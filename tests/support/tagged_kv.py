@@ -2,9 +2,10 @@
 
 It folds plans exactly as a real executor does: page tables from deltas, a reset for every row that changes hands, the
 newest sampled token by row. Instead of keys and values a cell holds a *prefix id*: a number interned from (the prefix
-id before it, the token), starting from the namespace. Equal ids mean equal tokens at equal positions behind equal
-prefixes, which is what attention needs. So one comparison per cell finds pages shared wrongly, freed too early, read
-before they were written, or written by two requests.
+id before it, the token), starting from the namespace. Where a prompt has a span, its content and number stand for the
+token. Equal ids mean equal tokens at equal positions behind equal prefixes, which is what attention needs. So one
+comparison per cell finds pages shared wrongly, freed too early, read before they were written, or written by two
+requests.
 
     launch(plan)     checks what can be checked at once, and queues the plan: the stream
     advance(command) moves matchers and lets a deferred batch sample
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,6 +33,7 @@ import numpy as np
 from lockstep.core.commands import (
     BatchPlan,
     ControlAnswered,
+    EncodeMedia,
     LaunchBatch,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -44,11 +47,13 @@ from lockstep.core.events import (
     BatchId,
     ControlRequested,
     EngineRestarted,
+    MediaEncoded,
     Observed,
     OpenSession,
     RequestArrived,
     RequestFinished,
     RequestId,
+    RequestQueued,
     RequestRetracted,
     SessionClosed,
     TurnStarted,
@@ -71,6 +76,9 @@ def pure_token(request_id: RequestId, position: int) -> int:
     return 1000 * (request_id % 1_000_000 + 1) + position % 1000
 
 
+COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
+
+
 @dataclass
 class Row:
     """What the device keeps for one row of the request table."""
@@ -84,18 +92,43 @@ class Row:
     newest: tuple[int, int] | None = None  # position and token of the newest sample
     failed: bool = False  # a batch that named it failed; what it computes from then on is garbage
     matcher: list[int] | None = None  # the tokens it has seen, for a row under a grammar
+    hidden_states: bool = False
+    weights: int = 0  # when it was taken; with these or newer ones its media were encoded
 
 
 @dataclass
 class Story:
     """What a request's tokens are, known to the executor from what it was told and what it sampled."""
 
-    namespace: str
-    tokens: list[int]
+    namespace: object  # all that sets its KV apart from that of equal tokens
+    tokens: list[Any]  # ids; where a span is, (digest, number of the embedding) instead
     prompt_tokens: int
     session: str = ""
     grammar_ends: int | None = None  # output tokens after which its grammar admits nothing more
-    prefix_ids: list[int] = field(default_factory=list)
+    about: list[object] = field(default_factory=list)  # what more its KV depends on, by position of the prompt
+    encoder_digests: set[bytes] = field(default_factory=set)
+    pooled: bool = False
+    ends_with_prompt: bool = False
+    logprobs_wanted: range = range(0)  # positions
+    hidden_wanted: bool = False
+    hidden_from: int = 0  # before that is what its session kept
+    logprobs: list[int] = field(default_factory=list)  # positions whose prompt logprobs were delivered
+    hidden: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Kept:
+    """What a session keeps: the beginning of a Story."""
+
+    tokens: list[Any] = field(default_factory=list)
+    about: list[object] = field(default_factory=list)
+    encoder_digests: set[bytes] = field(default_factory=set)
+
+    def first(self, tokens: int | None) -> Kept:
+        """As much of it; None for all."""
+        kept = self.tokens[:tokens]
+        digests = {token[0] for token in kept if isinstance(token, tuple)}
+        return Kept(kept, self.about[:tokens], self.encoder_digests & digests)
 
 
 @dataclass
@@ -126,13 +159,15 @@ class TaggedKv:
         self.forwards = 0
         self.rows: dict[int, Row] = {}
         self.stories: dict[RequestId, Story] = {}
-        self.sessions: dict[str, list[int]] = {}  # what each open session keeps
+        self.sessions: dict[str, Kept] = {}  # what each open session keeps
         self.opening: dict[int, OpenSession] = {}  # by control id
         self.cells: Int32s = np.full(config.pages * config.page_size, NOTHING, np.int32)
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
         self.last_batch = -1
-        self._interned: dict[tuple[object, int], int] = {}
+        self.encoding: dict[bytes, int] = {}  # what an encoder was asked for last, and with which weights
+        self.encoded: dict[bytes, int] = {}  # the encoder output that is there, and with which weights it was made
+        self._interned: dict[tuple[object, ...], int] = {}
 
     # ---- what the host does
 
@@ -140,18 +175,25 @@ class TaggedKv:
         """Take in an event the engine has folded, and the Step that followed."""
         match event:
             case RequestArrived():
-                self.arrived(event)
+                for decided in step.decided:
+                    if isinstance(decided, RequestQueued):
+                        self.arrived(event, decided)
             case EngineRestarted():
                 self.restart(event.generation)
+            case MediaEncoded(generation=generation, error="") if generation == self.generation:
+                self.encoded[event.digest] = self.encoding[event.digest]
             case WeightsSwapped() if event.generation == self.generation and not event.error:
                 self.weights = event.version
             case ControlRequested(_, control_id, OpenSession() as opening):
                 self.opening[control_id] = opening
             case BatchFinished() if event.generation == self.generation:
+                if not event.error:
+                    self._take_results(self.stream[0].plan)
                 self.deliver(event.batch_id)
         for decided in step.decided:
             match decided:
                 case RequestFinished():
+                    self._check_results(decided)
                     self._turn_ended(decided)
                     self.leave(decided.request_id)
                 case RequestRetracted():
@@ -164,6 +206,10 @@ class TaggedKv:
             match command:
                 case LaunchBatch(plan, sample):
                     self.launch(plan, deferred=sample == "deferred")
+                case EncodeMedia(digest):
+                    for dropped in command.drop:
+                        del self.encoded[dropped]
+                    self.encoding[digest] = self.weights
                 case SampleBatch():
                     self.advance(command)
                 case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
@@ -171,16 +217,29 @@ class TaggedKv:
                 case ControlAnswered(control_id, True) if control_id in self.opening:
                     self._session_opened(self.opening.pop(control_id))
 
-    def arrived(self, event: RequestArrived) -> None:
-        """Learn a request's prompt."""
-        try:
-            tokens = np.frombuffer(prompt_bytes(event.prompt), np.int32).tolist()
-        except ValueError:
-            return  # malformed; the engine rejects it
-        self.stories[event.request_id] = Story(event.namespace, tokens, len(tokens), event.session)
+    def arrived(self, event: RequestArrived, queued: RequestQueued) -> None:
+        """Learn the prompt of an accepted request."""
+        tokens: list[Any] = np.frombuffer(prompt_bytes(event.prompt), np.int32).tolist()
+        cut = queued.truncated_tokens
+        tokens = tokens[cut:] if self.config.truncate_input == "left" else tokens[: len(tokens) - cut]
+        namespace = (event.namespace, event.tenant if self.config.isolate_tenants else None)
+        story = Story(namespace, tokens, len(tokens), event.session)
+        story.about = list(event.token_type_ids) or [None] * len(tokens)
+        for span in event.spans:
+            for i in range(span.stop - span.start):
+                tokens[span.start + i] = (span.digest, i)
+                story.about[span.start + i] = (story.about[span.start + i], span.kind, span.stop - span.start)
+            if span.encoder_tokens:
+                story.encoder_digests.add(span.digest)
+        story.pooled = event.kind == "embed"
+        story.ends_with_prompt = not event.max_new_tokens
+        if event.logprob_start is not None:
+            story.logprobs_wanted = range(event.logprob_start, len(tokens) - 1)
+        story.hidden_wanted = event.return_hidden_states
+        self.stories[queued.request_id] = story
 
     def _session_opened(self, opening: OpenSession) -> None:
-        self.sessions[opening.session] = list(self.sessions.get(opening.parent, []))[: opening.parent_tokens]
+        self.sessions[opening.session] = self.sessions.get(opening.parent, Kept()).first(opening.parent_tokens)
 
     def _session_closed(self, name: str) -> None:
         del self.sessions[name]
@@ -190,17 +249,22 @@ class TaggedKv:
 
     def _turn_started(self, started: TurnStarted) -> None:
         """A turn's prompt is known: what the session keeps, and its own."""
-        story = self.stories[started.request_id]
-        story.tokens = self.sessions[started.session][: started.kept_tokens] + story.tokens
+        story, kept = self.stories[started.request_id], self.sessions[started.session].first(started.kept_tokens)
+        story.tokens, story.about = kept.tokens + story.tokens, kept.about + story.about
+        story.encoder_digests |= kept.encoder_digests
         story.prompt_tokens = len(story.tokens)
+        wanted, story.hidden_from = story.logprobs_wanted, started.kept_tokens
+        story.logprobs_wanted = range(wanted.start + started.kept_tokens, wanted.stop + started.kept_tokens)
         if len(story.tokens) != started.prompt_tokens:
             raise KvError(f"r{started.request_id} starts with {started.prompt_tokens} tokens, not {len(story.tokens)}")
 
     def _turn_ended(self, finished: RequestFinished) -> None:
         """What a completed turn leaves is the session's."""
         story = self.stories[finished.request_id]
-        if story.session in self.sessions and finished.reason in ("length", "stop", "text_stop", "grammar"):
-            self.sessions[story.session] = story.tokens[: story.prompt_tokens + finished.output_tokens]
+        if story.session in self.sessions and finished.reason in COMPLETED:
+            tokens = story.tokens[: story.prompt_tokens + finished.output_tokens]
+            about = story.about + [None] * finished.output_tokens
+            self.sessions[story.session] = Kept(tokens, about, set(story.encoder_digests))
 
     def _check_order(self, command: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
         """Nothing runs while weights or memory change."""
@@ -223,6 +287,7 @@ class TaggedKv:
         self.generation = generation
         self.rows.clear()
         self.stream.clear()
+        self.encoded.clear()
         self.cells.fill(NOTHING)
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False) -> None:
@@ -234,13 +299,20 @@ class TaggedKv:
             if any(taken.row in launched.pages for launched in self.stream):
                 raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while a batch in flight still names it")
             matcher: list[int] | None = [] if taken.grammar is not None else None
-            self.rows[taken.row] = Row(taken.request_id, taken.epoch, matcher=matcher)
+            self.rows[taken.row] = Row(
+                taken.request_id,
+                taken.epoch,
+                matcher=matcher,
+                hidden_states=taken.hidden_states,
+                weights=self.weights,
+            )
         self._apply_deltas(plan)
         pages, tables = {}, {}
         for i, row in enumerate(plan.rows.tolist()):
             pages[row] = self._check_row(plan, i, row)
             tables[row] = list(self.rows[row].table)
         self._check_writers(plan, pages)
+        self._check_extras(plan)
         if deferred and plan.sample_after is not None:
             self._check_sample_after(plan)
         launched = Launched(plan, snapshot_of(plan), pages, tables, may_sample=not deferred)
@@ -294,7 +366,7 @@ class TaggedKv:
             story = self.stories[row.request_id]
             table = np.array(launched.tables[row_index], np.int64)
             if i < plan.extend_rows:
-                new = plan.token_ids[at : at + stop - start].tolist()
+                new = self._new_tokens(plan, i, plan.token_ids[at : at + stop - start].tolist())
                 at += stop - start
             elif not row.failed:
                 newest = self._newest(plan, row, start)
@@ -397,6 +469,72 @@ class TaggedKv:
         if seen != outputs[: len(seen)]:
             raise KvError(f"the matcher of r{row.request_id} was moved by {seen}, the output it may see is {outputs}")
 
+    def _check_extras(self, plan: BatchPlan) -> None:
+        """Who ends by this batch, and what is wanted of whom: each position once, none that was delivered already."""
+        pooled = plan.pooled_rows.tolist()
+        if set(pooled) & set(plan.sample_rows.tolist()):
+            raise KvError(f"b{plan.batch_id} samples rows that end without a token")
+        for i, request_id in enumerate(plan.request_ids.tolist()):
+            story = self.stories[request_id]
+            if (i in pooled) != (story.ends_with_prompt and int(plan.stops[i]) == story.prompt_tokens):
+                raise KvError(f"b{plan.batch_id} has r{request_id}, to stop at {story.prompt_tokens}, in {pooled}")
+        for span in plan.logprob_spans:
+            story = self.stories[int(plan.request_ids[span.index])]
+            wanted = range(span.start, span.start + len(span.targets))
+            if not wanted or wanted.stop > int(plan.stops[span.index]) or set(wanted) & set(story.logprobs):
+                raise KvError(f"b{plan.batch_id} wants logprobs of {wanted}, {story.logprobs} were delivered")
+            for position, target in zip(wanted, span.targets.tolist(), strict=True):
+                if isinstance(story.tokens[position + 1], int) and story.tokens[position + 1] != target:
+                    raise KvError(f"b{plan.batch_id} wants the logprob of {target} at {position}")
+        for hidden in plan.hidden_spans:
+            story = self.stories[int(plan.request_ids[hidden.index])]
+            if set(range(hidden.start, int(plan.stops[hidden.index]))) & set(story.hidden):
+                raise KvError(f"b{plan.batch_id} wants hidden states that were delivered, from {hidden.start}")
+
+    def _new_tokens(self, plan: BatchPlan, i: int, ids: list[Any]) -> list[Any]:
+        """What the new positions of an extend row are computed from: tokens, and embeddings where spans are."""
+        start, story = int(plan.starts[i]), self.stories[int(plan.request_ids[i])]
+        for span in plan.media_spans:
+            if span.index == i:
+                made_with = self.encoded.get(span.digest, -1)
+                if span.digest in story.encoder_digests and made_with < self.rows[int(plan.rows[i])].weights:
+                    raise KvError(f"b{plan.batch_id} reads encoder output that is not there: {span.digest.hex()}")
+                for number in range(span.stop - span.start):
+                    if ids[span.start - start + number] >= 0:
+                        raise KvError(f"b{plan.batch_id} has a token where a span is")
+                    ids[span.start - start + number] = (span.digest, span.offset + number)
+        return ids
+
+    def _take_results(self, plan: BatchPlan) -> None:
+        """A batch came back: what was wanted of the rows whose requests are still there is delivered."""
+        for span in plan.logprob_spans:
+            if self._alive(plan, span.index):
+                story = self.stories[int(plan.request_ids[span.index])]
+                story.logprobs += range(span.start, span.start + len(span.targets))
+        for hidden in plan.hidden_spans:
+            if self._alive(plan, hidden.index):
+                story = self.stories[int(plan.request_ids[hidden.index])]
+                story.hidden += range(hidden.start, int(plan.stops[hidden.index]))
+        for i in range(plan.extend_rows, len(plan.rows)):
+            if self._alive(plan, i) and self.rows[int(plan.rows[i])].hidden_states:
+                self.stories[int(plan.request_ids[i])].hidden += range(int(plan.starts[i]), int(plan.stops[i]))
+
+    def _alive(self, plan: BatchPlan, i: int) -> bool:
+        row = self.rows[int(plan.rows[i])]
+        return row.live and row.request_id == int(plan.request_ids[i])
+
+    def _check_results(self, finished: RequestFinished) -> None:
+        """Who got its whole answer got all that it wanted of it, each position once and in order (S21)."""
+        if finished.reason not in COMPLETED:
+            return
+        story = self.stories[finished.request_id]
+        if story.logprobs != list(story.logprobs_wanted):
+            raise KvError(f"r{finished.request_id} got logprobs of {story.logprobs}, wanted {story.logprobs_wanted}")
+        computed = story.prompt_tokens + max(finished.output_tokens - 1, 0)
+        wanted = list(range(story.hidden_from, computed)) if story.hidden_wanted else []
+        if story.hidden[: len(wanted)] != wanted or (story.hidden and not wanted):
+            raise KvError(f"r{finished.request_id} got hidden states of {story.hidden}, wanted {wanted}")
+
     def _apply_deltas(self, plan: BatchPlan) -> None:
         deltas = plan.deltas
         for row, index, page in zip(deltas.rows.tolist(), deltas.index.tolist(), deltas.pages.tolist(), strict=True):
@@ -418,6 +556,8 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} has the empty span r{request_id}[{start}:{stop}]")
         if i >= plan.extend_rows and stop - start > plan.steps:
             raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}] in {plan.steps} steps")
+        if not row.reach and start and self.stories[request_id].pooled:
+            raise KvError(f"b{plan.batch_id} pools r{request_id} without its first {start} positions")
         if row.reach and start != row.reach:
             raise KvError(f"b{plan.batch_id} runs r{request_id} from {start}, but it stands at {row.reach}")
         row.reach = stop
@@ -509,9 +649,10 @@ class TaggedKv:
 
     def _prefix_ids(self, row: Row, story: Story, stop: int) -> list[int]:
         ids = row.prefix_ids
-        for token in story.tokens[len(ids) : stop]:
+        for position in range(len(ids), min(stop, len(story.tokens))):
             before: object = ids[-1] if ids else (story.namespace, self.weights)
-            ids.append(self._interned.setdefault((before, token), len(self._interned)))
+            about = story.about[position] if position < len(story.about) else None
+            ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
         return ids
 
 

@@ -130,10 +130,11 @@ class PrefillBudget:
 
     def wanted(self, new_tokens: int, remaining_output: int) -> int:
         """Tokens of `total` that a candidate needs to start: its whole prompt, and its output as the policy says."""
+        fed_back = max(remaining_output - 1, 0)  # the last token never is
         if self.policy == "on_demand":
-            return ceil_to(new_tokens + min(self.beyond, remaining_output - 1), self.page_size)
+            return ceil_to(new_tokens + min(self.beyond, fed_back), self.page_size)
         if self.policy == "full":
-            return ceil_to(new_tokens + remaining_output - 1, self.page_size)  # the last token is never fed back
+            return ceil_to(new_tokens + fed_back, self.page_size)
         return new_tokens + self.page_size + min(remaining_output, CLIP_MAX_NEW_TOKENS)
 
     def has(self, wanted: int, locking: int) -> bool:

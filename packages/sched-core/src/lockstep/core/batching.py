@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,25 @@ class InFlight:
         """How many tokens it samples for this row."""
         mine = self.samplers.rows == row
         return int(mine.any()) if self.steps is None else int(self.steps[mine].sum())
+
+    def alive(self) -> Iterator[tuple[int, Request]]:
+        """Its rows whose request is still there: position in the plan, request."""
+        for i, (request, row) in enumerate(zip(self.requests, self.plan.rows.tolist(), strict=True)):
+            if request.row == row and row not in self.dead:
+                yield i, request
+
+    def ending_requests(self) -> Iterator[Request]:
+        """Whom this batch ends whatever it samples: by length, or because only its prompt was to be computed."""
+        for i in self.ending:
+            request, row = self.samplers.requests[i], int(self.samplers.rows[i])
+            if request.row == row and row not in self.dead:
+                yield request
+        yield from self.computed_requests()
+
+    def computed_requests(self) -> list[Request]:
+        """Whose prompt ends with this batch, and they with it."""
+        rows = [(self.requests[i], int(self.plan.rows[i])) for i in self.plan.pooled_rows.tolist()]
+        return [request for request, row in rows if request.row == row and row not in self.dead]
 
     def names(self, row: int) -> bool:
         """Whether the plan reads or writes this row."""

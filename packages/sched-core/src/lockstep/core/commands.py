@@ -61,6 +61,37 @@ class RowTaken(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None = None
     adapter: str = ""
     grammar: Grammar | None = None
+    logprobs: bool = False  # every token it samples comes with its logprob
+    hidden_states: bool = False  # every position it decodes comes with its hidden state
+    token_type_ids: bytes = b""  # one byte per prompt token
+
+
+class MediaSpan(msgspec.Struct, frozen=True):
+    """Positions [start:stop) of row `index` take the embeddings of `digest` from number `offset` on, not of tokens."""
+
+    index: int  # position in the plan's rows
+    start: int
+    stop: int
+    digest: bytes
+    offset: int
+
+
+class LogprobSpan(msgspec.Struct, frozen=True):
+    """Wanted of row `index`: at each position from `start` on, the logprob of the token that follows it in the prompt.
+
+    `targets` are these tokens, because the last of them may belong to a later chunk.
+    """
+
+    index: int  # position in the plan's rows
+    start: int
+    targets: Int32s
+
+
+class HiddenSpan(msgspec.Struct, frozen=True):
+    """Wanted of row `index`: the hidden states of its new positions from `start` on."""
+
+    index: int  # position in the plan's rows
+    start: int
 
 
 class Speculation(msgspec.Struct, frozen=True):
@@ -116,6 +147,12 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, int] | None = None  # split prefill: run layers [start:stop) only
     ids_digest: bytes = b""  # of `request_ids`, where they are many and it is known: see digest.py
     steps: int = 1  # forwards: above 1, decode rows feed their own samples back and have spans of up to so many tokens
+    pooled_rows: Int32s = (
+        NO_ROWS  # positions in `rows` that end with this batch, their prompts computed, no token drawn
+    )
+    media_spans: tuple[MediaSpan, ...] = ()
+    logprob_spans: tuple[LogprobSpan, ...] = ()
+    hidden_spans: tuple[HiddenSpan, ...] = ()
 
 
 class LaunchBatch(msgspec.Struct, frozen=True):
@@ -237,6 +274,8 @@ class EncodeMedia(msgspec.Struct, frozen=True):
 
     digest: bytes
     encoder_tokens: int
+    generation: int = 0
+    drop: tuple[bytes, ...] = ()  # encoder output to give up first, for room: nothing launched reads it
 
 
 class SwapWeights(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from lockstep.core.errors import ConfigError
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
 """The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
 
+TruncateInput = Literal["no", "left", "right"]
 Requeue = Literal["tail", "front"]
 Batching = Literal["prefill_first", "mixed", "running_first"]
 Reserve = Literal["ratio", "on_demand", "full"]
@@ -86,6 +87,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # structured output
     grammar_timeout_us: int | None = None  # a request whose grammar has not compiled by then is rejected; None: never
+
+    # inputs
+    max_input_tokens: int | None = None  # longest prompt; None: what the context and the pool hold
+    truncate_input: TruncateInput = "no"  # which end a longer prompt loses; "no": it is rejected
+    isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
+    encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -161,6 +168,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """
         return min(self.context_tokens_max, self.pool_tokens + 1)
 
+    def prompt_tokens_max(self, wants_output: bool) -> int:
+        """The longest prompt: one token of output must fit behind it, unless none is wanted."""
+        room = self.request_tokens_max - 1 if wants_output else min(self.context_tokens_max, self.pool_tokens)
+        return room if self.max_input_tokens is None else min(room, self.max_input_tokens)
+
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_deduplication": get_args(PrefixDeduplication),
@@ -169,6 +181,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
     "reserve": get_args(Reserve),
     "retraction_policy": get_args(RetractionPolicy),
+    "truncate_input": get_args(TruncateInput),
 }
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -250,7 +263,7 @@ def _require_positive(config: SchedConfig) -> None:
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
         "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
-        "decode_steps_per_launch max_sessions grammar_timeout_us"
+        "decode_steps_per_launch max_sessions grammar_timeout_us max_input_tokens encoder_cache_tokens"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lockstep.core import holds
 from lockstep.core.admission import NewTokenRatio
 from lockstep.core.commands import ControlAnswered, FreezeHeap, StartProfile, Step, StopProfile
 from lockstep.core.errors import ConfigError, ContractError
@@ -271,12 +272,17 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     if event.generation <= engine.generation:
         raise ContractError(f"restart into generation {event.generation}, but this is generation {engine.generation}")
     engine.now_us = event.time_us
+    engine.generation = event.generation
     line = engine.waiting
     engine.waiting = []
+    engine.media.void()
     engine.retract_all("restart", step)
     engine.in_flight.clear()
-    engine.generation = event.generation
+    line = [request for request in line if not holds.lost_media(engine, request)]
     engine.waiting = sorted(engine.waiting, key=lambda request: request.request_id) + line
+    for request in list(engine.requests.values()):
+        if holds.lost_media(engine, request):
+            holds.await_media(engine, request, step)
     engine.batch_is_full = False
     engine.sessions.lose_kv(engine)
     engine.memory.void(step)

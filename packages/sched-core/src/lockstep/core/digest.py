@@ -95,6 +95,12 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
         add(deltas.rows)
         add(deltas.index)
         add(deltas.pages)
+    if plan.pooled_rows.size:
+        add(b"pooled")
+        add(plan.pooled_rows)
+    if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
+        logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
+        add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:

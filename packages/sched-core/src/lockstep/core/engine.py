@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core import control, delivery, grammars
+from lockstep.core import control, delivery, extras, grammars, holds
 from lockstep.core.admission import NewTokenRatio, PrefillBudget, aligned, chunk_tokens, reserve_by_ratio
 from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
@@ -46,6 +46,7 @@ from lockstep.core.events import (
     GrammarReady,
     HostTimeClamped,
     LaneReady,
+    MediaEncoded,
     MemorySwitched,
     Observed,
     PrefillCompleted,
@@ -60,13 +61,16 @@ from lockstep.core.events import (
     RequestRetracted,
     WeightsSwapped,
 )
+from lockstep.core.extras import NO_EXTRAS, PlanExtras
 from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
+from lockstep.core.media import EncoderCache, Placeholders
 from lockstep.core.memory import Memory
 from lockstep.core.ordering import Ordering
 from lockstep.core.radix import Match
 from lockstep.core.requests import (
     EMPTY_COHORT,
+    NOBODY,
     Cohort,
     Int32s,
     Int64s,
@@ -76,7 +80,7 @@ from lockstep.core.requests import (
 from lockstep.core.retraction import choose_victim, members_growing, pages_ahead, pages_to_come
 from lockstep.core.sessions import Sessions
 from lockstep.core.stats import Counts
-from lockstep.core.support import Refused, accepted_prompt
+from lockstep.core.support import Accepted, Refused, accepted, sample_of, samples_asked
 
 ONE = np.int32(1)
 
@@ -132,12 +136,15 @@ class Engine:
         self.page_shift = config.page_size.bit_length() - 1  # positions >> page_shift: the page they lie in
         self.in_flight: deque[InFlight] = deque()
         self.memory = Memory(config, self.in_flight)
+        self.media = EncoderCache(config.encoder_cache_tokens)
+        self.placeholders = Placeholders()
 
         self.requests: dict[RequestId, Request] = {}  # every request that has not ended
         self.waiting: list[Request] = []  # the line, in the order in which its members began to wait
         self.ordering = Ordering(config)
         self.held: dict[RequestId, Request] = {}  # accepted, but something must happen before they may join the line
         self.grammars = grammars.Grammars()  # which of them are compiled, and who waits for them
+        self.followers: dict[RequestId, list[Request]] = {}  # held samples, by the one whose prompt they wait for
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
         self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
@@ -189,6 +196,8 @@ class Engine:
                 self._enqueue(event, step)
             case RequestCancelled():
                 self._cancel(event, step)
+            case MediaEncoded():
+                holds.encoded(self, event, step)
             case ControlRequested():
                 self.now_us = event.time_us
                 control.apply(self, event, step)
@@ -253,6 +262,7 @@ class Engine:
         if self.config.same_step_sharing:
             for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
                 self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
+                holds.follow(self, request, stop, step)
         if self.pace.watches:
             self.pace.launched(self.now_us, step)
         return False
@@ -277,50 +287,64 @@ class Engine:
     # ----------------------------------------------------------------------------------------- arrivals and departures
 
     def _enqueue(self, event: RequestArrived, step: Step) -> None:
-        """Accept a request into the waiting line, or reject what can never run."""
+        """Accept a request, or all samples of one, or reject what can never run."""
         if event.request_id <= self.last_request_id:
             raise ContractError(f"request id {event.request_id} does not increase after {self.last_request_id}")
         self.now_us = event.time_us
-        self.last_request_id = event.request_id
-        config = self.config
+        samples = samples_asked(event)
+        self.last_request_id = event.request_id + samples - 1
         try:
-            self._refuse_newcomers(event)
-            tokens = accepted_prompt(event, config)
+            self._refuse_newcomers(event, samples)
+            taken = accepted(event, self.config)
             self.sessions.check(event)
-            self.grammars.refuse(event, len(self.held), config.max_queued_requests)
+            self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
         except Refused as refused:
-            self.reject(event.request_id, refused.reason, refused.message, step)
+            for number in range(samples):
+                self.reject(event.request_id + number, refused.reason, refused.message, step)
             return
+        if event.spans:
+            taken = taken._replace(tokens=self.placeholders.laid(taken.tokens, event.spans))
+        for number in range(samples):
+            self._accept(sample_of(event, number), taken, event.request_id if number else NOBODY, step)
+
+    def _accept(self, event: RequestArrived, taken: Accepted, leader: RequestId, step: Step) -> None:
+        """Let an accepted request wait: in the line, or held first. `leader` is the first sample of its prompt."""
+        config = self.config
         stops = event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
-        most = config.request_tokens_max - len(tokens) // 4
-        request = Request(event, tokens, min(event.max_new_tokens, most), stops)
+        request = Request(event, taken, stops)
         request.stream_every = config.stream_interval if event.stream else config.force_stream_interval
         request.prefilled_before = self.prefilled_tokens
         request.namespace = self.memory.keyed(request.namespace)
         self.requests[request.request_id] = request
         if request.session:
-            self._hold(request)
+            self.hold(request)
             self.sessions.take_in(request)
         if self.grammars.must_wait(request, config.grammar_timeout_us, step):
-            self._hold(request)
-        if not request.holds:
-            self.waiting.append(request)
-        queued = RequestQueued(self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens)
+            self.hold(request)
+        queued = RequestQueued(
+            self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens, taken.truncated_tokens
+        )
         request.advance(queued)
         step.decided.append(queued)
         self._set_timers(request)
+        if not holds.hold(self, request, leader, step) and not request.holds:
+            self.waiting.append(request)
 
-    def _refuse_newcomers(self, event: RequestArrived) -> None:
+    def _refuse_newcomers(self, event: RequestArrived, samples: int) -> None:
         if self.draining:
             raise Refused("draining", "the engine is draining and takes no new requests")
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit:
-            raise Refused("queue_full", f"{len(self.waiting)} requests wait already (max_queued_requests {limit})")
-        if limit is not None and event.session and len(self.held) >= limit:
-            raise Refused("queue_full", f"{len(self.held)} requests are held already (max_queued_requests {limit})")
+        if limit is None:
+            return
+        waiting, held = len(self.waiting), len(self.held)
+        more = f", {samples} more are too many" if samples > 1 else ""
+        if waiting + samples > limit:
+            raise Refused("queue_full", f"{waiting} requests wait already{more} (max_queued_requests {limit})")
+        if (event.session or event.spans or samples > 1) and held + samples > limit:
+            raise Refused("queue_full", f"{held} requests are held already{more} (max_queued_requests {limit})")
 
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
-        """End a request that never ran, or that was not even accepted."""
+        """Answer an id with an error; end its request, if there is one already. It never ran."""
         rejected = RequestRejected(self.now_us, request_id, reason, message)
         request = self.requests.pop(request_id, None)
         if request is not None:
@@ -331,9 +355,11 @@ class Engine:
             request.advance(rejected)
         step.decided.append(rejected)
         step.commands.append(RejectRequest(request_id, reason, message))
+        if request is not None:
+            holds.ended(self, request, step)
 
-    def _hold(self, request: Request) -> None:
-        """Keep a newcomer out of the line until `join_line` was called for it as often as this."""
+    def hold(self, request: Request) -> None:
+        """Keep a request out of the line until `join_line` was called for it as often as this."""
         request.holds += 1
         self.held[request.request_id] = request
 
@@ -384,6 +410,7 @@ class Engine:
         request.advance(finished)
         step.decided.append(finished)
         step.commands.append(FinishRequest(request.request_id, reason, request.prompt_tokens, outputs, cached))
+        holds.ended(self, request, step)
 
     def _flush_stream(self, request: Request, outputs: int, step: Step) -> None:
         """Send what its cadence has held back so far."""
@@ -397,8 +424,7 @@ class Engine:
     def retract(self, request: Request, reason: RetractReason, step: Step) -> None:
         """Take a running request's pages back. It waits again and keeps every token delivered so far."""
         outputs = self.outputs_of(request)
-        running = request.state is RequestState.RUNNING
-        sampled = self.computed_of(request) + 1 - request.prompt_tokens if running else outputs
+        sampled = self._sampled_by(request)
         request.tokens = self.tokens_of(request, outputs)
         request.outputs = outputs
         pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
@@ -408,12 +434,17 @@ class Engine:
         request.namespace = self.memory.keyed(request.namespace)
         request.waiting_since_us = self.now_us
         request.matched = None
+        step.decided.append(retracted)
+        if request.extras is not None:
+            extras.kept(request)
+            if holds.lost_media(self, request):
+                holds.await_media(self, request, step)
+                return
         if self.config.retracted_requeue == "front":
             ahead = takewhile(lambda other: other.ran and other.request_id < request.request_id, self.waiting)
             self.waiting.insert(len(list(ahead)), request)
         else:
             self.waiting.append(request)
-        step.decided.append(retracted)
 
     def cancel_all(self, requests: list[Request], step: Step) -> None:
         """End these requests at their clients' or an operator's wish."""
@@ -529,7 +560,7 @@ class Engine:
             pages = pages_to_come(self.positions, cohort.limits, config.page_size) if cohort.size else 0
             split = self.prefilling
             if split is not None:
-                pages += pages_to_come(np.array([split.computed]), np.array([split.limit]), config.page_size)
+                pages += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), config.page_size)
             return pages * config.page_size
         if not cohort.size:
             return 0
@@ -662,10 +693,12 @@ class Engine:
         request_ids = np.array([request.request_id for request in requests], np.int64)
         starts = np.array([part.start for part in parts], np.int32)
         stops = np.array([part.stop for part in parts], np.int32)
-        sampling = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
+        done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
+        pooled = [i for i in done if requests[i].prefill_only]
+        sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
         prefilled = Cohort.of([requests[i] for i in sampling]) if sampling else EMPTY_COHORT
         sample_rows = np.array(sampling, np.int32)
-        decodes = self._decodes_along(step)
+        decodes = self._decodes_along(requests, step)
         along = decodes.cohort
         mode: Mode = "mixed" if along.size else "extend"
         if along.size:
@@ -682,6 +715,8 @@ class Engine:
             token_ids=new_tokens_of(parts),
             sample_rows=sample_rows,
             deltas=decodes.deltas,
+            pooled_rows=np.array(pooled, np.int32) if pooled else NO_ROWS,
+            special=extras.plan_extras(parts),
         )
         joining, positions = prefilled, stops[sample_rows[: prefilled.size]]
         ends = positions + 1 >= prefilled.limits
@@ -695,12 +730,15 @@ class Engine:
             plan, requests + along.requests, prefilled.joined_by(along) if along.size else prefilled, ending
         )
 
-    def _decodes_along(self, step: Step) -> Decodes:
-        """The cohort's next token as part of an extend; of nobody, if batches are not mixed or a page is missing.
+    def _decodes_along(self, extending: list[Request], step: Step) -> Decodes:
+        """The cohort's next token as part of an extend; of nobody, if they cannot be mixed or a page is missing.
 
-        Who sits out for want of pages goes next, so that prompts that keep coming do not hold up who decodes.
+        Who sits out goes next, so that prompts that keep coming do not hold up who decodes.
         """
         if self.config.batching == "prefill_first" or not self.cohort.size:
+            return NO_DECODES
+        if any(request.needs_plain_extend for request in extending):
+            self.decode_owed = True
             return NO_DECODES
         if self._short_of_pages(step):
             self.decode_owed = True
@@ -868,6 +906,11 @@ class Engine:
             if samplers.requests[i].row == samplers.rows[i]:
                 self.finish(samplers.requests[i], "invalid", step, flush=True)
         self.in_flight.popleft()
+        if plan.extend_rows and not event.error:
+            if self.followers or any(request.extras is not None for request in batch.requests):
+                holds.computed(self, batch, step)
+            for request in batch.computed_requests() if plan.pooled_rows.size else ():
+                self.finish(request, "computed", step)
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
         self.memory.computed(plan.batch_id)
@@ -878,6 +921,8 @@ class Engine:
                     self.memory.publish(request, stop, step)
         if self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
+        if self.media.fenced:
+            holds.lift_fences(self, plan.batch_id, step)
         if self.sessions.unsettled:
             self.sessions.settle(self, plan.batch_id)
         if samplers.constrained:
@@ -933,8 +978,10 @@ class Engine:
             raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
         if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
             delivery.check_reports(event, batch, sampled)
-        if event.accepted or event.logprobs:
-            raise ContractError(f"batch {event.batch_id} reports accepted counts or logprobs; none were asked for")
+        if event.accepted:
+            raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
+        if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
+            raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
         return batch
 
     def _plan(
@@ -951,6 +998,8 @@ class Engine:
         deltas: PageDeltas = NO_DELTAS,
         steps: int = 1,
         ids_digest: bytes = b"",
+        pooled_rows: Int32s = NO_ROWS,
+        special: PlanExtras = NO_EXTRAS,
     ) -> BatchPlan:
         """Complete a plan: its number, and what changed about rows since the plan before it."""
         batch_id = self.next_batch_id
@@ -971,6 +1020,10 @@ class Engine:
             generation=self.generation,
             steps=steps,
             ids_digest=ids_digest,
+            pooled_rows=pooled_rows,
+            media_spans=special.media_spans,
+            logprob_spans=special.logprob_spans,
+            hidden_spans=special.hidden_spans,
         )
 
     def leave(self, request: Request, step: Step, *, publish: bool) -> None:
@@ -1016,8 +1069,15 @@ class Engine:
         """Output tokens the request has for good: delivered, not merely sampled in flight."""
         if request.state is not RequestState.RUNNING:
             return request.outputs
-        sampled = self.computed_of(request) + 1 - request.prompt_tokens
-        return sampled - sum(batch.tokens_of(request.row) for batch in self.in_flight if request.row not in batch.dead)
+        return self._sampled_by(request) - sum(
+            batch.tokens_of(request.row) for batch in self.in_flight if request.row not in batch.dead
+        )
+
+    def _sampled_by(self, request: Request) -> int:
+        """Output tokens that its launched batches sample, delivered or not."""
+        if request.state is not RequestState.RUNNING or request.prefill_only:
+            return request.outputs
+        return self.computed_of(request) + 1 - request.prompt_tokens
 
 
 def extend_stop(request: Request) -> int:

@@ -58,14 +58,18 @@ class TokenDigest(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
 Prompt = TokenIds | TokenRuns | TokenDigest
 
 
+RequestKind = Literal["generate", "embed", "score"]
+"""What becomes of the prompt: a continuation; one vector pooled over all positions; the last position's result."""
+
+
 class PromptSpan(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Positions [start:stop) of a prompt that are not text: their ids are placeholders made from `digest`."""
+    """Positions [start:stop) of a prompt that are not text. Whatever ids the prompt has there are not looked at."""
 
     start: int
     stop: int
     kind: Literal["image", "audio", "video", "embedding"]
     digest: bytes  # SHA-256 of the content
-    encoder_tokens: int = 0  # work for the encoder; 0 when embeddings are given
+    encoder_tokens: int = 0  # work for the encoder, and what it leaves behind; 0 when embeddings are given
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -107,18 +111,20 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     deadline_us: int | None = None  # give up if not admitted by this time
     finish_by_us: int | None = None  # give up if not finished by this time
     namespace: str = ""  # the cache salt of the tenant, adapter and weights: prefixes are shared only inside it
-    kind: Literal["generate", "embed", "score"] = "generate"
+    kind: RequestKind = "generate"
     sampling: SamplingParams | None = None
     stop_texts: tuple[str, ...] = ()  # stop strings and regexes; the host matches them and reports `text_stops`
     grammar: Grammar | None = None
     adapter: str = ""
     session: str = ""
     spans: tuple[PromptSpan, ...] = ()
-    parallel_samples: int = 1
-    logprob_start: int | None = None
+    parallel_samples: int = 1  # n takes the ids [request_id, request_id + n): one request per sample
+    logprob_start: int | None = None  # logprobs of the prompt tokens behind this position, and of the output
     routing_key: str = ""
     transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
     session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all it has
+    token_type_ids: bytes = b""  # one byte per prompt token, for models that tell segments apart
+    return_hidden_states: bool = False  # the last layer's, of every position that is computed
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):
@@ -210,6 +216,7 @@ class MediaEncoded(Observed, frozen=True, gc=False):
 
     digest: bytes
     error: str = ""
+    generation: int = 0
 
 
 class RanksAgreed(Observed, frozen=True, gc=False):
@@ -431,9 +438,12 @@ ObservedEvent = (
 # ------------------------------------------------------------------------------------------------------------- decided
 
 FinishReason = Literal[
-    "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "transfer", "error"
-]
-"""Precedence per token: cancelled, invalid, (min_new_tokens holds the rest back), text_stop, stop, grammar, length."""
+    "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "transfer", "error",
+    "computed",
+]  # fmt: skip
+"""Precedence per token: cancelled, invalid, (min_new_tokens holds the rest back), text_stop, stop, grammar, length.
+A request that wants no token ends as "computed" when its prompt is.
+"""
 
 DeferReason = Literal[
     "running_limit",
@@ -448,9 +458,18 @@ DeferReason = Literal[
     "media",
     "proposal_undone",
     "prefix",
+    "sample",
 ]
 RejectReason = Literal[
-    "too_long", "bad_request", "queue_full", "draining", "deadline", "unsupported", "session_closed", "grammar"
+    "too_long",
+    "bad_request",
+    "queue_full",
+    "draining",
+    "deadline",
+    "unsupported",
+    "session_closed",
+    "grammar",
+    "media",
 ]
 
 
@@ -463,6 +482,7 @@ class RequestQueued(Decided, frozen=True, gc=False):
     request_id: RequestId
     prompt_tokens: int
     max_new_tokens: int
+    truncated_tokens: int = 0  # cut off the prompt, see SchedConfig.truncate_input
 
 
 class RequestRejected(Decided, frozen=True, gc=False):
@@ -484,8 +504,9 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
 
 
 class AdmissionDeferred(Decided, frozen=True, gc=False):
-    """The first of the waiting line could not start. Said once, until the reason or the request changes.
+    """The first of the waiting line could not start, or a request may not join the line yet.
 
+    Said once, until the reason or the request changes.
     With reason "prefix" it is put off alone, and others go on: `behind` computes what it is about to need.
     """
 

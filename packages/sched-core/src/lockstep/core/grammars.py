@@ -57,15 +57,15 @@ class Grammars:
     def __init__(self) -> None:
         self.known: dict[bytes, Known] = {}
 
-    def refuse(self, event: RequestArrived, held: int, max_queued_requests: int | None) -> None:
-        """Raise Refused for a grammar known to be invalid, or when as many requests are held as may wait in line."""
+    def refuse(self, event: RequestArrived, samples: int, held: int, max_queued_requests: int | None) -> None:
+        """Raise Refused for a grammar known to be invalid, or when more would be held than may wait in line."""
         if event.grammar is None:
             return
         known = self.known.get(event.grammar.digest)
         if known is not None and known.error:
             raise Refused("bad_request", _invalid(known.error))
         compiled = known is not None and known.error == ""
-        if not compiled and max_queued_requests is not None and held >= max_queued_requests:
+        if not compiled and max_queued_requests is not None and held + samples > max_queued_requests:
             message = f"{held} requests wait for their grammars already (max_queued_requests {max_queued_requests})"
             raise Refused("queue_full", message)
 

@@ -32,6 +32,7 @@ def check(engine: Engine) -> None:
     _grammars(engine)
     _line(engine)
     _sessions(engine)
+    _held(engine)
     _progress(engine)
 
 
@@ -58,8 +59,9 @@ def check_quiescent(engine: Engine) -> None:
     _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
-        (engine, "waiting held in_flight drains"),
+        (engine, "waiting held followers in_flight drains"),
         (engine.memory, "leases fenced_pages rewrites rows_taken pending"),
+        (engine.media, "pins line fenced"),
     )
     for owner, names in owners:
         for name in names.split():
@@ -75,10 +77,7 @@ def _containers(engine: Engine) -> None:
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = []
     for batch in engine.in_flight:
-        for i in batch.ending:
-            request = batch.samplers.requests[i]
-            if request.row == batch.samplers.rows[i] and request.row not in batch.dead:
-                ending.append(request.request_id)
+        ending += [request.request_id for request in batch.ending_requests()]
     counts = Counter([*waiting, *cohort, *prefilling, *ending])
     if max(counts.values(), default=1) > 1 or counts.keys() != engine.requests.keys():
         _fail(
@@ -129,7 +128,7 @@ def _spans(engine: Engine) -> None:
         if request.state is RequestState.WAITING:
             continue
         computed = engine.computed_of(request)
-        if not 0 <= request.protected_pages * page_size <= computed <= request.limit - 1:
+        if not 0 <= request.protected_pages * page_size <= computed <= request.reach:
             _fail(
                 f"S7: {request.name}: protected {request.protected_pages} pages of {page_size}, computed {computed}, "
                 f"limit {request.limit}"
@@ -171,7 +170,7 @@ def _reserve(engine: Engine) -> None:
     for request in _row_holders(engine):
         pages = -(-engine.computed_of(request) // page_size)
         held.append(engine.memory.table.pages[request.row, :pages])
-        to_come += -(-(request.limit - 1) // page_size) - pages
+        to_come += -(-request.reach // page_size) - pages
     taken = len(np.unique(np.concatenate(held)))
     if taken + to_come > engine.config.pages:
         _fail(f"S24: {taken} pages held and {to_come} promised, of {engine.config.pages}")
@@ -292,9 +291,36 @@ def _line(engine: Engine) -> None:
             _fail(f"L5: {request.name} was passed by {request.bypassed} times, bypass_limit {limit}")
         found = request.matched
         if radix is not None and found is not None and found.node.version == found.version:
-            most = (len(request.tokens) // 4 - 1) // engine.config.page_size
+            most = request.cacheable_tokens // engine.config.page_size
             pages = radix.match(request.namespace, request.tokens, most).pages
             _same(f"S14 remembered pages of {request.name}", found.pages, pages)
+
+
+def _held(engine: Engine) -> None:
+    """S15, D11: who is held waits for so many things: a turn, a grammar, a sample that computes the prompt, media."""
+    engine.media.check()
+    followers = [request.request_id for those in engine.followers.values() for request in those]
+    media = [
+        request.request_id
+        for request in engine.requests.values()
+        if request.extras is not None and request.extras.awaits_media
+    ]
+    turns = [request_id for session in engine.sessions.open.values() for request_id in session.queue]
+    grammars = [request_id for known in engine.grammars.known.values() for request_id in known.waiting]
+    holds = {request_id: request.holds for request_id, request in engine.held.items()}
+    _same("S15 things that held requests wait for", dict(Counter([*followers, *media, *turns, *grammars])), holds)
+    for request_id in media:
+        if not engine.media.knows(request_id) or engine.media.has_all(request_id):
+            _fail(f"D11: r{request_id} is held for media, which it does not wait for")
+    for leader, those in engine.followers.items():
+        if leader not in engine.requests or leader in followers:
+            _fail(f"L1: {len(those)} samples follow r{leader}, which has ended or follows itself")
+        for request in those:
+            if request.extras is None or request.extras.leader != leader:
+                _fail(f"S15: {request.name} does not know that it follows r{leader}")
+    for request_id in (*engine.media.pins, *engine.media.line):
+        if request_id not in engine.requests:
+            _fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
 
 
 def _progress(engine: Engine) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from lockstep.core import holds
 from lockstep.core.commands import ControlAnswered, ReleaseDeviceMemory, ResumeDeviceMemory, Step, SwapWeights
 from lockstep.core.errors import ContractError
 from lockstep.core.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
@@ -98,6 +99,7 @@ class Maintenance(msgspec.Struct):
                 if request.row < 0:
                     request.namespace = engine.memory.keyed(request.namespace)
                     request.matched = None
+            holds.weights_changed(engine, step)
         self._answer(step, event.error)
         self.advance(engine, step)
 

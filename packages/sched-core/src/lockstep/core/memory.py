@@ -22,6 +22,7 @@ from lockstep.core.batching import InFlight
 from lockstep.core.commands import PageDeltas, RowTaken, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import BatchId, PagesEvicted
+from lockstep.core.extras import with_extras
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import Match, RadixCache, RadixNode
 from lockstep.core.requests import NO_ROW, Int32s, Request, RequestTable
@@ -87,10 +88,10 @@ class Memory:
         return self.pool.free_count + cached
 
     def match(self, request: Request) -> Match | None:
-        """The cached prefix of a request that waits, at most one token short of all it has."""
+        """The cached prefix of a request that waits, as far as it may use it."""
         if self.radix is None:
             return None
-        most = (len(request.tokens) // 4 - 1) // self.config.page_size
+        most = request.cacheable_tokens // self.config.page_size
         return self.radix.match(request.namespace, request.tokens, most)
 
     def keyed(self, namespace: str) -> str:
@@ -108,10 +109,8 @@ class Memory:
         leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases)
         ending = 0
         for batch in self.in_flight:
-            for i in batch.ending:
-                request, row = batch.samplers.requests[i], int(batch.samplers.rows[i])
-                if request.row == row and row not in batch.dead:
-                    ending += self._freed_by(request.computed, request.protected_pages, request.handle)
+            for request in batch.ending_requests():
+                ending += self._freed_by(request.computed, request.protected_pages, request.handle)
         return fenced + leased + ending
 
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
@@ -133,7 +132,7 @@ class Memory:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
         row = self.table.take_row(request)
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
-        self.rows_taken.append(taken)
+        self.rows_taken.append(taken if request.extras is None else with_extras(taken, request.extras))
         if self.radix is not None and match is not None:
             request.handle = self.radix.lock(match)
             request.protected_pages = match.pages

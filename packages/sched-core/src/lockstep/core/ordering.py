@@ -142,7 +142,7 @@ class WaitingLine(RequestColumns):
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """Tokens of each whose KV is in the radix cache now, at most all but one; looked up if need be."""
+        """Tokens of each whose KV is in the radix cache now, as far as each may use it; looked up if need be."""
         page_size = self.config.page_size
         if not self.config.radix_cache:
             return (0,) * len(self)
@@ -172,10 +172,10 @@ Policy = Callable[[WaitingLine], Sequence[int]]
 
 
 def matched(request: Request, radix: RadixCache) -> Found:
-    """Where its prefix in the radix cache ends, at most one token short of all; looked up only if that has changed."""
+    """Where its prefix in the radix cache ends, as far as it may use it; looked up only if that has changed."""
     found = request.matched
     if found is None or found.node.version != found.version:
-        most = (len(request.tokens) // TOKEN_BYTES - 1) // radix.page_tokens
+        most = request.cacheable_tokens // radix.page_tokens
         found = request.matched = radix.find(request.namespace, request.tokens, most, found)
     return found
 
@@ -264,8 +264,8 @@ class Ordering:
             return None
         pages, page_bytes = matched(request, radix).pages, radix.page_tokens * TOKEN_BYTES
         start, stop = pages * page_bytes, (pages + self._next_pages) * page_bytes
-        if stop >= len(request.tokens):
-            return None  # it could not use all of them: its last token is computed in any case
+        if stop > request.cacheable_tokens * TOKEN_BYTES:
+            return None  # it could not use all of them: at least its last token is computed in any case
         written = self._written.get(start)
         if written is None:
             written = self._written[start] = {}

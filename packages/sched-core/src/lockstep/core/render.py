@@ -22,6 +22,7 @@ from lockstep.core.commands import (
     Command,
     CompileGrammar,
     ControlAnswered,
+    EncodeMedia,
     FinishRequest,
     FreezeHeap,
     LaunchBatch,
@@ -44,6 +45,7 @@ from lockstep.core.events import (
     DecodeSkipped,
     EngineRestarted,
     GrammarReady,
+    MediaEncoded,
     MemorySwitched,
     Observed,
     PagesEvicted,
@@ -65,6 +67,7 @@ from lockstep.core.memory import VERSION_MARK
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import Request, RequestState
 from lockstep.core.stats import Stats
+from lockstep.core.support import sample_label, samples_asked
 
 TOKENS_SHOWN = 8  # of one edge of the radix tree, before it is cut short
 REQUESTS_SHOWN = 40  # columns of a debug line, before it counts instead
@@ -83,6 +86,7 @@ _DEFER_WORDS = {
     "media": "its media are being encoded",
     "proposal_undone": "the ranks agreed on something else",
     "prefix": "its prefix is being computed",
+    "sample": "another sample computes their prompt",
 }
 
 
@@ -97,8 +101,8 @@ class Names:
         """Learn the names an event brings."""
         match event:
             case RequestArrived():
-                if event.label:
-                    self._requests[event.request_id] = event.label
+                for number in range(samples_asked(event) if event.label else 0):
+                    self._requests[event.request_id + number] = sample_label(event.label, number)
             case ControlRequested():
                 name = type(event.control).__name__.removesuffix("Control")
                 words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
@@ -119,7 +123,8 @@ def decided_line(event: Decided, names: Names) -> str:
     match event:
         case RequestQueued():
             prompt, most = _count(event.prompt_tokens, "prompt token"), _count(event.max_new_tokens, "output token")
-            return f"queued {names.request(event.request_id)} with {prompt}, at most {most}"
+            cut = f" ({event.truncated_tokens} cut off)" if event.truncated_tokens else ""
+            return f"queued {names.request(event.request_id)} with {prompt}{cut}, at most {most}"
         case RequestRejected():
             return f"rejected {names.request(event.request_id)} ({event.reason}): {event.message}"
         case RequestAdmitted():
@@ -175,6 +180,10 @@ def command_line(command: Command, names: Names) -> str:
             return f"close {names.request(command.request_id)} ({command.reason})"
         case RejectRequest():
             return f"refuse {names.request(command.request_id)} ({command.reason})"
+        case EncodeMedia():
+            dropped = ", ".join(f"dropping {media_name(digest)}" for digest in command.drop)
+            text = f"encode {media_name(command.digest)}, {_count(command.encoder_tokens, 'token')}"
+            return f"{text}, {dropped}" if dropped else text
         case ControlAnswered():
             verdict = "done" if command.ok else f"refused, {command.message}"
             if command.stats is not None:
@@ -207,6 +216,8 @@ def observed_line(event: Observed, names: Names) -> str:
         case GrammarReady():
             verdict = f"did not compile: {event.error}" if event.error else "compiled"
             return f"grammar {_grammar(event.digest)} {verdict}"
+        case MediaEncoded():
+            return f"encoded {media_name(event.digest)}" + (f" with error: {event.error}" if event.error else "")
         case ControlRequested():
             return f"asked {names.control(event.control_id)}"
         case EngineRestarted():
@@ -227,7 +238,9 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     if len(plan.sample_rows) == len(plan.rows):
         return text
     samplers = [names.request(ids[i]) for i in plan.sample_rows.tolist()]
-    return f"{text}, samples {' '.join(samplers) or 'nobody'}"
+    text = f"{text}, samples {' '.join(samplers) or 'nobody'}"
+    completed = [names.request(ids[i]) for i in plan.pooled_rows.tolist()]
+    return f"{text}, completes {' '.join(completed)}" if completed else text
 
 
 def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
@@ -248,6 +261,14 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         at += count
     for i in range(plan.extend_rows, len(plan.rows)):
         lines.append(f"  row {plan.rows[i]} newest sampled token")
+    rows = plan.rows.tolist()
+    for media in plan.media_spans:
+        name, last = media_name(media.digest), media.offset + media.stop - media.start - 1
+        lines.append(f"  row {rows[media.index]} [{media.start}:{media.stop}) {name} {media.offset}..{last}")
+    for wanted in plan.logprob_spans:
+        lines.append(f"  row {rows[wanted.index]} logprobs from {wanted.start} of {runs(wanted.targets.tolist())}")
+    for hidden in plan.hidden_spans:
+        lines.append(f"  row {rows[hidden.index]} hidden states from {hidden.start}")
     for after in plan.starts_after:
         lines.append(f"  row {plan.rows[after.index]} starts where b{after.batch_id} leaves row {after.row}")
     return lines
@@ -255,6 +276,11 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
 
 def _deferred(plan: BatchPlan) -> str:
     return ", sampled in this step" if plan.sample_after is None else f", sampled after b{plan.sample_after}"
+
+
+def media_name(digest: bytes) -> str:
+    """A digest, short."""
+    return f"media {digest.hex()[:8]}"
 
 
 def _grammar(digest: bytes) -> str:

@@ -16,6 +16,7 @@ from enum import IntEnum
 from itertools import compress
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +26,7 @@ from lockstep.core.events import (
     Decided,
     PrefillCompleted,
     Prompt,
+    PromptSpan,
     RequestAdmitted,
     RequestArrived,
     RequestFinished,
@@ -39,6 +41,7 @@ from lockstep.core.events import (
 
 if TYPE_CHECKING:
     from lockstep.core.radix import Found, RadixNode
+    from lockstep.core.support import Accepted
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -48,6 +51,7 @@ TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 OUTPUTS_MAX = 2**31 - 1
+NOBODY: RequestId = -1
 
 
 class RequestState(IntEnum):
@@ -76,6 +80,32 @@ TRANSITIONS: dict[tuple[RequestState, type[Decided]], RequestState] = {
 }
 
 
+class Extras(msgspec.Struct):
+    """What few requests ask, and how much of it they were given. Ordinary requests have none of this."""
+
+    pooled: bool = False  # one vector over all positions, so that all of them are computed together
+    spans: tuple[PromptSpan, ...] = ()
+    token_type_ids: bytes = b""
+    logprobs: bool = False  # of its output
+    logprobs_from: int | None = None  # prompt logprobs are still wanted from this position on; None: not at all
+    hidden_from: int | None = None  # the same for hidden states
+    leader: RequestId = NOBODY  # the sample whose prompt it waits for
+    awaits_media: bool = False  # held for them
+
+    @property
+    def media(self) -> dict[bytes, int]:
+        """What an encoder must see: tokens by digest."""
+        return {span.digest: span.encoder_tokens for span in self.spans if span.encoder_tokens}
+
+    @property
+    def cacheable_tokens(self) -> int | None:
+        """Leading tokens of which nothing but KV is wanted, so that cached KV will do; None: all of them."""
+        if self.pooled:
+            return 0
+        wanted = [start for start in (self.logprobs_from, self.hidden_from) if start is not None]
+        return min(wanted) if wanted else None
+
+
 class Request:
     """One prompt and its continuation. While it has a row, output beyond `tokens` is in the output table."""
 
@@ -88,6 +118,7 @@ class Request:
         "computed",
         "deadline_us",
         "epoch",
+        "extras",
         "finish_by_us",
         "grammar",
         "grammar_due_us",
@@ -122,10 +153,10 @@ class Request:
         "watches_text",
     )
 
-    def __init__(self, arrived: RequestArrived, tokens: bytes, max_new_tokens: int, stops: tuple[int, ...]) -> None:
+    def __init__(self, arrived: RequestArrived, accepted: Accepted, stops: tuple[int, ...]) -> None:
         self.request_id: RequestId = arrived.request_id
         self.label = arrived.label
-        self.namespace = arrived.namespace
+        self.namespace = accepted.namespace
         self.tenant = arrived.tenant
         self.routing_key = arrived.routing_key
         self.priority = arrived.priority
@@ -133,8 +164,8 @@ class Request:
         self.waiting_since_us = arrived.time_us
         self.deadline_us = arrived.deadline_us
         self.finish_by_us = arrived.finish_by_us
-        self.max_new_tokens = max_new_tokens
-        self.min_new_tokens = min(arrived.min_new_tokens, max_new_tokens)
+        self.max_new_tokens = accepted.max_new_tokens
+        self.min_new_tokens = min(arrived.min_new_tokens, accepted.max_new_tokens)
         self.ignore_eos = arrived.ignore_eos
         self.stop_token_ids = stops
         self.watches_text = bool(arrived.stop_texts)  # the host looks for stop texts, and may hold tokens back
@@ -147,8 +178,8 @@ class Request:
         self.session_start = arrived.session_start
         self.streams = arrived.stream
         self.stream_every = 1
-        self.tokens = tokens  # int32 ids of its prompt and of the output it had when it began to wait
-        self.prompt_tokens = len(tokens) // 4
+        self.tokens = accepted.tokens  # int32 ids of its prompt and of the output it had when it began to wait
+        self.prompt_tokens = len(accepted.tokens) // 4
         self.outputs = 0  # of these, output; what it has by now is Engine.outputs_of
         self.state = RequestState.ARRIVING
         self.holds = 0  # things that must come before it may join the line
@@ -163,6 +194,7 @@ class Request:
         self.prefilled_before = 0  # Engine.prefilled_tokens when it arrived
         self.bypassed = 0  # requests admitted before it since it waits, though they stood behind it in the line
         self.behind: RequestId = -1  # the request that computes its prefix, when last it was put off for that
+        self.extras = msgspec.structs.replace(accepted.extras) if accepted.extras is not None else None
 
     @property
     def name(self) -> str:
@@ -178,6 +210,29 @@ class Request:
     def limit(self) -> int:
         """Positions of prompt and output together at which it ends by length."""
         return self.prompt_tokens + self.max_new_tokens
+
+    @property
+    def reach(self) -> int:
+        """Positions that are computed for it at most: its last token is never fed back."""
+        return max(self.limit - 1, self.prompt_tokens)
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether it ends when its prompt is computed, without drawing a token."""
+        return not self.max_new_tokens
+
+    @property
+    def cacheable_tokens(self) -> int:
+        """Leading tokens whose KV may be taken from the radix cache: all but one, if no more is wanted of them."""
+        most = len(self.tokens) // 4 - 1
+        limit = self.extras.cacheable_tokens if self.extras is not None else None
+        return most if limit is None else min(most, limit)
+
+    @property
+    def needs_plain_extend(self) -> bool:
+        """Whether its extends must not share a batch with decodes: more than KV is wanted of their positions."""
+        extras = self.extras
+        return extras is not None and (bool(extras.spans) or extras.cacheable_tokens is not None)
 
     def advance(self, event: Decided) -> None:
         """Move along TRANSITIONS. Raises InvariantError for a pair the table does not have."""

@@ -30,23 +30,26 @@ from lockstep.core.events import (
     BatchId,
     FinishReason,
     OpenSession,
+    PromptSpan,
     RequestArrived,
     RequestId,
     SessionClosed,
     SessionYielded,
     TurnStarted,
 )
+from lockstep.core.extras import put_behind, spans_within
+from lockstep.core.holds import await_media, has_media
 from lockstep.core.memory import NO_FENCE, Memory
 from lockstep.core.radix import RadixNode
 from lockstep.core.requests import Request
-from lockstep.core.support import Refused, refuse_too_long
+from lockstep.core.support import Refused, refuse_spans, refuse_too_long
 
 if TYPE_CHECKING:
     from typing import Literal
 
     from lockstep.core.engine import Engine, Obstacle
 
-COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar")
+COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
 """How a turn ends whose tokens become the session's."""
 
 
@@ -64,6 +67,7 @@ class Session:
     handle: RadixNode | None = None  # its lock on their cached path
     turn: RequestId | None = None  # the one that may run
     queue: deque[RequestId] = field(default_factory=deque)  # those behind it, held
+    spans: tuple[PromptSpan, ...] = ()  # what of its tokens is not text
 
     @property
     def length(self) -> int:
@@ -90,6 +94,7 @@ class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
     handle: int | None  # number of the radix node
     turn: int | None
     queue: list[int]
+    spans: tuple[PromptSpan, ...] = ()
 
 
 class Sessions:
@@ -115,6 +120,7 @@ class Sessions:
             parent = self.open[control.parent]
             most = parent.length if control.parent_tokens is None else control.parent_tokens
             session.tokens, session.namespace = parent.tokens[: 4 * most], parent.namespace
+            session.spans = spans_within(parent.spans, most)
             self._hold_cached(session, engine)
         self.open[control.session] = session
         self._look_ahead()
@@ -204,7 +210,6 @@ class Sessions:
             except Refused as refused:
                 engine.reject(request.request_id, refused.reason, refused.message, step)
                 continue
-            engine.join_line(request)
             started = TurnStarted(
                 engine.now_us,
                 request.request_id,
@@ -214,6 +219,9 @@ class Sessions:
                 request.max_new_tokens,
             )
             step.decided.append(started)
+            if has_media(request):
+                await_media(engine, request, step)
+            engine.join_line(request)
         self._look_ahead()
 
     def _compose(self, session: Session, request: Request, engine: Engine) -> int:
@@ -225,13 +233,18 @@ class Sessions:
                 "bad_request", f"`session_start` is {kept}, but session {session.name!r} has {session.length} tokens"
             )
         prompt, capacity = kept + request.prompt_tokens, session.capacity_tokens
-        refuse_too_long(prompt, engine.config)
-        if prompt >= capacity:
+        answers = not request.prefill_only
+        refuse_too_long(prompt, answers, engine.config)
+        if prompt + answers > capacity:
+            needs = "and needs room for one more, " if answers else ""
             raise Refused(
                 "too_long",
-                f"the prompt has {prompt} tokens, {kept} of the session among them, and needs room for one more, "
+                f"the prompt has {prompt} tokens, {kept} of the session among them, {needs}"
                 f"more than the {capacity} of session {session.name!r}",
             )
+        put_behind(request, kept, session.spans)
+        if request.extras is not None:
+            refuse_spans(request.extras.spans, prompt, engine.config)
         request.tokens = session.tokens[: 4 * kept] + request.tokens
         request.prompt_tokens = prompt
         room = min(engine.config.request_tokens_max, capacity) - prompt
@@ -253,6 +266,7 @@ class Sessions:
         if reason in COMPLETED:
             session.tokens = engine.tokens_of(request, outputs)
             session.namespace = request.namespace
+            session.spans = request.extras.spans if request.extras is not None else ()
             self._let_go(session, engine.memory)
             if request.handle is not None and engine.config.session_kv == "hold":
                 if not engine.memory.is_stale(request.namespace):
@@ -399,6 +413,7 @@ class Sessions:
                 session.handle.number if session.handle is not None else None,
                 session.turn,
                 list(session.queue),
+                session.spans,
             )
             for session in self.open.values()
         ]
@@ -417,6 +432,7 @@ class Sessions:
                 nodes[image.handle] if image.handle is not None else None,
                 image.turn,
                 deque(image.queue),
+                image.spans,
             )
         self._look_ahead()
 

@@ -12,17 +12,18 @@ import msgspec
 import numpy as np
 
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import BatchPlan, Mode, PageDeltas, RowTaken
+from lockstep.core.commands import BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.engine import Engine
 from lockstep.core.events import Grammar, SamplingParams
 from lockstep.core.grammars import Known
 from lockstep.core.maintenance import Maintenance
+from lockstep.core.media import Content, Encoding
 from lockstep.core.memory import Lease, Pending, Rewrite
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
-from lockstep.core.requests import EMPTY_COHORT, Cohort, Request, RequestState, RequestTable
+from lockstep.core.requests import EMPTY_COHORT, NOBODY, Cohort, Extras, Request, RequestState, RequestTable
 from lockstep.core.sessions import SessionImage
 from lockstep.core.stats import Counts
 
@@ -73,6 +74,7 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     prefilled_before: int = 0
     bypassed: int = 0
     behind: int = -1
+    extras: Extras | None = None
 
 
 class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,6 +115,19 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     sampler_facts: bytes
     stop_tokens: bytes
     stops_per_row: int
+    pooled_rows: bytes = b""
+    media_spans: tuple[MediaSpan, ...] = ()
+
+
+class MediaImage(msgspec.Struct, forbid_unknown_fields=True):
+    """Placeholders and the encoder cache. Lists of pairs, because the order in them decides."""
+
+    numbers: list[tuple[Content, int]]
+    next: int
+    encodings: list[tuple[bytes, Encoding]]
+    pins: list[int]
+    line: list[int]
+    fenced: list[tuple[int, list[bytes]]]
 
 
 class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -164,6 +179,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     sessions: list[SessionImage]
     session_uses: int
     sessions_unsettled: list[tuple[int, str]]
+    media: MediaImage | None = None
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -224,6 +240,7 @@ def dump(engine: Engine) -> bytes:
         sessions=engine.sessions.images(),
         session_uses=engine.sessions.uses,
         sessions_unsettled=list(engine.sessions.unsettled),
+        media=_media_image(engine),
     )
     return _encode(image)
 
@@ -288,7 +305,41 @@ def restore(data: bytes) -> Engine:
     engine.sessions.load(image.sessions, nodes)
     engine.sessions.uses = image.session_uses
     engine.sessions.unsettled = image.sessions_unsettled
+    if image.media is not None:
+        _lay_media(engine, image.media)
+    for request in engine.held.values():
+        if request.extras is not None and request.extras.leader != NOBODY:
+            engine.followers.setdefault(request.extras.leader, []).append(request)
     return engine
+
+
+def _media_image(engine: Engine) -> MediaImage | None:
+    """None for an engine that never saw any."""
+    media, placeholders = engine.media, engine.placeholders
+    if not placeholders.numbers:
+        return None
+    return MediaImage(
+        numbers=list(placeholders.numbers.items()),
+        next=placeholders.next,
+        encodings=list(media.encodings.items()),
+        pins=list(media.pins),
+        line=list(media.line),
+        fenced=list(media.fenced),
+    )
+
+
+def _lay_media(engine: Engine, image: MediaImage) -> None:
+    engine.placeholders.numbers, engine.placeholders.next = dict(image.numbers), image.next
+    engine.media.encodings = dict(image.encodings)
+    engine.media.pins = {request_id: _media_of(engine, request_id) for request_id in image.pins}
+    engine.media.fenced = list(image.fenced)
+    engine.media.line = {request_id: _media_of(engine, request_id) for request_id in image.line}
+
+
+def _media_of(engine: Engine, request_id: int) -> dict[bytes, int]:
+    extras = engine.requests[request_id].extras
+    assert extras is not None
+    return extras.media
 
 
 def _request_image(engine: Engine, request: Request) -> RequestImage:
@@ -309,8 +360,8 @@ def _request_image(engine: Engine, request: Request) -> RequestImage:
 
 def _lease_image(engine: Engine, lease: Lease) -> LeaseImage:
     on_the_way = sum(batch.tokens_of(lease.row) for batch in engine.in_flight)
-    sampled = max(lease.computed + 1 - lease.prompt_tokens, 0)
-    pages, outputs = _row_image(engine, lease.row, lease.computed, max(sampled - on_the_way, 0))
+    computed = max(lease.computed - lease.prompt_tokens, 0)  # of its outputs; no more of them will be published
+    pages, outputs = _row_image(engine, lease.row, lease.computed, min(computed, max(computed + 1 - on_the_way, 0)))
     values = lease._asdict()
     values["handle"] = lease.handle.number if lease.handle is not None else None
     return LeaseImage(**values, row_pages=pages, row_outputs=outputs)
@@ -364,6 +415,8 @@ def _batch_image(batch: InFlight) -> BatchImage:
         sampler_facts=samplers.facts.tobytes(),
         stop_tokens=samplers.stops.tobytes(),
         stops_per_row=samplers.stops.shape[1],
+        pooled_rows=plan.pooled_rows.tobytes(),
+        media_spans=plan.media_spans,
     )
 
 
@@ -391,6 +444,8 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         deltas=deltas,
         rows_taken=image.rows_taken,
         sample_after=image.sample_after,
+        pooled_rows=np.frombuffer(image.pooled_rows, np.int32),
+        media_spans=image.media_spans,
     )
     samplers = Cohort(
         [requests[i] for i in sample_rows.tolist()],
@@ -409,6 +464,7 @@ def _gone() -> Request:
     request.state = RequestState.FINISHED
     request.label, request.request_id = "gone", -1
     request.streams, request.stream_every = True, 1
+    request.extras = None
     return request
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
 import numpy as np
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import LockstepError
-from lockstep.core.events import RejectReason, RequestArrived, TokenDigest
+from lockstep.core.events import PromptSpan, RejectReason, RequestArrived, SamplingParams, TokenDigest
 from lockstep.core.memory import VERSION_MARK
-from lockstep.core.requests import TOKEN_IDS, prompt_bytes, prompt_length
+from lockstep.core.requests import TOKEN_IDS, Extras, prompt_bytes, prompt_length
 
 STOP_TOKENS_MAX = 64
 """Stop tokens one request may have; each is a column of every decode step's comparison."""
+
+SAMPLES_MAX = 128
+"""Samples one arrival may ask for. An arrival that asks for another number takes one id, and is refused."""
+
+PARTS_MARK = "\1"
 
 
 class Refused(LockstepError):
@@ -23,8 +32,18 @@ class Refused(LockstepError):
         self.message = message
 
 
-def accepted_prompt(event: RequestArrived, config: SchedConfig) -> bytes:
-    """The prompt's ids as packed int32, if everything asked for is valid, supported and fits. Raises Refused."""
+class Accepted(NamedTuple):
+    """What the engine keeps of an arrival, once everything asked for is valid, supported and fits."""
+
+    tokens: bytes  # the prompt's ids, packed int32
+    namespace: str
+    max_new_tokens: int
+    truncated_tokens: int
+    extras: Extras | None
+
+
+def accepted(event: RequestArrived, config: SchedConfig) -> Accepted:
+    """What becomes of an arrival. Raises Refused."""
     _refuse_unsupported(event)
     try:
         length = prompt_length(event.prompt)
@@ -34,20 +53,78 @@ def accepted_prompt(event: RequestArrived, config: SchedConfig) -> bytes:
         raise Refused("bad_request", "`prompt` is empty; it must have at least one token")
     _refuse_multi_step(event, config)
     _refuse_malformed(event)
-    refuse_too_long(length, config)
+    _refuse_inconsistent(event, length, config)
+    most = _fitting_tokens(event, length, config)
     tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
     if int(np.frombuffer(tokens, np.int32).min()) < 0:
         raise Refused("bad_request", "`prompt` holds a negative token id")
-    return tokens
+    if most < length:
+        tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
+    room = config.request_tokens_max - most
+    return Accepted(
+        tokens, cache_namespace(event, config), min(event.max_new_tokens, room), length - most, _extras(event, most)
+    )
+
+
+def samples_asked(event: RequestArrived) -> int:
+    """How many ids an arrival takes, itself included."""
+    return event.parallel_samples if 1 <= event.parallel_samples <= SAMPLES_MAX else 1
+
+
+def sample_of(event: RequestArrived, number: int) -> RequestArrived:
+    """Sample `number` of an arrival as a request of its own: its id, its seed, its name."""
+    if not number:
+        return event
+    sampling = event.sampling or SamplingParams()
+    return msgspec.structs.replace(
+        event,
+        request_id=event.request_id + number,
+        sampling=msgspec.structs.replace(sampling, seed=sampling.seed + number),
+        label=sample_label(event.label, number),
+    )
+
+
+def sample_label(label: str, number: int) -> str:
+    """What people call sample `number` of a request with this label."""
+    return f"{label}.{number}" if label and number else label
+
+
+def cache_namespace(event: RequestArrived, config: SchedConfig) -> str:
+    """Inside which prefixes are shared: the host's namespace, and behind it all that makes equal tokens differ.
+
+    Every part says its length, and a text made of parts opens with PARTS_MARK, as no other does: no two coincide.
+    """
+    parts: list[tuple[str, str]] = []
+    if config.isolate_tenants:
+        parts.append(("tenant", event.tenant))
+    if event.token_type_ids:
+        parts.append(("types", sha256(event.token_type_ids).hexdigest()))
+    if not parts and not event.namespace.startswith(PARTS_MARK):
+        return event.namespace
+    parts.append(("host", event.namespace))
+    return PARTS_MARK + "".join(f"{name} {len(value)} {value} " for name, value in parts)
+
+
+def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
+    """What is special about it; None for nothing."""
+    top_logprobs = event.sampling.top_logprobs if event.sampling is not None else 0
+    start, pooled = event.logprob_start, event.kind == "embed"
+    wants = pooled or top_logprobs > 0 or start is not None or event.return_hidden_states
+    if not (wants or event.spans or event.token_type_ids):
+        return None
+    return Extras(
+        pooled=pooled,
+        spans=event.spans,
+        token_type_ids=event.token_type_ids,
+        logprobs=top_logprobs > 0 or start is not None,
+        logprobs_from=start if start is not None and start < prompt_tokens - 1 else None,
+        hidden_from=0 if event.return_hidden_states else None,
+    )
 
 
 def _refuse_unsupported(event: RequestArrived) -> None:
     asked = (
-        ("kind", event.kind != "generate"),
         ("adapter", event.adapter),
-        ("spans", event.spans),
-        ("parallel_samples", event.parallel_samples != 1),
-        ("logprob_start", event.logprob_start is not None),
         ("transfer_room", event.transfer_room is not None),
         ("prompt", isinstance(event.prompt, TokenDigest)),
     )
@@ -68,15 +145,30 @@ def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
 
 
 def _refuse_malformed(event: RequestArrived) -> None:
-    if VERSION_MARK in event.namespace:
-        raise Refused("bad_request", "`namespace` holds a zero character, which separates it from what the core adds")
+    for field in ("namespace", "tenant"):
+        if VERSION_MARK in getattr(event, field):
+            message = f"`{field}` holds a zero character, which separates namespaces from what the core adds"
+            raise Refused("bad_request", message)
     most = event.max_new_tokens
-    if most < 1:
-        raise Refused("bad_request", f"`max_new_tokens` must be at least 1, got {most}")
+    if most < 0:
+        raise Refused("bad_request", f"`max_new_tokens` must be at least 0, got {most}")
+    if most and event.kind != "generate":
+        raise Refused("bad_request", f"`max_new_tokens` must be 0 for kind {event.kind}, got {most}")
     if not 0 <= event.min_new_tokens <= most:
         raise Refused("bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}")
     if event.grammar is not None and not event.grammar.digest:
         raise Refused("bad_request", "`grammar` has no digest, by which it is known; take one of its source")
+    samples = event.parallel_samples
+    if not 1 <= samples <= SAMPLES_MAX:
+        raise Refused("bad_request", f"`parallel_samples` must be between 1 and {SAMPLES_MAX}, got {samples}")
+    if samples > 1 and not most:
+        raise Refused("bad_request", f"`parallel_samples` is {samples}, but `max_new_tokens` 0 leaves one answer")
+    if samples > 1 and event.session:
+        raise Refused("bad_request", f"`parallel_samples` is {samples}, but a turn of a `session` has one answer")
+    if event.token_type_ids and event.session:
+        raise Refused("bad_request", "`token_type_ids` cannot say of what type the tokens of a `session` are")
+    if event.grammar is not None and not most:
+        raise Refused("bad_request", "`grammar` constrains output, but `max_new_tokens` is 0")
     if len(event.stop_token_ids) > STOP_TOKENS_MAX:
         given = len(event.stop_token_ids)
         raise Refused("bad_request", f"`stop_token_ids` has {given} ids, at most {STOP_TOKENS_MAX} are allowed")
@@ -85,13 +177,57 @@ def _refuse_malformed(event: RequestArrived) -> None:
             raise Refused("bad_request", f"`stop_token_ids` holds {token}, which is no token id (0 to {TOKEN_IDS - 1})")
 
 
-def refuse_too_long(tokens: int, config: SchedConfig) -> None:
-    """Raise Refused for a prompt that leaves no room for one token of output."""
-    most = config.request_tokens_max
-    if tokens < most:
+def _refuse_inconsistent(event: RequestArrived, length: int, config: SchedConfig) -> None:
+    """What must agree with the prompt's length: logprob_start, token types, spans."""
+    start = event.logprob_start
+    if start is not None and not 0 <= start <= length:
+        raise Refused("bad_request", f"`logprob_start` must be between 0 and {length}, got {start}")
+    if event.token_type_ids and len(event.token_type_ids) != length:
+        given = len(event.token_type_ids)
+        raise Refused("bad_request", f"`token_type_ids` has {given} bytes for a prompt of {length} tokens")
+    refuse_spans(event.spans, length, config)
+
+
+def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig) -> None:
+    """Raise Refused for spans that do not go together, or whose media the encoder cache cannot hold at once."""
+    at, sizes = 0, dict[bytes, int]()
+    for span in spans:
+        where = f"`spans` has [{span.start}:{span.stop})"
+        if not at <= span.start < span.stop <= length:
+            raise Refused("bad_request", f"{where}, but spans are in order, apart and within [0:{length})")
+        if len(span.digest) != sha256().digest_size:
+            raise Refused("bad_request", f"{where} with a digest of {len(span.digest)} bytes, expected a SHA-256")
+        if span.encoder_tokens < 0 or (span.encoder_tokens and span.kind == "embedding"):
+            raise Refused("bad_request", f"{where}, a given {span.kind} with {span.encoder_tokens} encoder tokens")
+        if sizes.setdefault(span.digest, span.encoder_tokens) != span.encoder_tokens:
+            raise Refused("bad_request", f"{where} and another span of its digest with other encoder tokens")
+        at = span.stop
+    room, needed = config.encoder_cache_tokens, sum(sizes.values())
+    if room is not None and needed > room:
+        raise Refused("too_long", f"`spans` need {needed} encoder tokens, more than encoder_cache_tokens {room}")
+
+
+def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> int:
+    """Tokens of the prompt that are kept: all, or what the limits leave if it may be cut."""
+    answers = event.max_new_tokens > 0
+    bound = bool(event.spans or event.token_type_ids or event.session) or event.logprob_start is not None
+    if config.truncate_input != "no" and not bound:
+        return min(tokens, config.prompt_tokens_max(answers))
+    refuse_too_long(tokens, answers, config)
+    return tokens
+
+
+def refuse_too_long(tokens: int, answers: bool, config: SchedConfig) -> None:
+    """Raise Refused for a prompt longer than the limits allow; one that `answers` needs room for a token of output."""
+    if tokens <= config.prompt_tokens_max(answers):
         return
-    if most == config.context_tokens_max:
-        limit = f"the context of {most} tokens"
+    if config.max_input_tokens is not None and tokens > config.max_input_tokens:
+        message = f"the prompt has {tokens} tokens, more than max_input_tokens {config.max_input_tokens}"
+        raise Refused("too_long", message)
+    pool = config.pool_tokens
+    if answers:
+        pool_binds, needs = config.request_tokens_max != config.context_tokens_max, " and needs room for one more"
     else:
-        limit = f"the KV pool of {config.pool_tokens} tokens"
-    raise Refused("too_long", f"the prompt has {tokens} tokens and needs room for one more, more than {limit} holds")
+        pool_binds, needs = pool < config.context_tokens_max, ""
+    limit = f"the KV pool of {pool} tokens" if pool_binds else f"the context of {config.context_tokens_max} tokens"
+    raise Refused("too_long", f"the prompt has {tokens} tokens{needs}, more than {limit} holds")

@@ -133,6 +133,10 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
     ("max_sessions", click.INT, "sessions open at once"),
     ("grammar_timeout_us", _Or(_Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
+    ("max_input_tokens", _Or(click.INT, none=NONE), "the longest prompt, in tokens"),
+    ("truncate_input", click.STRING, "which end a longer prompt loses: left, right, or no (it is rejected)"),
+    ("isolate_tenants", click.BOOL, "no tenant ever hits a prefix of another one"),
+    ("encoder_cache_tokens", _Or(click.INT, none=NONE), "encoder output of media kept at once, in tokens"),
 )
 
 

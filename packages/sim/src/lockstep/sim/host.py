@@ -140,7 +140,7 @@ class Arrivals:
             time_us=time_us,
             request_id=request_id,
             prompt=TokenRuns(turn.prompt),
-            max_new_tokens=turn.output_tokens if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
             label=turn.label,
             tenant=turn.tenant,
             grammar=_grammar(turn.grammar) if turn.grammar else None,
@@ -294,8 +294,8 @@ class EngineHost:
 
     Args:
         check: called with the engine after every `check_every`-th event, e.g. `lockstep.core.invariants.self_check`.
-        max_new_tokens: the limit every request comes with; None is the turn's own length. With a limit, a turn whose
-            length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
+        max_new_tokens: the limit of every request that wants any output; None is the turn's own length. With a limit,
+            a turn whose length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
         grammar_compile_us: how long it takes to compile a grammar, beside the lane.
         on_finish: called with the number of requests that ended, after each.
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without

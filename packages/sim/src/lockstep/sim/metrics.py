@@ -59,7 +59,7 @@ Summary = dict[str, Any]
 PERCENTILES = (50, 90, 95, 99)
 BINS_MAX = 600  # of the series; a chart has no more pixels to tell them apart
 
-COMPLETED = ("length", "stop", "text_stop", "grammar")
+COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
 """The request got its whole answer. Latencies and throughput are those of completed requests."""
 
 FAILED = (

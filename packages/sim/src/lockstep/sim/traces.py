@@ -239,9 +239,7 @@ def _tokens(column: str, value: object) -> int:
 
 
 def _output_tokens(column: str, value: object) -> int:
-    if _whole(value) == 0:
-        raise _BadCellError(column, value, "at least 1 token: a request that produces none has no TTFT")
-    return _tokens(column, value)
+    return 0 if _whole(value) == 0 else _tokens(column, value)
 
 
 def _whole(value: object) -> int | None:

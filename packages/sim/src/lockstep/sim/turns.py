@@ -10,7 +10,7 @@ TIME_US_MAX = 2**53  # 285 years: room for times since 1970, and exact as a floa
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request to come: when, which tokens, how many it will produce.
+    """One request to come: when, which tokens, how many it will produce. None of them: its prompt is all that is run.
 
     A turn with `after` is the next turn of a session (closed loop): its user reads the answer of turn `after`, thinks
     for `think_us`, and sends. Every other turn arrives by the clock, whatever the server does (open loop).
@@ -20,7 +20,7 @@ class Turn:
     arrival_us: int  # since the workload's start; 0 and ignored where `after` is set
     prompt: tuple[int, ...]  # runs of token ids, (first_token, count, ...); see token_runs.py
     prompt_tokens: int  # the sum of the counts
-    output_tokens: int  # tokens the model will produce, at least 1
+    output_tokens: int  # tokens the model will produce
     output_first_token: int  # produced token i is output_first_token + i
     label: str  # opaque name shown to people
     tenant: str = ""

@@ -1,0 +1,74 @@
+"""What becomes of an arrival: its namespace, its samples, what is cut off."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.support import Refused, accepted, cache_namespace, sample_of, samples_asked
+
+ISOLATED = SchedConfig(isolate_tenants=True)
+OPEN = SchedConfig()
+
+
+def arrived(prompt: int = 6, **fields: Any) -> RequestArrived:
+    ids = np.arange(prompt, dtype=np.int32).tobytes()
+    return RequestArrived(**{"time_us": 0, "request_id": 7, "prompt": TokenIds(ids), "max_new_tokens": 4, **fields})
+
+
+def test_the_host_namespace_stands_for_itself() -> None:
+    assert cache_namespace(arrived(namespace="law@3", tenant="x"), OPEN) == "law@3"
+
+
+def test_no_two_namespaces_coincide_whose_parts_differ() -> None:
+    texts = ["", "x", "tenant 1 x ", "\0", "\0tenant 1 x host 0 ", "host 1 x ", "1 x host"]
+    for config in (OPEN, ISOLATED):
+        asked = [
+            arrived(tenant=tenant, namespace=namespace, token_type_ids=types)
+            for tenant, namespace, types in product(texts if config is ISOLATED else [""], texts, [b"", b"\0", b"\1"])
+        ]
+        assert len({cache_namespace(event, config) for event in asked}) == len(asked)
+
+
+def test_samples_differ_in_id_seed_and_name_only() -> None:
+    event = arrived(parallel_samples=3, label="poem", sampling=SamplingParams(temperature=0.8, seed=40))
+    assert sample_of(event, 0) is event
+    third = sample_of(event, 2)
+    assert (third.request_id, third.label, third.sampling) == (9, "poem.2", SamplingParams(temperature=0.8, seed=42))
+    assert sample_of(arrived(parallel_samples=2), 1).sampling == SamplingParams(seed=1)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(1, 1), (128, 128), (0, 1), (-1, 1), (129, 1), (2**60, 1)])
+def test_a_number_of_samples_that_cannot_be_takes_one_id(asked: int, taken: int) -> None:
+    assert samples_asked(arrived(parallel_samples=asked)) == taken
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", [4, 5, 6, 7, 8, 9]), ("right", [0, 1, 2, 3, 4, 5])], ids=["left", "right"]
+)
+def test_a_long_prompt_loses_one_end(side: Any, kept: list[int]) -> None:
+    config = SchedConfig(max_input_tokens=6, truncate_input=side)
+    taken = accepted(arrived(10), config)
+    assert np.frombuffer(taken.tokens, np.int32).tolist() == kept
+    assert taken.truncated_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprob_start": 0}, {"token_type_ids": bytes(10)}], ids=["logprob_start", "token_type_ids"]
+)
+def test_what_is_bound_to_positions_is_not_cut(fields: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="10 tokens, more than max_input_tokens 6"):
+        accepted(arrived(10, **fields), SchedConfig(max_input_tokens=6, truncate_input="left"))
+
+
+def test_input_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="`truncate_input` must be no, left or right, got `middle`"):
+        SchedConfig(truncate_input="middle")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`max_input_tokens`"):
+        SchedConfig(max_input_tokens=0)
