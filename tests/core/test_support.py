@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.events import Grammar, RequestArrived, SamplingParams, TokenIds
 from lockstep.core.support import Refused, accepted, cache_namespace, sample_of, samples_asked
 
 ISOLATED = SchedConfig(isolate_tenants=True)
@@ -27,13 +27,25 @@ def test_the_host_namespace_stands_for_itself() -> None:
 
 
 def test_no_two_namespaces_coincide_whose_parts_differ() -> None:
-    texts = ["", "x", "tenant 1 x ", "\0", "\0tenant 1 x host 0 ", "host 1 x ", "1 x host"]
+    texts = ["", "x", "tenant 1 x ", "\1", "\1tenant 1 x host 0 ", "host 1 x ", "1 x host"]
     for config in (OPEN, ISOLATED):
         asked = [
             arrived(tenant=tenant, namespace=namespace, token_type_ids=types)
             for tenant, namespace, types in product(texts if config is ISOLATED else [""], texts, [b"", b"\0", b"\1"])
         ]
         assert len({cache_namespace(event, config) for event in asked}) == len(asked)
+
+
+@pytest.mark.parametrize("field", ["namespace", "tenant"])
+def test_what_separates_the_version_of_the_weights_is_in_no_name(field: str) -> None:
+    with pytest.raises(Refused, match=f"`{field}` holds a zero character"):
+        accepted(arrived(**{field: "x\0001"}), ISOLATED)
+
+
+def test_a_grammar_needs_output_to_constrain() -> None:
+    grammar = Grammar("regex", "a+", b"digest")
+    with pytest.raises(Refused, match="`grammar` constrains output, but `max_new_tokens` is 0"):
+        accepted(arrived(grammar=grammar, max_new_tokens=0), OPEN)
 
 
 def test_samples_differ_in_id_seed_and_name_only() -> None:
@@ -60,7 +72,9 @@ def test_a_long_prompt_loses_one_end(side: Any, kept: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"logprob_start": 0}, {"token_type_ids": bytes(10)}], ids=["logprob_start", "token_type_ids"]
+    "fields",
+    [{"logprob_start": 0}, {"token_type_ids": bytes(10)}, {"session": "s"}],
+    ids=["logprob_start", "token_type_ids", "session"],
 )
 def test_what_is_bound_to_positions_is_not_cut(fields: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="10 tokens, more than max_input_tokens 6"):

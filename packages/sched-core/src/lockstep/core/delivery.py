@@ -33,7 +33,7 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
     for i in event.text_stops:
         if batch.sampled_at[i] + 1 - samplers.prompts[i] >= samplers.min_new[i]:
             ends[i] = "text_stop"
-    for i in dead_samplers(batch):
+    for i in dead_samplers(batch) if batch.dead else ():
         ends.pop(i, None)
     return dict(sorted(ends.items())) if len(ends) > 1 else ends
 
@@ -94,6 +94,7 @@ def message(
     event: BatchFinished,
     batch: InFlight,
     tokens: Int32s,
+    before: Int32s,
     ends: dict[int, FinishReason],
     outputs: Int32s,
     counts: Int32s | None = None,
@@ -101,12 +102,11 @@ def message(
     """What is sent now: every token of steady cohorts, otherwise at each request's own cadence and at its end.
 
     Args:
-        tokens: int32 [samplers], as delivered; ends: the verdicts on them.
+        tokens: int32, as delivered; before: int32 [samplers], outputs each had; ends: the verdicts on them.
         outputs: int32 [rows, width], the output table, `tokens` included.
         counts: int32 [samplers], how many tokens of each count, if not one.
     """
     samplers = batch.samplers
-    before = batch.sampled_at - samplers.prompts  # outputs each had
     if samplers.steady and not batch.dead and counts is None:
         return StreamTokens(samplers.request_ids, before, samplers.ones, tokens, samplers.ids_digest)
     after = before + (ONE if counts is None else counts)

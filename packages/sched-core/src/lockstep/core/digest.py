@@ -51,7 +51,7 @@ def step_digest(previous: bytes, step: Step) -> bytes:
         if isinstance(command, StreamTokens):
             count, tokens = len(command.offsets), len(command.tokens)
             add(_stream_head(b"s", count, tokens))
-            _add_ids(add, command.request_ids, command.ids_digest)
+            add(command.request_ids if count < MANY else command.ids_digest or ids_digest(command.request_ids))
             add(command.offsets)
             if tokens != count:
                 add(command.token_counts)
@@ -85,7 +85,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
             changes,
         )
     )
-    _add_ids(add, plan.request_ids, plan.ids_digest)
+    add(plan.request_ids if rows < MANY else plan.ids_digest or ids_digest(plan.request_ids))
     add(plan.starts)
     if plan.extend_rows or plan.steps > 1:
         add(plan.stops)
@@ -106,10 +106,6 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
     """What stands for the ids of many requests; b"" for few, which stand for themselves."""
     return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
-
-
-def _add_ids(add: Callable[[Any], None], request_ids: NDArray[np.int64], known: bytes) -> None:
-    add(request_ids if len(request_ids) < MANY else known or ids_digest(request_ids))
 
 
 def _decided_bytes(event: Decided) -> bytes:

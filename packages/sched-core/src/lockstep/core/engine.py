@@ -155,6 +155,7 @@ class Engine:
         self.batch_is_full = False  # admission ran out of memory; not tried again before somebody leaves
         self.decode_owed = False  # a retraction made room for a decode: it goes before any admission
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
+        self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
@@ -239,14 +240,15 @@ class Engine:
         if event.microbatch:
             raise ContractError(f"LaneReady for microbatch {event.microbatch}: this engine has no pipeline stages")
         self.now_us = event.time_us
-        self._expire(step)  # nobody is admitted past its deadline
+        if self.timers:
+            self._expire(step)  # nobody is admitted past its deadline
         if self.sessions.open or self.maintenance.jobs:
             self._tend(step)
         if self.paused or self.maintenance.still or len(self.in_flight) > self.config.overlap_depth:
             return False
         if self.pace.gap_us and self.now_us < self.pace.not_before_us:
             return False
-        if self._waits_for_prefill():
+        if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
         batch = None if self._decode_goes_first() else self._plan_extend(step)
         batch = batch or self._plan_decode(step)
@@ -280,7 +282,7 @@ class Engine:
 
     def _waits_for_prefill(self) -> bool:
         """Whether overlap is off for this batch: it would be an extend right behind an extend in flight."""
-        if self.config.overlap_consecutive_prefills or not self.in_flight or not self.in_flight[-1].plan.extend_rows:
+        if not self.in_flight or not self.in_flight[-1].plan.extend_rows:
             return False
         return not self._decode_goes_first() and self._would_extend()
 
@@ -740,13 +742,14 @@ class Engine:
         if any(request.needs_plain_extend for request in extending):
             self.decode_owed = True
             return NO_DECODES
-        if self._short_of_pages(step):
+        growing = members_growing(self.positions, self.config.page_size)
+        if self._short_of_pages(growing, step):
             self.decode_owed = True
             skipped = DecodeSkipped(self.now_us, self._pages_lacking(), self.memory.returning_pages())
             step.decided.append(skipped)
             return NO_DECODES
         self.decode_launches += 1
-        return self._advance(members_growing(self.positions, self.config.page_size), step)
+        return self._advance(growing, step)
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
@@ -760,9 +763,12 @@ class Engine:
             self.forced_at = self.decode_launches
             victim = choose_victim(config.retraction_policy, self.cohort, self.positions)
             self.retract(self.cohort.requests[victim], "forced", step)
-        made_room = self._short_of_pages(step)
-        if made_room and not self._make_room(step):
-            return None if self.cohort.size else self._plan_extend(step)
+        growing = members_growing(self.positions, config.page_size)
+        made_room = self._short_of_pages(growing, step)
+        if made_room:
+            if not self._make_room(step):
+                return None if self.cohort.size else self._plan_extend(step)
+            growing = members_growing(self.positions, config.page_size)
         self.decode_owed = False
         self.decode_launches += 1
         if not made_room:
@@ -770,7 +776,7 @@ class Engine:
 
         steps = config.decode_steps_per_launch
         if steps == 1:
-            advanced = self._advance(members_growing(self.positions, config.page_size), step)
+            advanced = self._advance(growing, step)
         else:
             advanced = self._advance_by(steps, step)
         cohort, starts, stops, deltas, ending = advanced
@@ -812,19 +818,18 @@ class Engine:
             deltas = self.memory.open_pages(cohort.rows.repeat(opening), index, step)
         return Decodes(cohort, starts, stops, deltas, self._end_of_horizon(cohort, stops))
 
-    def _short_of_pages(self, step: Step) -> bool:
+    def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        lacking = self._pages_lacking()
+        lacking = (growing.size if self.ahead == 1 else self._pages_needed()) - self.memory.available_pages
         return lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking
 
     def _pages_lacking(self) -> int:
         return self._pages_needed() - self.memory.available_pages
 
     def _pages_needed(self) -> int:
-        ahead = max(self.config.decode_look_ahead, self.config.decode_steps_per_launch)
-        if ahead == 1:
+        if self.ahead == 1:
             return members_growing(self.positions, self.config.page_size).size
-        return pages_ahead(self.cohort, self.positions, self.config.page_size, ahead)
+        return pages_ahead(self.cohort, self.positions, self.config.page_size, self.ahead)
 
     def _forced_retraction_due(self) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
@@ -945,10 +950,11 @@ class Engine:
             self.memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
             ends, counts = delivery.step_verdicts(batch, tokens)
             self.tokens_discarded += int((batch.steps - counts).sum())
-        message = delivery.message(event, batch, tokens, ends, outputs, counts)
+        message = delivery.message(event, batch, tokens, first, ends, outputs, counts)
         if message is not None:
             step.commands.append(message)
-        self.break_ranks([samplers.requests[i] for i in ends])
+        if ends:
+            self.break_ranks([samplers.requests[i] for i in ends])
         for i, reason in ends.items():
             produced = None if counts is None else int(first[i] + counts[i])
             self.finish(samplers.requests[i], reason, step, outputs=produced)

@@ -170,7 +170,7 @@ def collected(
 def _behind_output(batch: InFlight) -> NDArray[np.bool_]:
     """Samplers under a grammar whose matcher must have seen output before. bool [samplers]"""
     samplers = batch.samplers
-    behind: NDArray[np.bool_] = (samplers.has_grammar == 1) & (batch.sampled_at > samplers.prompts)
+    behind: NDArray[np.bool_] = samplers.has_grammar & (batch.sampled_at > samplers.prompts)
     return behind
 
 

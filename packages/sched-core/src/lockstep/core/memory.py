@@ -96,6 +96,8 @@ class Memory:
 
     def keyed(self, namespace: str) -> str:
         """The namespace for KV of the weights there are now, whatever version it was for."""
+        if VERSION_MARK not in namespace and not self.weights_version:
+            return namespace
         plain, _, _ = namespace.partition(VERSION_MARK)
         return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
 

@@ -49,6 +49,8 @@ Int64s = NDArray[np.int64]
 NO_ROW = -1
 TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
+FLAT_ROWS_MIN = 256  # entries of a table from which on one flat index costs less than a pair of them
+HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of Cohort.special
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 OUTPUTS_MAX = 2**31 - 1
 NOBODY: RequestId = -1
@@ -326,11 +328,17 @@ class RequestTable:
             self.outputs = _widened(self.outputs, self.outputs.shape[0], _doubled(self.outputs.shape[1], outputs))
 
     def write_outputs(self, rows: Int32s, numbers: Int32s, tokens: Int32s) -> None:
-        """outputs[rows, numbers] = tokens; int32 [n] all three. (A flat index is twice as fast as a pair of them.)"""
+        """outputs[rows, numbers] = tokens; int32 [n] all three."""
+        if rows.size < FLAT_ROWS_MIN:
+            self.outputs[rows, numbers] = tokens
+            return
         self.outputs.reshape(-1)[rows * np.int64(self.outputs.shape[1]) + numbers] = tokens
 
     def write_pages(self, rows: Int32s, index: Int32s, pages: Int32s) -> None:
         """pages[rows, index] = pages; int32 [n] all three."""
+        if rows.size < FLAT_ROWS_MIN:
+            self.pages[rows, index] = pages
+            return
         self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
 
     def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
@@ -381,7 +389,6 @@ class Cohort:
         "every",
         "everyone",
         "facts",
-        "has_grammar",
         "ignores_eos",
         "limits",
         "min_new",
@@ -391,10 +398,10 @@ class Cohort:
         "requests",
         "rows",
         "size",
+        "special",
         "steady",
         "stops",
         "watched",
-        "watches_text",
     )
 
     def __init__(self, requests: list[Request], request_ids: Int64s, facts: Int32s, stops: Int32s) -> None:
@@ -402,21 +409,33 @@ class Cohort:
         self.size = len(requests)
         self.request_ids = request_ids
         self._ids_digest: bytes | None = None
-        self.facts = facts  # [8, size]; the columns below are its lines
+        self.facts = facts  # [7, size]; the columns below are its lines
         self.rows: Int32s = facts[0]
         self.prompts: Int32s = facts[1]
         self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
         self.min_new: Int32s = facts[3]
         self.every: Int32s = facts[4]  # tokens between messages; negative: the request does not stream, see sent_by
         self.ignores_eos: Int32s = facts[5]  # 0 or 1
-        self.has_grammar: Int32s = facts[6]  # 0 or 1
-        self.watches_text: Int32s = facts[7]  # 0 or 1
+        self.special: Int32s = facts[6]  # HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE: what few requests ask for
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
-        self.constrained = bool(self.has_grammar.any())
-        self.watched = bool(self.watches_text.any())
-        self.steady = not self.watched and bool((self.every == 1).all())  # a message for every token of each
+        special = int(np.bitwise_or.reduce(self.special)) if self.size else 0
+        self.constrained = bool(special & HAS_GRAMMAR)
+        self.watched = bool(special & WATCHES_TEXT)
+        self.steady = not special & (WATCHES_TEXT | HAS_CADENCE)  # a message for every token of each
         self.everyone: Int32s = _counting(self.size)
         self.ones: Int32s = _ones(self.size)
+
+    @property
+    def has_grammar(self) -> NDArray[np.bool_]:
+        """Per member: whether its output must parse."""
+        has: NDArray[np.bool_] = self.special & HAS_GRAMMAR != 0
+        return has
+
+    @property
+    def watches_text(self) -> NDArray[np.bool_]:
+        """Per member: whether the host looks for stop texts in its output."""
+        watches: NDArray[np.bool_] = self.special & WATCHES_TEXT != 0
+        return watches
 
     @property
     def ids_digest(self) -> bytes:
@@ -435,8 +454,12 @@ class Cohort:
             [r.min_new_tokens for r in requests],
             [r.stream_every if r.streams else -r.stream_every for r in requests],
             [r.ignore_eos for r in requests],
-            [r.grammar is not None for r in requests],
-            [r.watches_text for r in requests],
+            [
+                HAS_GRAMMAR * (r.grammar is not None)
+                + WATCHES_TEXT * r.watches_text
+                + HAS_CADENCE * (r.stream_every != 1 or not r.streams)
+                for r in requests
+            ],
         ]
         return Cohort(
             requests,
