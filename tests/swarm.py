@@ -40,6 +40,9 @@ from tests.support.scenario import run_file
 SCENARIOS = Path(__file__).parent / "scenarios"
 SEEDS_PER_TASK = 20
 EXPECTED_MARKS = (
+    "adapter evicted between two uses",
+    "adapter load failed",
+    "adapter unloaded while loading",
     "another sample leads",
     "bypass limit reached",
     "cancelled while PREFILLING",
@@ -49,6 +52,7 @@ EXPECTED_MARKS = (
     "decode sits out beside an extend",
     "decode waits for fenced pages",
     "deferred (prefix)",
+    "deferred for its adapter",
     "duplicate pages fenced",
     "encoder output fenced",
     "encoder output of an older generation ignored",
@@ -70,8 +74,13 @@ EXPECTED_MARKS = (
     "grammar compiled",
     "grammar compiled for nobody",
     "grammar refused",
+    "load of an older generation ignored",
     "media encoded",
     "mixed batch",
+    "pages of a preempted request awaited",
+    "preemption across priorities",
+    "preemption refused by threshold",
+    "preemption would not be enough",
     "prompt truncated",
     "rejected (bad_request)",
     "rejected (deadline)",
@@ -86,6 +95,7 @@ EXPECTED_MARKS = (
     "retracted (forced)",
     "retracted (pages)",
     "retracted (pause)",
+    "retracted (preempted)",
     "retracted (prefix_failed)",
     "retracted (restart)",
     "retraction asks for media again",
@@ -125,6 +135,7 @@ EXPECTED_MARKS = (
     "turn started",
     "sampling deferred",
     "text held back",
+    "unload waited for users",
 )
 """Branches a campaign must reach, or its histories are too tame."""
 
@@ -137,7 +148,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         return pressed_config(rng), pressed_actions(rng, 300)
     if kind < 0.35:
         return crowded_config(rng), crowded_actions(rng, 200)
-    return random_config(rng), random_actions(rng, rng.choice([20, 100, 300, 500]))
+    config = random_config(rng)
+    return config, random_actions(rng, rng.choice([20, 100, 300, 500]), adapters=config.max_loras is not None)
 
 
 def run_seeds(first: int, count: int) -> tuple[int, Counter[str], tuple[int, str] | None]:

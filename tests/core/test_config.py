@@ -13,7 +13,7 @@ from lockstep.core.errors import ConfigError
     [
         ({"batching": "both"}, "`batching` must be prefill_first, mixed or running_first, got `both`"),
         ({"reserve": "none"}, "`reserve` must be ratio, on_demand or full, got `none`"),
-        ({"retraction_policy": "oldest"}, "`retraction_policy` must be length or newest, got `oldest`"),
+        ({"retraction_policy": "oldest"}, "`retraction_policy` must be length, newest or priority, got `oldest`"),
         ({"retracted_requeue": "middle"}, "`retracted_requeue` must be tail or front, got `middle`"),
         ({"prefill_max_requests": 0}, "`prefill_max_requests` must be a whole number of at least 1, got `0`"),
         ({"decode_look_ahead": 0}, "`decode_look_ahead` must be a whole number of at least 1, got `0`"),

@@ -20,6 +20,7 @@ from lockstep.core.events import (
     Drain,
     Flush,
     GetState,
+    LoadAdapterControl,
     MemorySwitched,
     Observed,
     OpenSession,
@@ -29,6 +30,7 @@ from lockstep.core.events import (
     Resume,
     ResumeMemory,
     SlowDown,
+    UnloadAdapterControl,
     UpdateWeights,
     WeightsSwapped,
 )
@@ -36,13 +38,18 @@ from lockstep.core.memory import Memory
 from tests.support.driver import CONTROLS, Action, Driver
 from tests.support.tagged_kv import KvError
 
-CONFIG = SchedConfig(page_size=2, pages=24, overlap_depth=2, chunked_prefill_size=4, max_running_requests=4)
+CONFIG = SchedConfig(
+    page_size=2, pages=24, overlap_depth=2, chunked_prefill_size=4, max_running_requests=4, max_loras=2
+)
 
-ANSWER_LATER = (HANDLERS[Drain], HANDLERS[UpdateWeights])
+ANSWER_LATER = (HANDLERS[Drain], HANDLERS[UpdateWeights], HANDLERS[UnloadAdapterControl])
 
 LONG: Action = ("arrive", 1, 13, 4, {})
 SHORT: Action = ("arrive", 101, 3, 6, {})
 TURN: Action = ("arrive", 201, 3, 3, {"session": "s"})
+ON_LAW: Action = ("arrive", 301, 3, 3, {"adapter": "law"})
+LOAD: Action = ("load_adapter", 0, 0, False)
+LOADED: Action = ("adapter_loaded", 0)
 READY: Action = ("ready",)
 FINISH: Action = ("finish",)
 
@@ -55,6 +62,8 @@ STATES: dict[str, list[Action]] = {
     "its last row leased": [SHORT, READY, READY, READY, ("cancel", 0)],
     "turns running and waiting": [TURN, TURN, READY, READY],
     "a session at rest": [TURN, *[READY, FINISH] * 6],
+    "an adapter under way": [LOAD, ON_LAW, SHORT, READY],
+    "running on an adapter": [LOAD, ON_LAW, ON_LAW, LOADED, READY, READY],
 }
 
 ASKED: tuple[Control, ...] = (
@@ -73,6 +82,9 @@ ASKED: tuple[Control, ...] = (
     SlowDown(7),
     OpenSession("t", 40, None, "s"),
     CloseSession("s"),
+    LoadAdapterControl("law", 1),
+    LoadAdapterControl("med", 1, pinned=True),
+    UnloadAdapterControl("law"),
 )
 
 

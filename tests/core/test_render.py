@@ -16,6 +16,7 @@ from lockstep.core.commands import (
     FinishRequest,
     FreezeHeap,
     LaunchBatch,
+    LoadAdapter,
     ProposeBatch,
     RejectRequest,
     ReleaseDeviceMemory,
@@ -30,6 +31,8 @@ from lockstep.core.commands import (
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
+    AdapterEvicted,
+    AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
     ControlRequested,
@@ -107,6 +110,8 @@ DECIDED = {
     ),
     "session s yielded 1 page": SessionYielded(0, "s", 1),
     "closed session s with 12 tokens (timeout)": SessionClosed(0, "s", 12, "timeout"),
+    "retracted b after 1 output token, 1 page back (preempted for a)": RequestRetracted(0, 1, 1, 1, 0, "preempted", 0),
+    "evicted law version 2 from slot 1": AdapterEvicted(0, "law", 2, 1),
 }
 
 
@@ -155,6 +160,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "close a (stop)": FinishRequest(0, "stop", 3, 4, 0),
     "refuse b (too_long)": RejectRequest(1, "too_long", "far too long"),
+    "load law version 2 into slot 1": LoadAdapter("law", 2, 1),
     "answered drain 4: done": ControlAnswered(4, True),
     "answered control 5: refused, not idle": ControlAnswered(5, False, "not idle"),
     "ProposeBatch(round=1, counts=(3, 1, 1, 0))": ProposeBatch(1, (3, 1, 1, 0)),
@@ -179,6 +185,8 @@ OBSERVED: dict[str, Observed] = {
     "cancelled b": RequestCancelled(0, 1),
     "batch b3 finished": BatchFinished(0, 3),
     "batch b3 finished with error: lost": BatchFinished(0, 3, error="lost"),
+    "law version 2 loaded": AdapterLoaded(0, "law", 2),
+    "law version 2 not loaded: no room": AdapterLoaded(0, "law", 2, "no room"),
     "asked drain 4": ControlRequested(0, 4, Drain()),
     "restarted as generation 2": EngineRestarted(0, 2),
     "weights 2 swapped": WeightsSwapped(0, 2),

@@ -11,6 +11,7 @@ import pytest
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import Grammar, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.requests import BASE, Adapter
 from lockstep.core.support import Refused, accepted, cache_namespace, sample_of, samples_asked
 
 ISOLATED = SchedConfig(isolate_tenants=True)
@@ -23,7 +24,7 @@ def arrived(prompt: int = 6, **fields: Any) -> RequestArrived:
 
 
 def test_the_host_namespace_stands_for_itself() -> None:
-    assert cache_namespace(arrived(namespace="law@3", tenant="x"), OPEN) == "law@3"
+    assert cache_namespace(arrived(namespace="law@3", tenant="x"), BASE, OPEN) == "law@3"
 
 
 def test_no_two_namespaces_coincide_whose_parts_differ() -> None:
@@ -33,19 +34,26 @@ def test_no_two_namespaces_coincide_whose_parts_differ() -> None:
             arrived(tenant=tenant, namespace=namespace, token_type_ids=types)
             for tenant, namespace, types in product(texts if config is ISOLATED else [""], texts, [b"", b"\0", b"\1"])
         ]
-        assert len({cache_namespace(event, config) for event in asked}) == len(asked)
+        assert len({cache_namespace(event, BASE, config) for event in asked}) == len(asked)
+
+
+def test_no_two_namespaces_adapters_or_versions_share_a_cache() -> None:
+    texts = ("", "@", "a", "a@1", "a@1@1", "b@1", "host 1 a ", "adapter 3 a@1 ", "\1adapter 3 a@1 host 0  ")
+    adapters = [BASE, *(Adapter(name, version) for name in texts if name for version in (0, 1, 11))]
+    asked = list(product((arrived(namespace=text) for text in texts), adapters))
+    assert len({cache_namespace(event, adapter, OPEN) for event, adapter in asked}) == len(asked)
 
 
 @pytest.mark.parametrize("field", ["namespace", "tenant"])
 def test_what_separates_the_version_of_the_weights_is_in_no_name(field: str) -> None:
     with pytest.raises(Refused, match=f"`{field}` holds a zero character"):
-        accepted(arrived(**{field: "x\0001"}), ISOLATED)
+        accepted(arrived(**{field: "x\0001"}), BASE, ISOLATED)
 
 
 def test_a_grammar_needs_output_to_constrain() -> None:
     grammar = Grammar("regex", "a+", b"digest")
     with pytest.raises(Refused, match="`grammar` constrains output, but `max_new_tokens` is 0"):
-        accepted(arrived(grammar=grammar, max_new_tokens=0), OPEN)
+        accepted(arrived(grammar=grammar, max_new_tokens=0), BASE, OPEN)
 
 
 def test_samples_differ_in_id_seed_and_name_only() -> None:
@@ -66,7 +74,7 @@ def test_a_number_of_samples_that_cannot_be_takes_one_id(asked: int, taken: int)
 )
 def test_a_long_prompt_loses_one_end(side: Any, kept: list[int]) -> None:
     config = SchedConfig(max_input_tokens=6, truncate_input=side)
-    taken = accepted(arrived(10), config)
+    taken = accepted(arrived(10), BASE, config)
     assert np.frombuffer(taken.tokens, np.int32).tolist() == kept
     assert taken.truncated_tokens == 4
 
@@ -78,7 +86,7 @@ def test_a_long_prompt_loses_one_end(side: Any, kept: list[int]) -> None:
 )
 def test_what_is_bound_to_positions_is_not_cut(fields: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="10 tokens, more than max_input_tokens 6"):
-        accepted(arrived(10, **fields), SchedConfig(max_input_tokens=6, truncate_input="left"))
+        accepted(arrived(10, **fields), BASE, SchedConfig(max_input_tokens=6, truncate_input="left"))
 
 
 def test_input_settings_that_cannot_work_are_refused() -> None:

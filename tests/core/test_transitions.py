@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.core.errors import InvariantError
 from lockstep.core.events import Decided, DecidedEvent, RequestArrived, RequestId, TokenRuns
-from lockstep.core.requests import TRANSITIONS, Request, RequestState
+from lockstep.core.requests import BASE, TRANSITIONS, Request, RequestState
 from lockstep.core.support import Accepted
 from tests.support.records import is_spelt_out
 from tests.support.scenario import Run, parse, play
@@ -23,7 +23,7 @@ SCENARIOS = Path(__file__).parent.parent / "scenarios"
 
 def request_in(state: RequestState) -> Request:
     arrived = RequestArrived(time_us=0, request_id=17, prompt=TokenRuns((1, 3)), max_new_tokens=1)
-    request = Request(arrived, Accepted(b"\0" * 12, "", 1, 0, None), ())
+    request = Request(arrived, Accepted(b"\0" * 12, "", BASE, 1, 0, None), ())
     request.state = state
     return request
 

@@ -90,6 +90,7 @@ class RunInStretches(Run):
 def load(seed: int) -> tuple[SchedConfig, dict[int, list[RequestArrived]]]:
     rng = random.Random(seed)
     page_size = rng.choice([1, 4, 16])
+    preempts = rng.random() < 0.4
     config = SchedConfig(
         page_size=page_size,
         pages=rng.choice([40, 200, 2000]) if page_size == 1 else rng.choice([20, 200]),
@@ -99,6 +100,9 @@ def load(seed: int) -> tuple[SchedConfig, dict[int, list[RequestArrived]]]:
         radix_cache=rng.random() < 0.8,
         schedule_conservativeness=rng.choice([0.05, 1.0]),
         stream_interval=rng.choice([1, 1, 1, 3]),
+        schedule_policy="priority" if preempts else "fcfs",
+        enable_priority_preemption=preempts,
+        retraction_policy="priority" if preempts else "length",
     )
     arrivals: dict[int, list[RequestArrived]] = {}
     for request_id, launch in enumerate(sorted(rng.sample(range(LAUNCHES), rng.randint(1, 12)))):
@@ -109,6 +113,7 @@ def load(seed: int) -> tuple[SchedConfig, dict[int, list[RequestArrived]]]:
                 prompt=TokenRuns((rng.choice([1, 500]), rng.randint(1, 30))),
                 max_new_tokens=rng.randint(1, 120),
                 ignore_eos=rng.random() < 0.2,
+                priority=rng.choice([None, 0, 50]),
             )
         ]
     return config, arrivals

@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from simpy import Environment
 
 from lockstep.core import invariants
-from lockstep.core.commands import BatchPlan, FinishRequest, LaunchBatch, Step, StreamTokens
+from lockstep.core.commands import BatchPlan, FinishRequest, LaunchBatch, LoadAdapter, Step, StreamTokens
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
+    AdapterLoaded,
     BatchFinished,
     ClockAdvanced,
+    ControlRequested,
     GrammarReady,
     LaneReady,
+    LoadAdapterControl,
     Observed,
     RequestArrived,
     RequestCancelled,
@@ -471,3 +475,65 @@ def test_constrained_and_plain_requests_share_batches_under_overlap() -> None:
         finished = [event.finished_us for event in recorder.of(BatchFinished)]
         assert finished == sorted(finished)
         assert len(recorder.of(GrammarReady)) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+
+class OnAdapters(Arrivals):
+    """Loads two adapters before anything else; every other request comes for one of them."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__(turns)
+        self.controls = [LoadAdapterControl("law", 1), LoadAdapterControl("med", 1)]
+        self.next_us = 0
+
+    def take(self, max_new_tokens: int | None) -> Any:
+        if self.controls:
+            control = self.controls.pop()
+            if not self.controls:
+                self._look_ahead()
+            return ControlRequested(0, len(self.controls), control)
+        event = super().take(max_new_tokens)
+        if isinstance(event, RequestArrived):
+            adapter = ("", "law", "", "med")[event.request_id % 4]
+            event = msgspec.structs.replace(event, adapter=adapter)
+        return event
+
+
+@pytest.mark.parametrize("decode_runs", [False, True])
+def test_adapters_are_loaded_while_others_run(decode_runs: bool) -> None:
+    recorder, env = Recorder(), Environment()
+    engine = Engine(SchedConfig(max_loras=2))
+    arrivals = OnAdapters([turn(i, 5_000 * i, output_tokens=40) for i in range(12)])
+    host = EngineHost(
+        env, engine, arrivals, Clockwork(), FREE_CPU, recorder, recorder, decode_runs=decode_runs, adapter_load_us=7_000
+    )
+    env.process(host.run())
+    env.run()
+    assert host.ended == 12
+    asked = [
+        event.time_us
+        for event, step in zip(recorder.events, recorder.steps, strict=True)
+        for command in step.commands
+        if isinstance(command, LoadAdapter)
+    ]
+    answered = [event.time_us for event in recorder.of(AdapterLoaded)]
+    assert answered == [time_us + 7_000 for time_us in asked]
+    assert any(event.time_us in range(asked[0], answered[0]) for event in recorder.of(BatchFinished))
+    assert {len(sent) for sent in recorder.tokens().values()} == {40}
+
+
+def test_adapters_cost_the_same_time_in_decode_runs_and_without() -> None:
+    journals = []
+    for decode_runs in (False, True):
+        recorder, env = Recorder(), Environment()
+        arrivals = OnAdapters([turn(i, 5_000 * i, output_tokens=400) for i in range(6)])
+        host = EngineHost(
+            env, Engine(SchedConfig(max_loras=1)), arrivals, Clockwork(), CpuModel(), recorder, recorder,
+            decode_runs=decode_runs,
+        )  # fmt: skip
+        env.process(host.run())
+        env.run()
+        journals.append((recorder.events, recorder.digests))
+    assert journals[0] == journals[1]

@@ -24,6 +24,7 @@ from lockstep.core.commands import (
     EncodeMedia,
     FinishRequest,
     LaunchBatch,
+    LoadAdapter,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -35,6 +36,8 @@ from lockstep.core.commands import (
 from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
+    AdapterEvicted,
+    AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
     CancelAll,
@@ -52,6 +55,7 @@ from lockstep.core.events import (
     Grammar,
     GrammarReady,
     LaneReady,
+    LoadAdapterControl,
     MediaEncoded,
     Observed,
     OpenSession,
@@ -76,9 +80,12 @@ from lockstep.core.events import (
     SwitchRole,
     TokenRuns,
     TurnStarted,
+    UnloadAdapterControl,
     UpdateWeights,
     WeightsSwapped,
 )
+from lockstep.core.requests import Request, RequestState
+from lockstep.core.retraction import importance
 from lockstep.core.support import samples_asked
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
@@ -117,6 +124,8 @@ CONTROLS: tuple[Control, ...] = (
 )
 LETTING_GO = [CONTROLS.index(c) for c in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0))]
 SESSIONS = ("s", "t", "u")
+ADAPTERS = ("law", "med", "poem")
+PRIORITIES = (None, 0, 3, 5, 11, 20, 100)
 QUIESCENCE_STEPS_MAX = 20_000
 GRAMMARS = 8  # different ones that requests ask for
 
@@ -174,6 +183,9 @@ class Driver:
         self.invalid_grammars: set[str] = set()
         self.owed: set[int] = set()  # for whom somebody was retracted: their decode comes before any admission
         self.sat_out = False  # the last batch was an extend without those who decode
+        self.voided_loads: list[AdapterLoaded] = []  # answers to loads of a device that was lost
+        self.evicted_adapters: set[tuple[str, int]] = set()
+        self.made_room: dict[int, int] = {}  # by victim: the request it was last preempted for
 
     def token_at(self, request_id: int, position: int) -> int:
         """What the device samples for the position of a request."""
@@ -342,11 +354,31 @@ class Driver:
             self.marks.add("answer of an older generation ignored")
             self.fold(WeightsSwapped(self.now_us, 1, generation=self.engine.generation - 1))
 
+    def load_adapter(self, index: int, newer: int, pinned: bool) -> None:
+        """Load an adapter: its version again (0), a newer one, or an older one (-1)."""
+        name = ADAPTERS[index]
+        self.ask(LoadAdapterControl(name, self.kv.versions.get(name, 1) + newer, pinned))
+
+    def unload_adapter(self, index: int) -> None:
+        if any(load.adapter == ADAPTERS[index] for load in self.kv.loads):
+            self.marks.add("adapter unloaded while loading")
+        self.ask(UnloadAdapterControl(ADAPTERS[index]))
+
+    def adapter_loaded(self, choice: int, error: str = "") -> None:
+        """A load ends, not necessarily the oldest."""
+        if self.kv.loads:
+            load = self.kv.loads[choice % len(self.kv.loads)]
+            self.marks.add("adapter load failed" if error else "adapter loaded")
+            self.fold(AdapterLoaded(self.now_us, load.adapter, load.version, error, self.engine.generation))
+
     def restart(self) -> None:
         """The device and everything in flight on it are gone."""
         self.marks.add("restart with work in flight" if self.kv.stream else "restart")
         self.voided += [launched.plan for launched in self.kv.stream]
         self.orders = []
+        self.voided_loads += [
+            AdapterLoaded(0, load.adapter, load.version, generation=self.engine.generation) for load in self.kv.loads
+        ]
         self.fold(EngineRestarted(self.now_us, self.engine.generation + 1))
 
     def late(self) -> None:
@@ -356,6 +388,12 @@ class Driver:
             tokens = np.zeros(len(plan.sample_rows), np.int32).tobytes()
             self.marks.add("result of an older generation ignored")
             self.fold(BatchFinished(self.now_us, plan.batch_id, tokens, generation=plan.generation))
+
+    def late_load(self) -> None:
+        """The same for a load."""
+        if self.voided_loads:
+            self.marks.add("load of an older generation ignored")
+            self.fold(msgspec.structs.replace(self.voided_loads.pop(0), time_us=self.now_us))
 
     def snapshot(self) -> None:
         """Go on with a restored copy."""
@@ -369,6 +407,9 @@ class Driver:
         """Give the engine one event; hold its Step against the stories."""
         chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
         line = [request.request_id for request in self.engine.waiting]
+        idle, passed_by = not self.engine.in_flight, self.bypassed.copy()
+        ranks = {request.request_id: importance(request, self.engine.config) for request in self._live()}
+        unloading = list(self.engine.memory.adapters.withdrawals) if self.engine.memory.adapters is not None else []
         followers = dict(self.engine.followers)
         step = self.engine.step(event)
         self._count_bypasses(line, step)
@@ -404,6 +445,9 @@ class Driver:
                         self.marks.add("dead row sampled")
         self.kv.observe(event, step)
         self._hold_to_promises(step)
+        self._hold_to_preemption(step, ranks, passed_by, idle)
+        if unloading and unloading != list(self.engine.memory.adapters.withdrawals):
+            self.marks.add("unload waited for users")
         self._mark(step, chunked)
         if followers:
             for leader in followers.keys() - self.engine.followers.keys():
@@ -416,7 +460,7 @@ class Driver:
         limit = self.engine.config.bypass_limit
         for event in step.decided:
             match event:
-                case RequestRetracted(_, request_id):
+                case RequestRetracted(_, request_id) if event.reason != "preempted":  # those join behind the pass
                     front = self.engine.config.retracted_requeue == "front"
                     older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, line)
                     line.insert(len(list(older)) if front else len(line), request_id)
@@ -537,10 +581,10 @@ class Driver:
     def _minimal(self, step: Step) -> None:
         """S27: nobody gives way in vain: with the last victim still there, the decode would not have fit."""
         victims = [event for event in step.decided if isinstance(event, RequestRetracted) and event.reason == "pages"]
-        for _, request_id, outputs, _, discarded, _ in map(msgspec.structs.astuple, victims[-1:]):
-            tokens = self.stories[request_id].prompt_tokens + outputs + discarded
+        for victim in victims[-1:]:
+            tokens = self.stories[victim.request_id].prompt_tokens + victim.output_tokens + victim.tokens_discarded
             left, most = self.engine.memory.available_pages, -(-tokens // self.engine.config.page_size)
-            assert left <= most, f"S27: {left} pages are left over, r{request_id} gave back {most} at most"
+            assert left <= most, f"S27: {left} pages are left over, r{victim.request_id} gave back {most} at most"
 
     def _sits_out(self, plan: BatchPlan) -> None:
         """Whoever decodes is in every mixed batch. It sits out once at a time: for an extend that runs alone, or for
@@ -552,6 +596,44 @@ class Driver:
             assert alone or self.engine.config.batching == "mixed", f"r{min(left_out)} runs first, but sits out"
             self.marks.add("decode sits out beside an extend")
         self.sat_out = bool(left_out)
+
+    def _live(self) -> list[Request]:
+        return list(self.engine.requests.values())
+
+    def _hold_to_preemption(self, step: Step, ranks: dict[int, int], passed_by: Counter[int], idle: bool) -> None:
+        """S27, B14: victims are less important by more than the threshold, and start again only after whom they made
+        room for. So whenever a request is preempted again, a more important one has started or left in between.
+        """
+        engine, threshold = self.engine, self.engine.config.priority_preemption_threshold
+        admitted = [event.request_id for event in step.decided if isinstance(event, RequestAdmitted)]
+        limit = engine.config.bypass_limit
+        urgent = [one for one in admitted if limit is not None and passed_by[one] + len(admitted) > limit]
+        for request_id in admitted:
+            awaited = engine.requests.get(self.made_room.pop(request_id, -1))
+            if awaited is not None and awaited.state is RequestState.WAITING:
+                alone = (
+                    awaited.deferred == "adapter" or awaited.behind >= 0 or awaited.holds
+                )  # passed by for its own sake
+                assert alone or request_id in urgent, f"B14: r{request_id} is back before {awaited.name} started"
+        self.made_room = {victim: other for victim, other in self.made_room.items() if other not in admitted}
+        for event in step.decided:
+            match event:
+                case RequestRetracted(reason="preempted", request_id=victim, beneficiary=beneficiary):
+                    assert ranks[beneficiary] - ranks[victim] > threshold, f"S27: r{victim} for r{beneficiary}"
+                    assert victim not in admitted, f"S26: r{victim} started in the step that preempted it"
+                    assert not idle or beneficiary in admitted, f"S8: r{victim} was preempted for nothing"
+                    if beneficiary not in admitted:
+                        self.made_room[victim] = beneficiary
+                    self.marks.add("preemption across priorities")
+                    if beneficiary not in admitted:
+                        self.marks.add("pages of a preempted request awaited")
+        lacking = engine.requests.get(engine.deferred[0]) if engine.deferred is not None else None
+        if lacking is not None and engine.config.enable_priority_preemption and step.launched() is not None:
+            below = [ranks[lacking.request_id] - importance(member, engine.config) for member in engine.cohort.requests]
+            if below and 0 < max(below) <= threshold:
+                self.marks.add("preemption refused by threshold")
+            if below and max(below) > threshold:
+                self.marks.add("preemption would not be enough")
 
     def _mark(self, step: Step, chunked: int | None) -> None:
         """Rare branches that a campaign must reach, or it was too tame."""
@@ -583,6 +665,13 @@ class Driver:
                     self.marks.add("turn started")
                     if kept and kept < self.engine.sessions.open[name].length:
                         self.marks.add("turn rewound")
+                case AdapterEvicted(_, name, version):
+                    self.evicted_adapters.add((name, version))
+                case AdmissionDeferred(reason="adapter"):
+                    self.marks.add("deferred for its adapter")
+        for command in step.commands:
+            if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
+                self.marks.add("adapter evicted between two uses")
         if any(r.row >= 0 and self.engine.memory.is_stale(r.namespace) for r in self.engine.requests.values()):
             self.marks.add("running across a change of weights")
         retracted = any(isinstance(event, RequestRetracted) for event in step.decided)
@@ -612,11 +701,12 @@ class Driver:
         for control in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0)):
             self.do(("control", CONTROLS.index(control)))
         for _ in range(QUIESCENCE_STEPS_MAX):
-            if invariants.is_idle(self.engine) and not self.orders:
+            if invariants.is_idle(self.engine) and not self.orders and not self.kv.loads:
                 break
             self.now_us += 1
             self.order_done()
             self.encode()
+            self.adapter_loaded(0)
             in_flight = len(self.kv.stream)
             if self.engine.config.grammar_timeout_us is None:  # otherwise they never come, and that ends too
                 self.compiled(0)
@@ -652,6 +742,8 @@ def random_config(rng: random.Random) -> SchedConfig:
     chunk = rng.choice([None, page_size, 3 * page_size, max(page_size, 64)])
     radix = rng.random() < 0.85
     policies = [policy for policy in SCHEDULE_POLICIES if radix or policy not in ("lpm", "dfs-weight")]
+    policy = rng.choice(["fcfs", "priority", rng.choice(policies), rng.choice(policies)])
+    preempts = policy == "priority" and rng.random() < 0.7
     batching: Batching = rng.choice(["prefill_first", "prefill_first", "mixed", "running_first"])
     input_tokens = rng.choice([page_size, page_size + 1, 64, 4096])
     may_align = batching == "prefill_first" and min(chunk or input_tokens, input_tokens) >= 2 * page_size
@@ -666,7 +758,9 @@ def random_config(rng: random.Random) -> SchedConfig:
         max_queued_requests=rng.choice([None, None, 1, 4]),
         waiting_timeout_us=rng.choice([None, None, 40]),
         running_timeout_us=rng.choice([None, None, 90]),
-        schedule_policy=rng.choice(["fcfs", rng.choice(policies), rng.choice(policies)]),
+        schedule_policy=policy,
+        enable_priority_preemption=preempts,
+        priority_preemption_threshold=rng.choice([0, 1, 10]),
         schedule_conservativeness=rng.choice([0.02, 0.02, 0.3, 1.0, 2.0]),
         max_prefill_tokens=input_tokens,
         chunked_prefill_size=chunk,
@@ -674,7 +768,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         batching=batching,
         truncation_align_size=rng.choice([None, 2 * page_size]) if may_align else None,
         reserve=rng.choice(["ratio", "ratio", "ratio", "on_demand", "full"]),
-        retraction_policy=rng.choice(["length", "newest"]),
+        retraction_policy="priority" if preempts else rng.choice(["length", "newest", "priority"]),
         prefill_max_requests=rng.choice([None, None, 1, 2]),
         decode_steps_per_launch=rng.choice([1, 1, 1, 1, 2, 4]),
         chunk_target_us=rng.choice([None, None, 3]) if chunk else None,
@@ -691,26 +785,28 @@ def random_config(rng: random.Random) -> SchedConfig:
         truncate_input=rng.choice(["no", "left", "right"]),
         isolate_tenants=rng.choice([False, True]),
         encoder_cache_tokens=rng.choice([None, 3, 5, 8]),
-        **_random_order(rng, radix),
+        **_random_order(rng, radix, preempts),
         session_kv=rng.choice(["hold", "hold", "evictable"]),
         max_sessions=rng.choice([2, 1024]),
+        max_loras=rng.choice([None, None, None, 1, 2, 3]),
     )
 
 
-def _random_order(rng: random.Random, radix: bool) -> dict[str, Any]:
+def _random_order(rng: random.Random, radix: bool, preempts: bool = False) -> dict[str, Any]:
     """Settings of the waiting line that go with any policy."""
     return {
         "schedule_seed": rng.choice([0, 1, 2**63 - 1]),
         "schedule_low_priority_values_first": rng.random() < 0.3,
         "default_priority_value": rng.choice([None, None, 0, 1]),
         "prefix_deduplication": rng.choice(["off", "last", "defer", "defer"]) if radix else "off",
-        "bypass_limit": rng.choice([None, 0, 1, 2, 5, 256]),
+        "bypass_limit": rng.choice([None, 1 if preempts else 0, 1, 2, 5, 256]),
     }
 
 
 def pressed_config(rng: random.Random) -> SchedConfig:
     """Settings under which running requests outgrow the pool, or just do not: short prompts, long outputs."""
     page_size = rng.choice([1, 2, 4])
+    preempts = rng.random() < 0.5
     reserve: Reserve = rng.choice(["ratio", "ratio", "on_demand", "full"])
     return SchedConfig(
         page_size=page_size,
@@ -720,13 +816,14 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         batching=rng.choice(["prefill_first", "mixed", "running_first"]),
         reserve=reserve,
         retract_every=rng.choice([0, 5]) if reserve == "full" else 0,
-        retraction_policy=rng.choice(["length", "newest"]),
+        retraction_policy="priority" if preempts else rng.choice(["length", "newest", "priority"]),
         retracted_requeue=rng.choice(["tail", "front"]),
         chunked_prefill_size=rng.choice([None, 4, 8]),
         overlap_depth=rng.choice([0, 1, 2]),
         radix_cache=(radix := rng.random() < 0.7),
-        schedule_policy=rng.choice(["fcfs", "lof", "priority", "spf"]),
-        **_random_order(rng, radix),
+        schedule_policy="priority" if preempts else rng.choice(["fcfs", "lof", "priority", "spf"]),
+        **_random_order(rng, radix, preempts),
+        enable_priority_preemption=preempts,
     )
 
 
@@ -737,7 +834,8 @@ def pressed_actions(rng: random.Random, count: int) -> list[Action]:
     for name in names:
         if name == "arrive":
             for _ in range(rng.choice([1, 1, 3])):
-                actions.append(("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), {}))
+                options = {"priority": rng.choice(PRIORITIES)}
+                actions.append(("arrive", 1 + rng.randrange(3), rng.randint(1, 12), rng.randint(10, 39), options))
         else:
             actions.append(_random_action(rng, name, 3, 3, 1))
     return actions
@@ -766,8 +864,11 @@ def crowded_actions(rng: random.Random, count: int) -> list[Action]:
     return [_random_action(rng, name, 90, 4, 2) for name in rng.choices(names, weights, k=count)]
 
 
-def random_actions(rng: random.Random, count: int) -> list[Action]:
-    """A history with random features left out altogether: features suppress one another (Groce et al., ISSTA 2012)."""
+def random_actions(rng: random.Random, count: int, *, adapters: bool = False) -> list[Action]:
+    """A history with random features left out altogether: features suppress one another (Groce et al., ISSTA 2012).
+
+    With `adapters`, some requests come for one.
+    """
     weights = {
         "arrive": rng.choice([0.3, 0.7, 2, 6]),
         "ready": rng.choice([4, 8]),
@@ -785,6 +886,10 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
         "order_late": 0.05,
         "restart": rng.choice([0, 0, 0, 0.2]),
         "late": 0.1,
+        "late_load": 0.1,
+        "load_adapter": rng.choice([0, 0.2, 1]) if adapters else 0.01,
+        "unload_adapter": rng.choice([0, 0, 0.3]) if adapters else 0.01,
+        "adapter_loaded": rng.choice([0.5, 3, 6]) if adapters else 0,
         "encode": rng.choice([0.3, 2]),
         "snapshot": rng.choice([0, 0, 0.3]),
         "compiled": rng.choice([0, 0.5, 3]),
@@ -797,8 +902,10 @@ def random_actions(rng: random.Random, count: int) -> list[Action]:
     constrained = rng.choice([0.0, 0.0, 0.3, 0.9])
     kinds = rng.choice([0.0, 0.0, 0.2, 0.6])
     names = rng.choices(list(weights), list(weights.values()), k=count)
-    shares = {"sessions": sessions, "constrained": constrained, "kinds": kinds}
-    return [_random_action(rng, name, longest, most_outputs, bases, **shares) for name in names]
+    share = rng.choice([0.3, 0.9]) if adapters else 0.01
+    shares = {"sessions": sessions, "constrained": constrained, "kinds": kinds, "adapters": share}
+    first = [("load_adapter", index, 0, False) for index in range(len(ADAPTERS))] if adapters else []
+    return [*first, *(_random_action(rng, name, longest, most_outputs, bases, **shares) for name in names)]
 
 
 def _random_action(
@@ -811,6 +918,7 @@ def _random_action(
     sessions: float = 0.0,
     constrained: float = 0.0,
     kinds: float = 0.0,
+    adapters: float = 0.0,
 ) -> Action:
     match name:
         case "arrive":
@@ -827,13 +935,15 @@ def _random_action(
             if rng.random() < 0.1:
                 options["namespace"] = rng.choice(["tenant-a", "tenant-b"])
             if rng.random() < 0.4:
-                options["priority"] = rng.randint(-1, 2)
+                options["priority"] = rng.choice(PRIORITIES)
                 options["routing_key"] = rng.choice(["", "a", "b"])
                 options["tenant"] = options["routing_key"]
             if rng.random() < sessions:
                 options["session"] = rng.choice(SESSIONS)
                 if rng.random() < 0.3:
                     options["session_start"] = rng.randrange(100)
+            if rng.random() < adapters:
+                options["adapter"] = rng.choice(ADAPTERS)
             tokens = rng.randint(0 if rng.random() < 0.02 else 1, longest)
             max_new = rng.choice([1, rng.randint(1, most_outputs), rng.randint(1, most_outputs)])
             if rng.random() < 0.2:
@@ -859,6 +969,12 @@ def _random_action(
             return (name, rng.randrange(100), "unbalanced" if rng.random() < 0.3 else "")
         case "trouble":
             return ("finish", rng.choice(["error", "invalid", "text_stop"]), rng.randrange(100))
+        case "load_adapter":
+            return (name, rng.randrange(len(ADAPTERS)), rng.choice([-1, 0, 0, 1, 1]), rng.random() < 0.3)
+        case "unload_adapter":
+            return (name, rng.randrange(len(ADAPTERS)))
+        case "adapter_loaded":
+            return (name, rng.randrange(100), rng.choice(["", "", "", "", "no room"]))
         case "wait" | "clock":
             return (name, rng.randint(0, 25))
         case "control":

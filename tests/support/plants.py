@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
-from lockstep.core import grammars, ordering
+from lockstep.core import grammars, ordering, preemption
+from lockstep.core.adapters import Adapters
 from lockstep.core.admission import PrefillBudget
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import SampleBatch, Step
@@ -355,6 +356,39 @@ def evictable_drifts() -> Plant:
     return _replaced(RadixCache, "lock_node", bug)
 
 
+# ----------------------------------------------------------------------------------------- adapters and preemption
+
+
+def adapter_evicted_in_use() -> Plant:
+    """The slot of an adapter that only work in flight still uses is given to another (VL#47724)."""
+
+    def bug(give_back: Original, adapters: Adapters, row: int) -> None:
+        if row in adapters.rows:
+            give_back(adapters, row)
+
+    def early(leave: Original, memory: Memory, request: Request, step: Step, *, publish: bool) -> None:
+        row = request.row
+        leave(memory, request, step, publish=publish)
+        if memory.adapters is not None:
+            memory.adapters.give_back(row)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with _replaced(Adapters, "give_back", bug), _replaced(Memory, "leave", early):
+            yield
+
+    return both()
+
+
+def preempted_for_nothing() -> Plant:
+    """Preemption takes everybody it may, however few are enough, and one even if all are not (SG#13361)."""
+
+    def bug(fewest: Original, ranked: list[int], enough: Callable[..., bool]) -> list[int]:
+        return ranked if enough(ranked) else ranked[:1]
+
+    return _replaced(preemption, "fewest", bug)
+
+
 FOUND_BY_STORY: dict[str, str] = {
     "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",  # nothing breaks, it is only slower
 }
@@ -363,6 +397,7 @@ FOUND_BY_STORY: dict[str, str] = {
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
+        adapter_evicted_in_use,
         dead_matcher,
         discard_is_a_flag,
         double_free,
@@ -381,6 +416,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         node_keeps_a_view,
         output_cursor_reset,
         plan_mutated_after_launch,
+        preempted_for_nothing,
         prompt_charged_on_resume,
         published_at_launch,
         row_freed_between_chunks,

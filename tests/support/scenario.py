@@ -34,6 +34,8 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     done [ERROR]                  the host answers the oldest order about weights or memory
     profile start [3], profile stop, freeze, slow 5ms, set NAME VALUE, stats, switch_role decode
     open s capacity=20 timeout=5ms parent=p parent_tokens=4, close s    sessions; `add ... session=s session_start=4`
+    load x [version=2] [pinned=yes], unload x                    ControlRequested for an adapter
+    loaded x [error]              AdapterLoaded, for the oldest LoadAdapter of that name
     restart                       EngineRestarted with the next generation
     stale                         a result of the generation before arrives late
     snapshot                      the engine is dumped, restored and goes on
@@ -42,7 +44,8 @@ RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text
 `grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text), `logprobs` (some bytes
 of them). A token not given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
-Commands that print: pages, tree, table, queue, flight, owners, counts, sessions, plan (the newest). `show streams` (or
+Commands that print: pages, tree, table, queue, flight, owners, counts, sessions, adapters, plan (the newest). `show
+streams` (or
 queued, prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
 
 `finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
@@ -81,6 +84,7 @@ from lockstep.core.commands import (
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
+    AdapterLoaded,
     BatchFinished,
     CancelAll,
     CancelMany,
@@ -97,6 +101,7 @@ from lockstep.core.events import (
     Grammar,
     GrammarReady,
     LaneReady,
+    LoadAdapterControl,
     MediaEncoded,
     MemorySwitched,
     Observed,
@@ -119,11 +124,13 @@ from lockstep.core.events import (
     SwitchRole,
     TokenIds,
     TokenRuns,
+    UnloadAdapterControl,
     UpdateWeights,
     WeightsSwapped,
 )
 from lockstep.core.render import (
     Names,
+    adapter_lines,
     command_line,
     decided_line,
     in_flight_lines,
@@ -461,6 +468,24 @@ class Run:
     def do_close(self, words: list[str]) -> list[str]:
         return self._control(CloseSession(words[0]))
 
+    def do_load(self, words: list[str]) -> list[str]:
+        name, *settings = words
+        values = dict(setting.split("=") for setting in settings)
+        version, pinned = int(values.get("version", 1)), yes(values.get("pinned", "no"))
+        return self._control(LoadAdapterControl(name, version, pinned))
+
+    def do_unload(self, words: list[str]) -> list[str]:
+        (name,) = words
+        return self._control(UnloadAdapterControl(name))
+
+    def do_loaded(self, words: list[str]) -> list[str]:
+        name, *trouble = words
+        load = next((load for load in self.kv.loads if load.adapter == name), None)
+        if load is None:
+            raise ScenarioError(f"no load of `{name}` waits for an answer")
+        error = "the device has no room" if trouble else ""
+        return self._say(self.fold(AdapterLoaded(self.now_us, name, load.version, error, self.engine.generation)))
+
     def do_restart(self, words: list[str]) -> list[str]:
         self.voided = [(launched.plan, self.engine.generation) for launched in self.kv.stream]
         self.orders = []
@@ -488,6 +513,9 @@ class Run:
 
     def do_owners(self, words: list[str]) -> list[str]:
         return page_owner_lines(self.engine, self.names)
+
+    def do_adapters(self, words: list[str]) -> list[str]:
+        return adapter_lines(self.engine.memory.adapters)
 
     def do_tree(self, words: list[str]) -> list[str]:
         return tree_lines(self.engine.memory.radix)

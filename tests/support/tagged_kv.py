@@ -18,6 +18,9 @@ matcher has seen exactly the output before; it sees no token twice, and none beh
 
 Tokens are a pure function of (request, position), so a token drawn again after a retraction is the same one.
 A test that scripts tokens gives `sample` its own function.
+
+Adapters have slots on the device: a load is written into its slot at once and usable when it was answered. Every plan
+finds the adapters of its rows where the plan says, and no more of them than fit; no load touches one in use.
 """
 
 from __future__ import annotations
@@ -35,19 +38,24 @@ from lockstep.core.commands import (
     ControlAnswered,
     EncodeMedia,
     LaunchBatch,
+    LoadAdapter,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
+    RowTaken,
     SampleBatch,
     Step,
     SwapWeights,
 )
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import (
+    AdapterLoaded,
     BatchFinished,
     BatchId,
     ControlRequested,
     EngineRestarted,
+    LoadAdapterControl,
     MediaEncoded,
+    MemorySwitched,
     Observed,
     OpenSession,
     RequestArrived,
@@ -65,6 +73,7 @@ Sample = Callable[[RequestId, int], int]
 
 NOTHING = -1  # a cell, or a table entry, that was never written
 GARBAGE = -2  # a cell written by a row whose inputs failed; nobody may read it
+BASE = ("", 0)  # the adapter of requests without one
 
 
 class KvError(AssertionError):
@@ -85,6 +94,7 @@ class Row:
 
     request_id: RequestId
     epoch: int
+    slot: int = -1  # of its adapter
     table: list[int] = field(default_factory=list)
     reach: int = 0  # positions that plans have claimed so far
     live: bool = True  # its request has not left yet
@@ -104,6 +114,7 @@ class Story:
     tokens: list[Any]  # ids; where a span is, (digest, number of the embedding) instead
     prompt_tokens: int
     session: str = ""
+    adapter: tuple[str, int] = BASE
     grammar_ends: int | None = None  # output tokens after which its grammar admits nothing more
     about: list[object] = field(default_factory=list)  # what more its KV depends on, by position of the prompt
     encoder_digests: set[bytes] = field(default_factory=set)
@@ -165,6 +176,11 @@ class TaggedKv:
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
         self.last_batch = -1
+        self.versions: dict[str, int] = {}  # of adapters, as a new request gets them
+        self.slots: dict[int, tuple[str, int]] = {}  # what each slot holds, loads under way included
+        self.loads: list[LoadAdapter] = []  # not answered yet
+        self.ordered = False  # the host works on weights or memory
+        self.released: list[str] = []  # memory that is given back
         self.encoding: dict[bytes, int] = {}  # what an encoder was asked for last, and with which weights
         self.encoded: dict[bytes, int] = {}  # the encoder output that is there, and with which weights it was made
         self._interned: dict[tuple[object, ...], int] = {}
@@ -182,10 +198,21 @@ class TaggedKv:
                 self.restart(event.generation)
             case MediaEncoded(generation=generation, error="") if generation == self.generation:
                 self.encoded[event.digest] = self.encoding[event.digest]
-            case WeightsSwapped() if event.generation == self.generation and not event.error:
-                self.weights = event.version
+            case WeightsSwapped() if event.generation == self.generation:
+                self.ordered = False
+                self.weights = self.weights if event.error else event.version
+            case MemorySwitched() if event.generation == self.generation:
+                self.ordered = False
+                if not event.error:
+                    left = [tag for tag in self.released if tag not in event.tags]
+                    self.released = [*left, *event.tags] if event.released else left
             case ControlRequested(_, control_id, OpenSession() as opening):
                 self.opening[control_id] = opening
+            case AdapterLoaded() if event.generation == self.generation:
+                self.loaded(event)
+            case ControlRequested(_, control_id, LoadAdapterControl(adapter, version)):
+                if ControlAnswered(control_id, True) in step.commands:
+                    self.versions[adapter] = version
             case BatchFinished() if event.generation == self.generation:
                 if not event.error:
                     self._take_results(self.stream[0].plan)
@@ -212,6 +239,8 @@ class TaggedKv:
                     self.encoding[digest] = self.weights
                 case SampleBatch():
                     self.advance(command)
+                case LoadAdapter():
+                    self.load(command)
                 case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                     self._check_order(command)
                 case ControlAnswered(control_id, True) if control_id in self.opening:
@@ -223,7 +252,8 @@ class TaggedKv:
         cut = queued.truncated_tokens
         tokens = tokens[cut:] if self.config.truncate_input == "left" else tokens[: len(tokens) - cut]
         namespace = (event.namespace, event.tenant if self.config.isolate_tenants else None)
-        story = Story(namespace, tokens, len(tokens), event.session)
+        adapter = (event.adapter, self.versions[event.adapter]) if event.adapter else BASE
+        story = Story(namespace, tokens, len(tokens), event.session, adapter)
         story.about = list(event.token_type_ids) or [None] * len(tokens)
         for span in event.spans:
             for i in range(span.stop - span.start):
@@ -268,13 +298,41 @@ class TaggedKv:
 
     def _check_order(self, command: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
         """Nothing runs while weights or memory change."""
-        if self.stream:
-            raise KvError(f"{command} with {len(self.stream)} batches on the stream")
+        if self.stream or self.loads:
+            raise KvError(f"{command} with {len(self.stream)} batches and {len(self.loads)} loads on the stream")
+        self.ordered = True
         if isinstance(command, ReleaseDeviceMemory):
             if any(row.live for row in self.rows.values()):
                 raise KvError(f"{command} while requests hold rows")
             if "kv_cache" in command.tags:
                 self.cells.fill(NOTHING)
+            if "weights" in command.tags:
+                self.slots.clear()
+
+    def load(self, command: LoadAdapter) -> None:
+        """Begin to write an adapter into its slot; whatever was there is gone."""
+        if command.slot not in range(self.config.max_loras or 0):
+            raise KvError(f"slot {command.slot} of {self.config.max_loras} is loaded")
+        if self.ordered or "weights" in self.released:
+            raise KvError(f"{command} while weights or memory change, released {self.released}")
+        for launched in self.stream:
+            for row in launched.plan.rows.tolist():
+                if self.rows[row].slot == command.slot:
+                    raise KvError(f"slot {command.slot} is loaded while b{launched.plan.batch_id} in flight uses it")
+        for holder in self.rows.values():
+            if holder.live and holder.slot == command.slot:
+                raise KvError(f"slot {command.slot} is loaded while r{holder.request_id} uses it")
+        if any(load.slot == command.slot for load in self.loads):
+            raise KvError(f"slot {command.slot} is loaded while it is being loaded")
+        self.slots[command.slot] = (command.adapter, command.version)
+        self.loads.append(command)
+
+    def loaded(self, event: AdapterLoaded) -> None:
+        """The engine took in that a load ended."""
+        load = next(load for load in self.loads if (load.adapter, load.version) == (event.adapter, event.version))
+        self.loads.remove(load)
+        if event.error:
+            del self.slots[load.slot]
 
     def leave(self, request_id: RequestId) -> None:
         """A request left its row; plans in flight may still name it, new ones may not."""
@@ -287,6 +345,9 @@ class TaggedKv:
         self.generation = generation
         self.rows.clear()
         self.stream.clear()
+        self.slots.clear()
+        self.loads.clear()
+        self.ordered = False
         self.encoded.clear()
         self.cells.fill(NOTHING)
 
@@ -298,10 +359,12 @@ class TaggedKv:
                 raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while r{old.request_id} still has it")
             if any(taken.row in launched.pages for launched in self.stream):
                 raise KvError(f"b{plan.batch_id}: row {taken.row} is taken while a batch in flight still names it")
+            self._check_adapter(plan, taken)
             matcher: list[int] | None = [] if taken.grammar is not None else None
             self.rows[taken.row] = Row(
                 taken.request_id,
                 taken.epoch,
+                taken.adapter_slot,
                 matcher=matcher,
                 hidden_states=taken.hidden_states,
                 weights=self.weights,
@@ -312,6 +375,7 @@ class TaggedKv:
             pages[row] = self._check_row(plan, i, row)
             tables[row] = list(self.rows[row].table)
         self._check_writers(plan, pages)
+        self._check_adapters(plan)
         self._check_extras(plan)
         if deferred and plan.sample_after is not None:
             self._check_sample_after(plan)
@@ -535,6 +599,27 @@ class TaggedKv:
         if story.hidden[: len(wanted)] != wanted or (story.hidden and not wanted):
             raise KvError(f"r{finished.request_id} got hidden states of {story.hidden}, wanted {wanted}")
 
+    def _check_adapter(self, plan: BatchPlan, taken: RowTaken) -> None:
+        """A row is taken on the adapter its request came for."""
+        adapter = self.stories[taken.request_id].adapter
+        if (taken.adapter, taken.adapter_version) != adapter or (adapter == BASE) != (taken.adapter_slot < 0):
+            raise KvError(f"b{plan.batch_id}: row {taken.row} is taken on {taken.adapter!r} version "
+                          f"{taken.adapter_version}, r{taken.request_id} came for {adapter}")  # fmt: skip
+
+    def _check_adapters(self, plan: BatchPlan) -> None:
+        """S25: the adapters of a plan are where their rows say, and not too many: of the plan, and of all that runs."""
+        if not self.config.max_loras:
+            return
+        for row in plan.rows.tolist():
+            adapter, slot = self.stories[self.rows[row].request_id].adapter, self.rows[row].slot
+            loading = any(load.slot == slot for load in self.loads)
+            if adapter != BASE and (self.slots.get(slot) != adapter or loading):
+                raise KvError(f"b{plan.batch_id}: row {row} needs {adapter} in slot {slot}, which holds "
+                              f"{self.slots.get(slot)}" + (", loading" if loading else ""))  # fmt: skip
+        running = {self.stories[row.request_id].adapter for row in self.rows.values() if row.live}
+        if len(running) > self.config.max_loras:
+            raise KvError(f"b{plan.batch_id}: {sorted(running)} run together, max_loras {self.config.max_loras}")
+
     def _apply_deltas(self, plan: BatchPlan) -> None:
         deltas = plan.deltas
         for row, index, page in zip(deltas.rows.tolist(), deltas.index.tolist(), deltas.pages.tolist(), strict=True):
@@ -650,7 +735,7 @@ class TaggedKv:
     def _prefix_ids(self, row: Row, story: Story, stop: int) -> list[int]:
         ids = row.prefix_ids
         for position in range(len(ids), min(stop, len(story.tokens))):
-            before: object = ids[-1] if ids else (story.namespace, self.weights)
+            before: object = ids[-1] if ids else (story.namespace, story.adapter, self.weights)
             about = story.about[position] if position < len(story.about) else None
             ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
         return ids

@@ -106,6 +106,12 @@ class PrefillBudget:
             return "budget_spent"
         return "continue"
 
+    def regain(self, tokens: int, unreserved: int, set_aside: int) -> None:
+        """Running requests gave `tokens` back, so many are no longer reserved, and decodes now need `set_aside`."""
+        self.total += tokens + unreserved
+        self.current += tokens
+        self.set_aside = set_aside
+
     def hold(self, tokens: int) -> None:
         """Cached tokens a candidate locks cannot be evicted for anybody any more."""
         self.total -= tokens

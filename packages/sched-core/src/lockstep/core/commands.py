@@ -61,6 +61,8 @@ class RowTaken(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None = None
     adapter: str = ""
     grammar: Grammar | None = None
+    adapter_version: int = 0
+    adapter_slot: int = -1  # where a LoadAdapter put it; -1 for the model itself
     logprobs: bool = False  # every token it samples comes with its logprob
     hidden_states: bool = False  # every position it decodes comes with its hidden state
     token_type_ids: bytes = b""  # one byte per prompt token
@@ -218,7 +220,7 @@ class CompileGrammar(msgspec.Struct, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
-    """Copy an adapter's weights into `slot`; overlaps with compute. Answered by AdapterLoaded."""
+    """Copy an adapter's weights into `slot`, which no batch uses; overlaps with compute. Answered by AdapterLoaded."""
 
     adapter: str
     version: int

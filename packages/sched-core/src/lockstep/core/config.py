@@ -20,7 +20,7 @@ TruncateInput = Literal["no", "left", "right"]
 Requeue = Literal["tail", "front"]
 Batching = Literal["prefill_first", "mixed", "running_first"]
 Reserve = Literal["ratio", "on_demand", "full"]
-RetractionPolicy = Literal["length", "newest"]
+RetractionPolicy = Literal["length", "newest", "priority"]
 PrefixDeduplication = Literal["off", "last", "defer"]
 SessionKv = Literal["hold", "evictable"]
 
@@ -94,6 +94,13 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
     encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
 
+    # preemption
+    enable_priority_preemption: bool = False  # less important requests make room for more important ones
+    priority_preemption_threshold: int = 10  # and are less important by more than this
+
+    # adapters
+    max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
+
     def __post_init__(self) -> None:
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
@@ -110,6 +117,26 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"`bypass_limit` must be 0 (nobody is passed by) or more, got `{self.bypass_limit}`\n"
                 "hint: leave it unset to let a policy pass anybody for ever"
+            )
+        if self.enable_priority_preemption and self.schedule_policy != "priority":
+            raise ConfigError(
+                f"`enable_priority_preemption` is on, but `schedule_policy` is {self.schedule_policy}: who was "
+                "preempted could go before whom it made room for\nhint: take schedule_policy priority"
+            )
+        if self.enable_priority_preemption and self.retraction_policy != "priority":
+            raise ConfigError(
+                f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: for want of "
+                "pages the more important would make room for the less important, and be back by preemption\n"
+                "hint: take retraction_policy priority"
+            )
+        if self.enable_priority_preemption and self.bypass_limit == 0:
+            raise ConfigError(
+                "`enable_priority_preemption` is on, but `bypass_limit` 0 lets nobody go before those ahead of it\n"
+                "hint: raise bypass_limit"
+            )
+        if self.priority_preemption_threshold < 0:
+            raise ConfigError(
+                f"`priority_preemption_threshold` must be 0 or more, got `{self.priority_preemption_threshold}`"
             )
         if not 0.0 < self.schedule_conservativeness <= 100.0:
             raise ConfigError(
@@ -273,6 +300,8 @@ def _require_positive(config: SchedConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"`{name}` must be a whole number, 0 (never) or more, got `{value}`")
+    if config.max_loras is not None and config.max_loras < 0:
+        raise ConfigError(f"`max_loras` must be 0 (no LoRA) or more, got `{config.max_loras}`")
     if config.context_tokens_max < 2:
         raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
     for token in config.eos_token_ids:

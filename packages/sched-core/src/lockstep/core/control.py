@@ -5,6 +5,7 @@ open --Drain--> draining --everything ended--> answered; Resume, or a Pause that
                                                by what was asked: it is answered with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered when the device did it: see `maintenance`
 OpenSession, CloseSession                          see `sessions`
+LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered when nobody uses it any more
 
 Dispatch is by the class of the control. A handler returns why it refuses, "" when it is done, or None when the answer
 comes later.
@@ -31,6 +32,7 @@ from lockstep.core.events import (
     Flush,
     FreezeGc,
     GetState,
+    LoadAdapterControl,
     OpenSession,
     Pause,
     Profile,
@@ -39,6 +41,7 @@ from lockstep.core.events import (
     ResumeMemory,
     SetState,
     SlowDown,
+    UnloadAdapterControl,
     UpdateWeights,
 )
 from lockstep.core.maintenance import Job, objection
@@ -241,6 +244,23 @@ def _close_session(engine: Engine, control_id: int, control: CloseSession, step:
     return engine.sessions.end(engine, control.session, "closed", step)
 
 
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+NO_LORA = "LoRA is off (`max_loras` is not set)"
+
+
+def _load_adapter(engine: Engine, control_id: int, control: LoadAdapterControl, step: Step) -> str | None:
+    adapters = engine.memory.adapters
+    return adapters.register(control) if adapters is not None else NO_LORA
+
+
+def _unload_adapter(engine: Engine, control_id: int, control: UnloadAdapterControl, step: Step) -> str | None:
+    adapters = engine.memory.adapters
+    if adapters is None:
+        return NO_LORA
+    return adapters.withdraw(control.adapter, control_id) or LATER
+
+
 HANDLERS: dict[type, Callable[[Engine, int, Any, Step], str | None]] = {
     Flush: _flush,
     Pause: _pause,
@@ -257,6 +277,8 @@ HANDLERS: dict[type, Callable[[Engine, int, Any, Step], str | None]] = {
     SlowDown: _slow_down,
     OpenSession: _open_session,
     CloseSession: _close_session,
+    LoadAdapterControl: _load_adapter,
+    UnloadAdapterControl: _unload_adapter,
 }
 
 

@@ -144,12 +144,12 @@ def _steady_launches(engine: Engine) -> int:
     Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
     a timer, or is leaving a row. Pages are looked after launch by launch.
     """
-    cohort, config = engine.cohort, engine.config
+    cohort, config, adapters = engine.cohort, engine.config, engine.memory.adapters
     if (
         not cohort.steady
         or cohort.constrained
         or len(engine.in_flight) != config.overlap_depth + 1
-        or (engine.waiting and not engine.batch_is_full)
+        or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters is not None))
         or engine.prefilling is not None
         or engine.paused
         or engine.maintenance.jobs

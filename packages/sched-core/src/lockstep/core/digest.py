@@ -2,8 +2,9 @@
 
 Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
 rows, whether it samples later), which output numbers were streamed to whom, which grammars are compiled and how far
-matchers move, and answers to control requests. Not covered: token ids, which are observed; how anything is encoded on
-disk or wire; and what follows from the rest: a request's row, which its admission names, and counts of one.
+matchers move, answers to control requests and loads of adapters. Not covered: token ids, which are observed; how
+anything is encoded on disk or wire; and what follows from the rest: a request's row, which its admission names, and
+counts of one.
 From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
 A field added to a decided event later leaves old digests alone as long as it holds its default.
 """
@@ -24,6 +25,7 @@ from lockstep.core.commands import (
     CompileGrammar,
     ControlAnswered,
     LaunchBatch,
+    LoadAdapter,
     Mode,
     SampleBatch,
     Step,
@@ -66,6 +68,8 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("compile", command.grammar.digest)))
         elif isinstance(command, ControlAnswered):
             add(_encode(("answer", command.control_id, command.ok)))
+        elif isinstance(command, LoadAdapter):
+            add(_encode(("load", command.adapter, command.version, command.slot)))
     return chain.digest()
 
 

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core import control, delivery, extras, grammars, holds
+from lockstep.core import control, delivery, extras, grammars, holds, preemption
+from lockstep.core.adapters import LOOKAHEAD_REQUESTS, Adapters
 from lockstep.core.admission import NewTokenRatio, PrefillBudget, aligned, chunk_tokens, reserve_by_ratio
 from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
@@ -35,6 +36,7 @@ from lockstep.core.control import Pace
 from lockstep.core.digest import EMPTY_DIGEST, step_digest
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
+    AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
@@ -69,6 +71,7 @@ from lockstep.core.memory import Memory
 from lockstep.core.ordering import Ordering
 from lockstep.core.radix import Match
 from lockstep.core.requests import (
+    BASE,
     EMPTY_COHORT,
     NOBODY,
     Cohort,
@@ -77,15 +80,15 @@ from lockstep.core.requests import (
     Request,
     RequestState,
 )
-from lockstep.core.retraction import choose_victim, members_growing, pages_ahead, pages_to_come
+from lockstep.core.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 from lockstep.core.sessions import Sessions
 from lockstep.core.stats import Counts
 from lockstep.core.support import Accepted, Refused, accepted, sample_of, samples_asked
 
 ONE = np.int32(1)
 
-OWN_OBSTACLES: frozenset[DeferReason] = frozenset()
-RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights"]
+OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter"})
+RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
 class Obstacle(NamedTuple):
@@ -210,6 +213,8 @@ class Engine:
                 self.maintenance.switched(self, event, step)
             case GrammarReady():
                 self.grammars.answered(self, event, step)
+            case AdapterLoaded() if self.memory.adapters is not None:
+                self._adapter_loaded(event, self.memory.adapters, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
             case _:
@@ -226,6 +231,8 @@ class Engine:
             step.wake_by(self.pace.not_before_us)
         if not self.requests:
             self._settle_idle(step)
+        if self.memory.adapters is not None:
+            self._settle_adapters(self.memory.adapters, step)
         if step.decided:
             self.counts.fold(step.decided)
         self.digest = step.digest = step_digest(self.digest, step)
@@ -248,6 +255,8 @@ class Engine:
             return False
         if self.pace.gap_us and self.now_us < self.pace.not_before_us:
             return False
+        if self.config.enable_priority_preemption:
+            self.batch_is_full = False  # whoever came since, and whoever grew, may change that
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
         batch = None if self._decode_goes_first() else self._plan_extend(step)
@@ -297,7 +306,9 @@ class Engine:
         self.last_request_id = event.request_id + samples - 1
         try:
             self._refuse_newcomers(event, samples)
-            taken = accepted(event, self.config)
+            adapters = self.memory.adapters
+            adapter = adapters.named(event.adapter) if adapters is not None else BASE
+            taken = accepted(event, adapter, self.config)
             self.sessions.check(event)
             self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
         except Refused as refused:
@@ -380,6 +391,27 @@ class Engine:
             self.waiting.remove(request)
             self.batch_is_full = False
 
+    def _adapter_loaded(self, event: AdapterLoaded, adapters: Adapters, step: Step) -> None:
+        """Whoever waits for the adapter may start, or ends with an error if it could not be loaded."""
+        if event.generation < self.generation:
+            self.now_us = event.time_us  # from before a restart: void
+            return
+        if event.generation > self.generation:
+            raise ContractError(f"a load of generation {event.generation}, but this is generation {self.generation}")
+        adapter = adapters.loaded(event)
+        self.now_us = event.time_us
+        self.batch_is_full = False
+        if event.error:
+            while ending := [request for request in self.waiting if request.adapter == adapter]:
+                for request in ending:  # other samples may follow it into the line
+                    self.finish(request, "error", step, flush=True)
+
+    def _settle_adapters(self, adapters: Adapters, step: Step) -> None:
+        """See the end of adapters that were withdrawn; while anybody may start, load what the line waits for."""
+        adapters.end_withdrawals((request.adapter for request in self.requests.values()), step)
+        if self.maintenance.admits:
+            adapters.load_for([request.adapter for request in self.ordering.first(self, LOOKAHEAD_REQUESTS)], step)
+
     def _cancel(self, event: RequestCancelled, step: Step) -> None:
         """End a request wherever it is. Late echoes of requests that ended are ignored."""
         self.now_us = event.time_us
@@ -423,14 +455,25 @@ class Engine:
         ids, offsets = np.array([request.request_id], np.int64), np.array([sent], np.int32)
         step.commands.append(StreamTokens(ids, offsets, np.array([held_back.size], np.int32), held_back))
 
-    def retract(self, request: Request, reason: RetractReason, step: Step) -> None:
-        """Take a running request's pages back. It waits again and keeps every token delivered so far."""
+    def retract(self, request: Request, reason: RetractReason, step: Step, *, beneficiary: RequestId = -1) -> None:
+        """Take a running request's pages back. It waits again and keeps every token delivered so far.
+
+        A victim of preemption joins the line when the pass over it has ended.
+        """
         outputs = self.outputs_of(request)
         sampled = self._sampled_by(request)
         request.tokens = self.tokens_of(request, outputs)
         request.outputs = outputs
         pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
-        retracted = RequestRetracted(self.now_us, request.request_id, outputs, pages, sampled - outputs, reason)
+        retracted = RequestRetracted(
+            self.now_us,
+            request.request_id,
+            outputs,
+            pages,
+            sampled - outputs,
+            reason,
+            beneficiary,
+        )
         self.leave(request, step, publish=False)
         request.advance(retracted)
         request.namespace = self.memory.keyed(request.namespace)
@@ -439,9 +482,14 @@ class Engine:
         step.decided.append(retracted)
         if request.extras is not None:
             extras.kept(request)
-            if holds.lost_media(self, request):
-                holds.await_media(self, request, step)
-                return
+        if reason != "preempted":
+            self._requeue(request, step)
+
+    def _requeue(self, request: Request, step: Step) -> None:
+        """Put a retracted request where `retracted_requeue` wants it, or hold it for media that it needs again."""
+        if holds.lost_media(self, request):
+            holds.await_media(self, request, step)
+            return
         if self.config.retracted_requeue == "front":
             ahead = takewhile(lambda other: other.ran and other.request_id < request.request_id, self.waiting)
             self.waiting.insert(len(list(ahead)), request)
@@ -523,6 +571,7 @@ class Engine:
             self._continue_chunk(self.prefilling, budget, parts, step)
             if not parts:
                 return None  # no page for it now; decodes go on and give pages back
+        preempted: list[Request] = []
         if admitting and not self.batch_is_full:
             for request in self.ordering.turn(self):
                 writer = self.ordering.writer_of_prefix(request, self)
@@ -532,6 +581,11 @@ class Engine:
                 found = self._examine(request, budget, len(parts))
                 while isinstance(found, Obstacle) and self.sessions.give_way(self, request, found, budget, step):
                     found = self._examine(request, budget, len(parts))
+                if isinstance(found, Obstacle):
+                    victims = preemption.make_room(self, request, found.reason, budget, len(parts), step)
+                    if victims:
+                        preempted += victims
+                        found = self._examine(request, budget, len(parts))
                 if isinstance(found, Fit):
                     self._admit(request, found, budget, parts, step)
                     continue
@@ -539,6 +593,8 @@ class Engine:
                 if not found.own:
                     break
             self.ordering.close(self)
+            for victim in preempted:
+                self._requeue(victim, step)
         return self._extend_batch(parts, step) if parts else None
 
     def _prefill_budget(self) -> PrefillBudget:
@@ -548,7 +604,7 @@ class Engine:
         budget = PrefillBudget(config, self.memory.available_pages * config.page_size, reserve)
         decodes = cohort.size if config.batching != "prefill_first" else 0
         if decodes:
-            budget.share_with(decodes, self._pages_needed() if config.batching == "running_first" else 0)
+            budget.share_with(decodes, self.set_aside(cohort, self.positions))
         if config.chunk_target_us is not None:
             context = self.prefilling.computed if self.prefilling is not None else 0
             beside = int(self.positions.sum()) if decodes else 0
@@ -557,18 +613,26 @@ class Engine:
 
     def _reserved(self) -> int:
         """Tokens that are not for newcomers: what `reserve` leaves to those who are active."""
-        config, cohort = self.config, self.cohort
-        if config.reserve == "full":
-            pages = pages_to_come(self.positions, cohort.limits, config.page_size) if cohort.size else 0
-            split = self.prefilling
-            if split is not None:
-                pages += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), config.page_size)
-            return pages * config.page_size
+        reserved, split = self.reserve_of(self.cohort, self.positions), self.prefilling
+        if split is not None and self.config.reserve == "full":
+            page_size = self.config.page_size
+            reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size
+        return reserved
+
+    def reserve_of(self, cohort: Cohort, positions: Int32s) -> int:
+        """Tokens that `reserve` leaves to a cohort at these positions."""
+        config = self.config
         if not cohort.size:
             return 0
+        if config.reserve == "full":
+            return pages_to_come(positions, cohort.limits, config.page_size) * config.page_size
         if config.reserve == "on_demand":
-            return self._pages_needed() * config.page_size
-        return reserve_by_ratio(cohort.limits - self.positions - 1, cohort.ignores_eos, self.ratio.value)
+            return self.next_pages(cohort, positions) * config.page_size
+        return reserve_by_ratio(cohort.limits - positions - 1, cohort.ignores_eos, self.ratio.value)
+
+    def set_aside(self, cohort: Cohort, positions: Int32s) -> int:
+        """Pages that the decodes of a cohort get before any prompt of the same pass does."""
+        return self.next_pages(cohort, positions) if self.config.batching == "running_first" and cohort.size else 0
 
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
         """The next chunk of the split prompt, if there is a page for it."""
@@ -617,6 +681,8 @@ class Engine:
         verdict = budget.verdict()
         if verdict != "continue":
             return Obstacle("kv_budget" if verdict == "no_tokens" else "prefill_budget")
+        if self.memory.adapters is not None and not self.memory.adapters.has_place_for(request.adapter):
+            return Obstacle("adapter")
 
         page_size = config.page_size
         tokens = len(request.tokens) // 4
@@ -642,6 +708,8 @@ class Engine:
         if not request.ran:
             request.cached_tokens = min(fit.cached_tokens, request.prompt_tokens)
         request.chunks = 0
+        request.bypassed = 0
+        request.deferred = None
         self.active += 1
         waited_us = self.now_us - request.waiting_since_us
         if self.deferred is not None and self.deferred[0] == request.request_id:
@@ -657,6 +725,11 @@ class Engine:
     def _defer(self, request: Request, obstacle: Obstacle, step: Step) -> None:
         """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
         reason, needed, available = obstacle
+        if obstacle.own:
+            if request.deferred != reason:
+                request.deferred = reason
+                step.decided.append(AdmissionDeferred(self.now_us, request.request_id, reason))
+            return
         if reason in ("kv_budget", "rows", "running_limit") and self.active:
             self.batch_is_full = True
         if self.deferred != (request.request_id, reason):
@@ -761,7 +834,7 @@ class Engine:
         config = self.config
         if self._forced_retraction_due() and self.cohort.size > 1:
             self.forced_at = self.decode_launches
-            victim = choose_victim(config.retraction_policy, self.cohort, self.positions)
+            victim = choose_victim(config, self.cohort, self.positions)
             self.retract(self.cohort.requests[victim], "forced", step)
         growing = members_growing(self.positions, config.page_size)
         made_room = self._short_of_pages(growing, step)
@@ -827,9 +900,13 @@ class Engine:
         return self._pages_needed() - self.memory.available_pages
 
     def _pages_needed(self) -> int:
+        return self.next_pages(self.cohort, self.positions)
+
+    def next_pages(self, cohort: Cohort, positions: Int32s) -> int:
+        """Pages that must be there before a cohort at these positions decodes."""
         if self.ahead == 1:
-            return members_growing(self.positions, self.config.page_size).size
-        return pages_ahead(self.cohort, self.positions, self.config.page_size, self.ahead)
+            return members_growing(positions, self.config.page_size).size
+        return pages_ahead(cohort, positions, self.config.page_size, self.ahead)
 
     def _forced_retraction_due(self) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
@@ -849,12 +926,12 @@ class Engine:
                 self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
-            newest_prefills = config.retraction_policy == "newest" and self.prefilling is not None
-            if self.cohort.size > 1 and not newest_prefills:
-                victim = choose_victim(config.retraction_policy, self.cohort, self.positions)
+            split = self.prefilling
+            if self.cohort.size > 1 and not (split is not None and goes_before(split, self.cohort, config)):
+                victim = choose_victim(config, self.cohort, self.positions)
                 self.retract(self.cohort.requests[victim], "pages", step)
-            elif self.prefilling is not None:
-                self.retract(self.prefilling, "pages", step)
+            elif split is not None:
+                self.retract(split, "pages", step)
             elif self.in_flight:
                 self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))

@@ -182,6 +182,7 @@ class AdapterLoaded(Observed, frozen=True, gc=False):
     adapter: str
     version: int
     error: str = ""
+    generation: int = 0
 
 
 class TransferAdvanced(Observed, frozen=True, gc=False):
@@ -299,7 +300,10 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="LoadAdapter"):
-    """Make an adapter available, optionally pinned."""
+    """Make an adapter, or a newer version of it, available. Pinned, it stays on the device once it is there.
+
+    Asked for again in the same version, only the pin changes.
+    """
 
     adapter: str
     version: int
@@ -307,7 +311,7 @@ class LoadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="Load
 
 
 class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="UnloadAdapter"):
-    """Withdraw an adapter once no request uses it."""
+    """Withdraw an adapter once no request uses it. Until that is answered, new requests for it are refused."""
 
     adapter: str
 
@@ -525,7 +529,7 @@ class PrefillCompleted(Decided, frozen=True, gc=False):
 
 
 class RequestRetracted(Decided, frozen=True, gc=False):
-    """A running request gave its pages back because the next decode did not fit, or because it was asked to.
+    """A running request gave its pages back: the next decode did not fit, a more important one needs them, or a pause.
 
     It waits again, keeping its output. On re-admission one extend recomputes the KV of prompt and output.
     """
@@ -534,7 +538,8 @@ class RequestRetracted(Decided, frozen=True, gc=False):
     output_tokens: int  # produced so far, all kept
     pages_freed: int  # returned to the pool, at once or when the batches in flight are done with them
     tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
-    reason: Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights"] = "pages"
+    reason: Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"] = "pages"
+    beneficiary: RequestId = -1  # preempted: the request that it makes room for
 
 
 class RequestFinished(Decided, frozen=True, gc=False):
@@ -585,6 +590,14 @@ class SessionClosed(Decided, frozen=True, gc=False):
     reason: Literal["closed", "timeout"]
 
 
+class AdapterEvicted(Decided, frozen=True, gc=False):
+    """An adapter that nobody used gave its slot on the device to another."""
+
+    adapter: str
+    version: int
+    slot: int
+
+
 DecidedEvent = (
     RequestQueued
     | RequestRejected
@@ -598,4 +611,5 @@ DecidedEvent = (
     | TurnStarted
     | SessionYielded
     | SessionClosed
+    | AdapterEvicted
 )

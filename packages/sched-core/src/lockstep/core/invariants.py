@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.core.adapters import NO_SLOT
 from lockstep.core.errors import InvariantError
-from lockstep.core.requests import Int32s, Request, RequestState
+from lockstep.core.requests import BASE, Int32s, Request, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
@@ -33,6 +34,7 @@ def check(engine: Engine) -> None:
     _line(engine)
     _sessions(engine)
     _held(engine)
+    _adapters(engine)
     _progress(engine)
 
 
@@ -323,8 +325,35 @@ def _held(engine: Engine) -> None:
             _fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
 
 
+def _adapters(engine: Engine) -> None:
+    """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for somebody."""
+    adapters = engine.memory.adapters
+    if adapters is None:
+        return
+    live = {request.row: request.adapter for request in _row_holders(engine)}
+    for lease in engine.memory.leases:
+        live[lease.row] = adapters.rows.get(lease.row, BASE)
+    _same("S25 adapters by row", dict(sorted(adapters.rows.items())), dict(sorted(live.items())))
+    _same("S25 users of adapters", adapters.users, dict(Counter(live.values())))
+    if len(adapters.users) > len(adapters.slots):
+        _fail(f"S25: {list(adapters.users)} are in use, max_loras {len(adapters.slots)}")
+    for adapter in adapters.users:
+        if adapter != BASE and adapters.slot_of(adapter) == NO_SLOT:
+            _fail(f"S25: {adapter} is in use but on no slot of the device")
+    held = [slot.adapter for slot in adapters.slots if slot.adapter is not None]
+    _same("S25 adapters on the device", len(set(held)), len(held))
+    awaited = {request.adapter.name for request in engine.requests.values()}
+    awaited |= {adapter.name for adapter in adapters.users}
+    awaited |= {slot.adapter.name for slot in adapters.slots if slot.adapter is not None and slot.loading}
+    for name in adapters.withdrawals:
+        if name not in awaited:
+            _fail(f"L8: nothing needs {name!r} any more, but its withdrawal was not answered")
+
+
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
+    if engine.memory.adapters is not None and engine.memory.adapters.loading:
+        return
     awaited = len(engine.held)  # something outside the engine comes first
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
     _same("S33 maintenance admits", engine.maintenance.admits, not jobs and not released)

@@ -4,15 +4,17 @@
                            |                                                             |
        nobody is admitted from here on; "in_place", "retract", "cancel": nothing is launched either
 
-A job is ordered only once nothing is in flight, so that no batch runs on two versions of the weights or on memory that
-is gone; "wait" and the release of memory wait until nobody holds a row as well. Nothing is launched before the answer.
+A job is ordered only once nothing is in flight and no adapter is being loaded, so that no batch runs on two versions of
+the weights and nothing is written to memory that is gone; "wait" and the release of memory wait until nobody holds a
+row as well. Nothing is launched, and no load is begun, before the answer.
 
 **Weights and KV.** The version is part of the key under which KV is cached (`Memory.keyed`), so nobody reads KV of
 other weights. What nobody holds is evicted at the swap. What rows still hold ("in_place") is evicted as they leave;
 their KV mixes versions and is never published.
 
-**Memory.** Releasing kv_cache voids what is cached; weights must be there for any launch. While anything is released
-nothing is launched, and requests wait.
+**Memory.** Releasing kv_cache voids what is cached; weights must be there for any launch, and with them go the slots of
+adapters, which are loaded again when somebody waits for them. While anything is released nothing is launched, and
+requests wait. New weights leave the slots alone: an adapter is what is added to them, whatever they are.
 
 A restart undoes an order that was not answered: the job is ordered again under the new generation. It does not undo
 what was done: the host brings up the weights of the newest version, and leaves released memory released.
@@ -79,7 +81,8 @@ class Maintenance(msgspec.Struct):
             if not job.begun:
                 job.begun = True
                 self._make_way(job, engine, step)
-            if engine.in_flight or (job.lets_run and engine.active):
+            adapters = engine.memory.adapters
+            if engine.in_flight or (job.lets_run and engine.active) or (adapters is not None and adapters.loading):
                 return
             self._order(job, engine, step)
 
@@ -161,6 +164,8 @@ class Maintenance(msgspec.Struct):
                 if "kv_cache" in tags:
                     engine.sessions.lose_kv(engine)
                     engine.memory.empty_cache("release", step)
+                if "weights" in tags and engine.memory.adapters is not None:
+                    engine.memory.adapters.void()
                 step.commands.append(ReleaseDeviceMemory(tags, generation))
             case ResumeMemory():
                 step.commands.append(ResumeDeviceMemory(self._to_switch(job.control), generation))

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import PageDeltas, RowTaken, Step
 from lockstep.core.config import SchedConfig
@@ -25,10 +26,9 @@ from lockstep.core.events import BatchId, PagesEvicted
 from lockstep.core.extras import with_extras
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import Match, RadixCache, RadixNode
-from lockstep.core.requests import NO_ROW, Int32s, Request, RequestTable
+from lockstep.core.requests import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
 
 NO_FENCE: BatchId = -1
-VERSION_MARK = "\0"  # between a namespace and the version of the weights, in the keys of the radix cache
 EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
 
 
@@ -54,6 +54,16 @@ class Rewrite(NamedTuple):
     pages: Int32s
 
 
+class Back(NamedTuple):
+    """What comes back to the engine beside what can be had now."""
+
+    pages: int
+    matched: int  # of these, pages of a match that was asked about
+    places: int  # requests that end with a batch in flight
+    rows: int
+    launches: int  # decodes that may be launched before it has all come back
+
+
 class Pending(NamedTuple):
     """KV that was shared when its batch was launched: what lies beyond the first `pages` of the path to `node`."""
 
@@ -72,6 +82,7 @@ class Memory:
         self.table = RequestTable(config.rows_max, config.page_size)
         self.pool = PagePool(config.pages)
         self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
+        self.adapters = Adapters(config.max_loras) if config.max_loras else None  # None: LoRA is off
         self.leases: list[Lease] = []
         self.fenced_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []
@@ -115,6 +126,41 @@ class Memory:
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
         return fenced + leased + ending
 
+    def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
+        """What comes back once everything in flight is delivered and these requests, each with the positions it
+        stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
+        """
+        holders = [(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases]
+        fences = [lease.fence for lease in self.leases] + [fence for fence, _ in self.fenced_pages]
+        for batch in self.in_flight:
+            for request in batch.ending_requests():
+                holders.append((request.computed, request.protected_pages, request.handle))
+                fences.append(batch.plan.batch_id)
+        places = len(holders) - len(self.leases)
+        for request, position in leaving:
+            holders.append((position, request.protected_pages, request.handle))
+        pages = sum(fenced.size for _, fenced in self.fenced_pages)
+        pages += sum(-(-computed // self.config.page_size) - protected for computed, protected, _ in holders)
+
+        released: dict[int, int] = {}  # by number of a node: locks that are given back
+        for _, _, handle in holders:
+            while handle is not None:
+                released[handle.number] = released.get(handle.number, 0) + 1
+                if released[handle.number] == handle.lock_count:
+                    pages += len(handle.pages)
+                handle = handle.parent
+        matched = 0
+        node, mine = (match.node, match.edge_pages) if match is not None else (None, 0)
+        while node is not None:
+            if node.lock_count and released.get(node.number) == node.lock_count:
+                matched += mine
+            node = node.parent
+            mine = len(node.pages) if node is not None else 0
+
+        last = max(fences, default=NO_FENCE)
+        launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
+        return Back(pages, matched, places, len(holders), launches)
+
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
         """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
         return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
@@ -134,7 +180,11 @@ class Memory:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
         row = self.table.take_row(request)
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
-        self.rows_taken.append(taken if request.extras is None else with_extras(taken, request.extras))
+        if request.extras is not None:
+            taken = with_extras(taken, request.extras)
+        if self.adapters is not None:
+            taken = self.adapters.taken(taken, request.adapter)
+        self.rows_taken.append(taken)
         if self.radix is not None and match is not None:
             request.handle = self.radix.lock(match)
             request.protected_pages = match.pages
@@ -240,6 +290,8 @@ class Memory:
             self.pool.free(pages[kept:held].copy())
         self._trim(step)
         self.table.free_row(row)
+        if self.adapters is not None:
+            self.adapters.give_back(row)
 
     def void(self, step: Step) -> None:
         """The device's memory is gone: nothing fences anything, and nothing is cached."""
@@ -251,6 +303,8 @@ class Memory:
         self.fenced_pages = []
         self.rewrites = []
         self.pending = []
+        if self.adapters is not None:
+            self.adapters.void()
         if self.radix is not None:
             self.pool.free(self.radix.reset())
 

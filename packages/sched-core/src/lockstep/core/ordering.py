@@ -257,6 +257,11 @@ class Ordering:
             if patience <= 0:
                 return
 
+    def first(self, engine: Engine, count: int) -> list[Request]:
+        """The first so many to be considered. Begins no pass."""
+        plain = self._plain or not engine.waiting
+        return (engine.waiting if plain else self._ordered(engine))[:count]
+
     def writer_of_prefix(self, request: Request, engine: Engine) -> Request | None:
         """Under "defer": who computes, already or in this pass, the pages that the request needs next. Else None."""
         radix = engine.memory.radix
@@ -398,7 +403,6 @@ class Ordering:
                     self._may_be_urgent = True
                 staying.append(request)
             else:
-                request.bypassed = 0
                 behind += 1
         staying.reverse()
         engine.waiting = staying

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from lockstep.core.adapters import Adapters
 from lockstep.core.commands import (
     BatchPlan,
     Command,
@@ -26,6 +27,7 @@ from lockstep.core.commands import (
     FinishRequest,
     FreezeHeap,
     LaunchBatch,
+    LoadAdapter,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -38,6 +40,8 @@ from lockstep.core.commands import (
 )
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
+    AdapterEvicted,
+    AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
     ControlRequested,
@@ -63,11 +67,10 @@ from lockstep.core.events import (
     TurnStarted,
     WeightsSwapped,
 )
-from lockstep.core.memory import VERSION_MARK
 from lockstep.core.radix import RadixCache, RadixNode
-from lockstep.core.requests import Request, RequestState
+from lockstep.core.requests import VERSION_MARK, Request, RequestState
 from lockstep.core.stats import Stats
-from lockstep.core.support import sample_label, samples_asked
+from lockstep.core.support import PARTS_MARK, sample_label, samples_asked
 
 TOKENS_SHOWN = 8  # of one edge of the radix tree, before it is cut short
 REQUESTS_SHOWN = 40  # columns of a debug line, before it counts instead
@@ -80,7 +83,7 @@ _DEFER_WORDS = {
     "prefill_budget": "this extend is full",
     "pages": "no page is free now",
     "grammar": "its grammar is being compiled",
-    "adapter": "its adapter is not loaded",
+    "adapter": "there is no place for its adapter yet",
     "transfer": "its KV is on the way",
     "prefetch": "its prefix is being fetched",
     "media": "its media are being encoded",
@@ -141,6 +144,8 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"prefilled {names.request(event.request_id)} in {_count(event.chunks, 'chunk')}"
         case RequestRetracted():
             why = "" if event.reason == "pages" else f" ({event.reason})"
+            if event.reason == "preempted":
+                why = f" (preempted for {names.request(event.beneficiary)})"
             discarded = f", {_count(event.tokens_discarded, 'token')} discarded" if event.tokens_discarded else ""
             outputs, pages = _count(event.output_tokens, "output token"), _count(event.pages_freed, "page")
             return f"retracted {names.request(event.request_id)} after {outputs}, {pages} back{discarded}{why}"
@@ -158,6 +163,8 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"session {event.session} yielded {_count(event.pages, 'page')}"
         case SessionClosed():
             return f"closed session {event.session} with {_count(event.tokens, 'token')} ({event.reason})"
+        case AdapterEvicted():
+            return f"evicted {event.adapter} version {event.version} from slot {event.slot}"
         case DecodeSkipped():
             needed = _count(event.needed_pages, "page")
             return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
@@ -184,6 +191,8 @@ def command_line(command: Command, names: Names) -> str:
             dropped = ", ".join(f"dropping {media_name(digest)}" for digest in command.drop)
             text = f"encode {media_name(command.digest)}, {_count(command.encoder_tokens, 'token')}"
             return f"{text}, {dropped}" if dropped else text
+        case LoadAdapter():
+            return f"load {command.adapter} version {command.version} into slot {command.slot}"
         case ControlAnswered():
             verdict = "done" if command.ok else f"refused, {command.message}"
             if command.stats is not None:
@@ -220,6 +229,9 @@ def observed_line(event: Observed, names: Names) -> str:
             return f"encoded {media_name(event.digest)}" + (f" with error: {event.error}" if event.error else "")
         case ControlRequested():
             return f"asked {names.control(event.control_id)}"
+        case AdapterLoaded():
+            verdict = f"not loaded: {event.error}" if event.error else "loaded"
+            return f"{event.adapter} version {event.version} {verdict}"
         case EngineRestarted():
             return f"restarted as generation {event.generation}"
         case WeightsSwapped(_, version, error):
@@ -248,7 +260,9 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     lines = [f"plan {plan_text(plan, names)}"]
     for taken in plan.rows_taken:
         grammar = f", grammar {_grammar(taken.grammar.digest)}" if taken.grammar is not None else ""
-        lines.append(f"  row {taken.row} taken by {names.request(taken.request_id)}, epoch {taken.epoch}{grammar}")
+        runs_on = f", on {taken.adapter} in slot {taken.adapter_slot}" if taken.adapter else ""
+        whose = f"{names.request(taken.request_id)}, epoch {taken.epoch}"
+        lines.append(f"  row {taken.row} taken by {whose}{grammar}{runs_on}")
     deltas = plan.deltas
     for row in dict.fromkeys(deltas.rows.tolist()):
         mine = deltas.rows == row
@@ -382,6 +396,21 @@ def queue_line(engine: Engine, names: Names) -> str:
     return "waiting " + (" ".join(waiting) or "nobody") + (f", held {' '.join(held)}" if held else "")
 
 
+def adapter_lines(adapters: Adapters | None) -> list[str]:
+    """The slots of the device, and adapters on their way out."""
+    if adapters is None:
+        return ["adapters are off"]
+    lines = []
+    for i, slot in enumerate(adapters.slots):
+        if slot.adapter is None:
+            lines.append(f"slot {i} free")
+            continue
+        rows = adapters.users.get(slot.adapter, 0)
+        use = "loading" if slot.loading else f"used by {_count(rows, 'row')}" if rows else "idle"
+        lines.append(f"slot {i} {slot.adapter.name} version {slot.adapter.version}, {use}")
+    return lines + [f"{name} is being unloaded" for name in adapters.withdrawals]
+
+
 def in_flight_lines(engine: Engine, names: Names) -> list[str]:
     """Batches launched and not collected, oldest first; rows whose request has left are named dead."""
     lines = []
@@ -401,6 +430,7 @@ def tree_lines(radix: RadixCache | None) -> list[str]:
     for root in roots:
         if len(roots) > 1 or root.namespace:
             namespace, _, version = root.namespace.partition(VERSION_MARK)
+            namespace = namespace.removeprefix(PARTS_MARK)
             lines.append(f"namespace {namespace!r}" + (f", weights {version}" if version else ""))
         _tree(root, 0, lines)
     return lines or ["tree is empty"]
@@ -459,6 +489,8 @@ def debug_text(engine: Engine, event: Observed, step: Step, names: Names, level:
     if level >= 3:
         lines += [f"          {queue_line(engine, names)}"]
         lines += [f"          {line}" for line in table_lines(engine, names) + in_flight_lines(engine, names)]
+        if engine.memory.adapters is not None:
+            lines += [f"          {line}" for line in adapter_lines(engine.memory.adapters)]
     if level >= 4:
         lines += [f"          {line}" for line in page_owner_lines(engine, names) + tree_lines(engine.memory.radix)]
     return lines

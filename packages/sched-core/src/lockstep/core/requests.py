@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import IntEnum
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from lockstep.core.digest import ids_digest
 from lockstep.core.errors import InvariantError
 from lockstep.core.events import (
     Decided,
+    DeferReason,
     PrefillCompleted,
     Prompt,
     PromptSpan,
@@ -54,6 +55,18 @@ HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of Cohort.special
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 OUTPUTS_MAX = 2**31 - 1
 NOBODY: RequestId = -1
+VERSION_MARK = "\0"  # between a namespace and the version of the weights, in the keys of the radix cache
+
+
+class Adapter(NamedTuple):
+    """What a request runs on: the model with this adapter (LoRA) added."""
+
+    name: str
+    version: int
+
+
+BASE = Adapter("", 0)
+"""The model itself."""
 
 
 class RequestState(IntEnum):
@@ -112,6 +125,7 @@ class Request:
     """One prompt and its continuation. While it has a row, output beyond `tokens` is in the output table."""
 
     __slots__ = (
+        "adapter",
         "arrived_us",
         "behind",
         "bypassed",
@@ -119,6 +133,7 @@ class Request:
         "chunks",
         "computed",
         "deadline_us",
+        "deferred",
         "epoch",
         "extras",
         "finish_by_us",
@@ -161,6 +176,7 @@ class Request:
         self.namespace = accepted.namespace
         self.tenant = arrived.tenant
         self.routing_key = arrived.routing_key
+        self.adapter = accepted.adapter
         self.priority = arrived.priority
         self.arrived_us = arrived.time_us
         self.waiting_since_us = arrived.time_us
@@ -197,6 +213,7 @@ class Request:
         self.bypassed = 0  # requests admitted before it since it waits, though they stood behind it in the line
         self.behind: RequestId = -1  # the request that computes its prefix, when last it was put off for that
         self.extras = msgspec.structs.replace(accepted.extras) if accepted.extras is not None else None
+        self.deferred: DeferReason | None = None  # what was last said about why it waits alone
 
     @property
     def name(self) -> str:

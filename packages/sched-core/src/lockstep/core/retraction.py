@@ -5,20 +5,41 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.config import RetractionPolicy
-from lockstep.core.requests import Cohort, Int32s
+from lockstep.core.config import SchedConfig
+from lockstep.core.requests import Cohort, Int32s, Request
+
+LEAST = -(2**63)
+"""The importance of a request without a priority."""
 
 
-def choose_victim(policy: RetractionPolicy, cohort: Cohort, positions: Int32s) -> int:
+def importance(request: Request, config: SchedConfig) -> int:
+    """What requests are ordered by under policy priority; the larger goes first."""
+    value = request.priority if request.priority is not None else config.default_priority_value
+    if value is None:
+        return LEAST
+    return -value if config.schedule_low_priority_values_first else value
+
+
+def choose_victim(config: SchedConfig, cohort: Cohort, positions: Int32s) -> int:
     """The member to retract. Index into the cohort, which must have at least two members: one always runs on.
 
-    length  fewest output tokens first (least work lost), then the longest prompt (most pages back), then the newest
-    newest  who joined last, as vLLM: those before it keep their places
+    length    fewest output tokens first (least work lost), then the longest prompt (most pages back), then the newest
+    newest    who joined last, as vLLM: those before it keep their places
+    priority  the least important first, and of these as under length
     """
-    if policy == "newest":
+    if config.retraction_policy == "newest":
         return cohort.size - 1
-    outputs = positions - cohort.prompts
-    return int(np.lexsort((-cohort.request_ids, -cohort.prompts, outputs))[0])
+    by_length: list[int] = np.lexsort((-cohort.request_ids, -cohort.prompts, positions - cohort.prompts)).tolist()
+    if config.retraction_policy == "length":
+        return by_length[0]
+    return min(by_length, key=lambda i: importance(cohort.requests[i], config))
+
+
+def goes_before(split: Request, cohort: Cohort, config: SchedConfig) -> bool:
+    """Whether the request whose prompt is split is to be retracted before any member of the cohort."""
+    if config.retraction_policy == "priority":
+        return importance(split, config) < min(importance(member, config) for member in cohort.requests)
+    return config.retraction_policy == "newest"
 
 
 def pages_ahead(cohort: Cohort, positions: Int32s, page_size: int, steps: int) -> int:

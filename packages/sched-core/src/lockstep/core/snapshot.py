@@ -11,19 +11,30 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.engine import Engine
-from lockstep.core.events import Grammar, SamplingParams
+from lockstep.core.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.grammars import Known
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
 from lockstep.core.memory import Lease, Pending, Rewrite
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
-from lockstep.core.requests import EMPTY_COHORT, NOBODY, Cohort, Extras, Request, RequestState, RequestTable
+from lockstep.core.requests import (
+    BASE,
+    EMPTY_COHORT,
+    NOBODY,
+    Adapter,
+    Cohort,
+    Extras,
+    Request,
+    RequestState,
+    RequestTable,
+)
 from lockstep.core.sessions import SessionImage
 from lockstep.core.stats import Counts
 
@@ -75,6 +86,8 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     bypassed: int = 0
     behind: int = -1
     extras: Extras | None = None
+    adapter: Adapter = BASE
+    deferred: DeferReason | None = None
 
 
 class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,6 +193,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     session_uses: int
     sessions_unsettled: list[tuple[int, str]]
     media: MediaImage | None = None
+    adapters: dict[str, Any] | None = None
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -241,6 +255,7 @@ def dump(engine: Engine) -> bytes:
         session_uses=engine.sessions.uses,
         sessions_unsettled=list(engine.sessions.unsettled),
         media=_media_image(engine),
+        adapters=memory.adapters.dump() if memory.adapters is not None else None,
     )
     return _encode(image)
 
@@ -259,6 +274,7 @@ def restore(data: bytes) -> Engine:
     memory.radix = RadixCache.load(image.radix) if image.radix is not None else None
     nodes = {node.number: node for node in memory.radix.walk()} if memory.radix is not None else {}
 
+    memory.adapters = Adapters.load(image.adapters) if image.adapters is not None else None
     memory.table = RequestTable(image.config.rows_max, image.config.page_size)
     memory.table.resize(image.rows, image.pages_width, image.outputs_width)
     memory.table.free_rows = image.free_rows

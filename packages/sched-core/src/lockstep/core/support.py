@@ -11,8 +11,7 @@ import numpy as np
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import PromptSpan, RejectReason, RequestArrived, SamplingParams, TokenDigest
-from lockstep.core.memory import VERSION_MARK
-from lockstep.core.requests import TOKEN_IDS, Extras, prompt_bytes, prompt_length
+from lockstep.core.requests import BASE, TOKEN_IDS, VERSION_MARK, Adapter, Extras, prompt_bytes, prompt_length
 
 STOP_TOKENS_MAX = 64
 """Stop tokens one request may have; each is a column of every decode step's comparison."""
@@ -37,14 +36,17 @@ class Accepted(NamedTuple):
 
     tokens: bytes  # the prompt's ids, packed int32
     namespace: str
+    adapter: Adapter
     max_new_tokens: int
     truncated_tokens: int
     extras: Extras | None
 
 
-def accepted(event: RequestArrived, config: SchedConfig) -> Accepted:
-    """What becomes of an arrival. Raises Refused."""
+def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Accepted:
+    """What becomes of an arrival that runs on this adapter. Raises Refused."""
     _refuse_unsupported(event)
+    if event.adapter and not config.max_loras:
+        raise Refused("unsupported", f"`adapter` is {event.adapter!r}, but LoRA is off (`max_loras` is not set)")
     try:
         length = prompt_length(event.prompt)
     except ValueError as error:
@@ -62,7 +64,12 @@ def accepted(event: RequestArrived, config: SchedConfig) -> Accepted:
         tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
     room = config.request_tokens_max - most
     return Accepted(
-        tokens, cache_namespace(event, config), min(event.max_new_tokens, room), length - most, _extras(event, most)
+        tokens,
+        cache_namespace(event, adapter, config),
+        adapter,
+        min(event.max_new_tokens, room),
+        length - most,
+        _extras(event, most),
     )
 
 
@@ -89,7 +96,7 @@ def sample_label(label: str, number: int) -> str:
     return f"{label}.{number}" if label and number else label
 
 
-def cache_namespace(event: RequestArrived, config: SchedConfig) -> str:
+def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> str:
     """Inside which prefixes are shared: the host's namespace, and behind it all that makes equal tokens differ.
 
     Every part says its length, and a text made of parts opens with PARTS_MARK, as no other does: no two coincide.
@@ -99,6 +106,8 @@ def cache_namespace(event: RequestArrived, config: SchedConfig) -> str:
         parts.append(("tenant", event.tenant))
     if event.token_type_ids:
         parts.append(("types", sha256(event.token_type_ids).hexdigest()))
+    if adapter != BASE:
+        parts.append(("adapter", f"{adapter.name}@{adapter.version}"))
     if not parts and not event.namespace.startswith(PARTS_MARK):
         return event.namespace
     parts.append(("host", event.namespace))
@@ -124,7 +133,6 @@ def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
 
 def _refuse_unsupported(event: RequestArrived) -> None:
     asked = (
-        ("adapter", event.adapter),
         ("transfer_room", event.transfer_room is not None),
         ("prompt", isinstance(event.prompt, TokenDigest)),
     )

@@ -137,6 +137,9 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("truncate_input", click.STRING, "which end a longer prompt loses: left, right, or no (it is rejected)"),
     ("isolate_tenants", click.BOOL, "no tenant ever hits a prefix of another one"),
     ("encoder_cache_tokens", _Or(click.INT, none=NONE), "encoder output of media kept at once, in tokens"),
+    ("enable_priority_preemption", click.BOOL, "less important requests make room for more important ones"),
+    ("priority_preemption_threshold", click.INT, "and are less important by more than this"),
+    ("max_loras", _Or(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
 )
 
 

@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from simpy import Environment, Timeout
 
@@ -33,6 +34,7 @@ from lockstep.core.commands import (
     CompileGrammar,
     FinishRequest,
     Int32s,
+    LoadAdapter,
     RejectRequest,
     SampleBatch,
     Step,
@@ -42,6 +44,7 @@ from lockstep.core.delivery import step_numbers
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError, LockstepError
 from lockstep.core.events import (
+    AdapterLoaded,
     BatchFinished,
     BatchId,
     ClockAdvanced,
@@ -64,6 +67,7 @@ EOS_TOKEN_ID = TOKEN_IDS - 1
 
 NEVER_US = 2**62
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
+ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
@@ -297,6 +301,7 @@ class EngineHost:
         max_new_tokens: the limit of every request that wants any output; None is the turn's own length. With a limit,
             a turn whose length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
         grammar_compile_us: how long it takes to compile a grammar, beside the lane.
+        adapter_load_us: how long an adapter takes to get to the device; loads overlap with everything.
         on_finish: called with the number of requests that ended, after each.
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
@@ -320,6 +325,7 @@ class EngineHost:
         check_every: int = 1,
         on_finish: Callable[[int], None] | None = None,
         decode_runs: bool = True,
+        adapter_load_us: int = ADAPTER_LOAD_US,
     ) -> None:
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
@@ -345,6 +351,8 @@ class EngineHost:
         self._decode_runs = decode_runs and check is None
         self._grammar_compile_us = grammar_compile_us
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
+        self._adapter_load_us = adapter_load_us
+        self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
         self._wake_at_us: int | None = None
         self._nothing_new = True  # since the last LaneReady that launched nothing
 
@@ -382,6 +390,8 @@ class EngineHost:
                 now_us = self._collect(now_us)
             elif self._compiling and self._compiling[0][0] <= now_us:
                 self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
+            elif self._loads and self._loads[0].time_us <= now_us:
+                self._fold(msgspec.structs.replace(self._loads.popleft(), time_us=now_us))
             elif self._wake_at_us is not None and self._wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -395,6 +405,8 @@ class EngineHost:
             next_us = queue[0].finished_us
         if self._compiling and self._compiling[0][0] < next_us:
             next_us = self._compiling[0][0]
+        if self._loads and self._loads[0].time_us < next_us:
+            next_us = self._loads[0].time_us
         if self._wake_at_us is not None and self._wake_at_us < next_us:
             next_us = self._wake_at_us
         return next_us
@@ -447,6 +459,8 @@ class EngineHost:
         queue, until_us = self.device.queue, min(self.arrivals.next_us, self.env.peek())
         if self._compiling:
             until_us = min(until_us, self._compiling[0][0])
+        if self._loads:
+            until_us = min(until_us, self._loads[0].time_us)
         newest = queue[-1]
         worth_us = RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
         if not self._decode_runs or until_us < newest.finished_us + worth_us:
@@ -510,6 +524,10 @@ class EngineHost:
                 self._count_end()
             elif type(command) is CompileGrammar:
                 self._compiling.append((event.time_us + self._grammar_compile_us, command.grammar.digest))
+            elif type(command) is LoadAdapter:
+                due_us = event.time_us + self._adapter_load_us
+                generation = self.engine.generation
+                self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
         if self._check is not None:
             self._until_check -= 1
             if self._until_check <= 0:

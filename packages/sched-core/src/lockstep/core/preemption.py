@@ -1,0 +1,160 @@
+"""Who makes room for a more important request: priority preemption.
+
+A request that waits has its turn and lacks memory, a row or a place among those that run. Then requests that decode and
+are less important by more than `priority_preemption_threshold` are retracted, if that is enough for it to start; if
+not, nothing happens. Pages, rows and places that are coming back anyway are counted first, so nobody is retracted while
+the request waits for what others gave up before.
+
+**Nobody is retracted in circles.** A victim is strictly less important than the request it made room for, so it is
+considered after it, and it never makes room for it again once that has started. So each time a request is preempted,
+one that is more important by more than the threshold starts. (Or has been passed by `bypass_limit` times meanwhile by
+still more important ones, and goes first for that reason.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lockstep.core.admission import PrefillBudget, chunk_tokens
+from lockstep.core.commands import Step
+from lockstep.core.config import SchedConfig
+from lockstep.core.events import DeferReason
+from lockstep.core.radix import Match
+from lockstep.core.requests import Cohort, Int32s, Request
+from lockstep.core.retraction import importance
+
+if TYPE_CHECKING:
+    from lockstep.core.engine import Engine
+
+SHORTAGES: frozenset[DeferReason] = frozenset({"running_limit", "rows", "kv_budget", "pages"})
+"""What a request may lack that others can give it."""
+
+
+def candidates(request: Request, cohort: Cohort, config: SchedConfig) -> list[int]:
+    """Members of the cohort that may have to make room for the request: the least important first, then the newest."""
+    least = importance(request, config) - config.priority_preemption_threshold
+    ranked = [
+        (rank, -member.request_id, i)
+        for i, member in enumerate(cohort.requests)
+        if (rank := importance(member, config)) < least
+    ]
+    return [i for _, _, i in sorted(ranked)]
+
+
+def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
+    """The shortest beginning of `ranked` that is enough, without those it can do without, the last ranked spared first.
+
+    `enough` stays true when more are taken. Returns: [] if not even all are enough.
+    """
+    if not enough(ranked):
+        return []
+    least, most = 1, len(ranked)
+    while least < most:
+        middle = (least + most) // 2
+        if enough(ranked[:middle]):
+            most = middle
+        else:
+            least = middle + 1
+    chosen = ranked[:most]
+    for one in reversed(chosen[:-1]):
+        others = [other for other in chosen if other != one]
+        if enough(others):
+            chosen = others
+    return chosen
+
+
+def make_room(
+    engine: Engine, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
+) -> list[Request]:
+    """Retract members so that the request can start, now or once work in flight has given their pages back.
+
+    Nobody is retracted when that is not enough, or when what it lacks is coming back anyway.
+
+    Args:
+        budget: of the extend that is being put together; it regains what comes free at once.
+        parts: requests in that extend so far.
+    Returns: whom it retracted; they do not stand in the line yet.
+    """
+    config, memory = engine.config, engine.memory
+    if not config.enable_priority_preemption or lacks not in SHORTAGES:
+        return []
+    ranked = candidates(request, engine.cohort, config)
+    if not ranked or (memory.adapters is not None and not memory.adapters.has_place_for(request.adapter)):
+        return []
+    need = Need.of(engine, request, budget, parts)
+    if need is None or need.is_met(engine, budget, []):
+        return []
+    victims = [engine.cohort.requests[i] for i in fewest(ranked, lambda some: need.is_met(engine, budget, some))]
+    if not victims:
+        return []
+    available, reserved = memory.available_pages, tokens_kept_free(engine, engine.cohort, engine.positions)
+    engine.break_ranks(victims)
+    for victim in victims:
+        engine.retract(victim, "preempted", step, beneficiary=request.request_id)
+    cohort, positions = engine.cohort, engine.positions
+    back = (memory.available_pages - available) * config.page_size
+    unreserved = reserved - tokens_kept_free(engine, cohort, positions)
+    budget.regain(back, unreserved, engine.set_aside(cohort, positions))
+    return victims
+
+
+def tokens_kept_free(engine: Engine, cohort: Cohort, positions: Int32s) -> int:
+    """Tokens of the total budget that a cohort at these positions takes: its reserve, and its next decode's own."""
+    config = engine.config
+    decodes = cohort.size if config.reserve == "ratio" and config.batching != "prefill_first" else 0
+    return engine.reserve_of(cohort, positions) + decodes
+
+
+class Need(NamedTuple):
+    """What a request needs to start, in the terms of its admission."""
+
+    match: Match | None
+    matched_pages: int  # of its prefix, that nobody holds: they cannot be had for anything else
+    wanted: int  # tokens of the total budget
+    pages: int  # of its first extend
+
+    @staticmethod
+    def of(engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> Need | None:
+        """None if it is not memory that it lacks: this extend is full, or may not follow the one in flight."""
+        config = engine.config
+        page_size = config.page_size
+        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
+            return None
+        if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
+            return None
+        match = engine.memory.match(request)
+        cached, locking = (match.pages * page_size, match.evictable_pages) if match is not None else (0, 0)
+        new_tokens = len(request.tokens) // 4 - cached
+        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=engine.prefilling is None)
+        if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
+            return None
+        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
+        return Need(match, locking, wanted, -(-take // page_size))
+
+    def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
+        """Whether it can start once all in flight is delivered and these members have left: `Engine._examine` then.
+
+        Until that has come back the other members go on, and open pages.
+        """
+        config, memory, cohort, positions = engine.config, engine.memory, engine.cohort, engine.positions
+        page_size = config.page_size
+        back = memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], self.match)
+        active = engine.active - back.places - len(leaving)
+        if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
+            return False
+        stay = np.ones(cohort.size, np.bool_)
+        stay[leaving] = False
+        staying, now = cohort.only(stay), positions[stay]
+        then = np.minimum(now + np.int32(back.launches * config.decode_steps_per_launch), staying.limits - np.int32(1))
+        pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
+        gained = pages * page_size
+        gained += tokens_kept_free(engine, cohort, positions) - tokens_kept_free(engine, staying, then)
+        if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
+            return False
+        locking = self.matched_pages + back.matched
+        if active and not budget.has(self.wanted, locking * page_size - gained):
+            return False
+        return self.pages <= memory.available_pages + pages - engine.set_aside(staying, then) - locking

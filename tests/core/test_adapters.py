@@ -1,0 +1,36 @@
+"""Facts about adapters that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.core import snapshot
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError, ContractError
+from lockstep.core.events import AdapterLoaded, ControlRequested, LoadAdapterControl
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        AdapterLoaded(0, "law", 1),
+        AdapterLoaded(0, "med", 2),
+        AdapterLoaded(0, "med", 1, generation=1),
+    ],
+)
+def test_load_nobody_asked_for_is_refused_and_changes_nothing(event: AdapterLoaded) -> None:
+    engine = Engine(SchedConfig(max_loras=2))
+    engine.step(ControlRequested(0, 0, LoadAdapterControl("law", 1)))
+    engine.step(ControlRequested(0, 1, LoadAdapterControl("med", 1, pinned=True)))
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError):
+        engine.step(event)
+    assert snapshot.dump(engine) == before
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_loras"):
+        SchedConfig(max_loras=-1)
+    with pytest.raises(ConfigError, match="bypass_limit"):
+        SchedConfig(bypass_limit=-1)
