@@ -49,3 +49,28 @@ def test_missing_workloads_are_named(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, f"LOCKSTEP_PEERS is {tmp_path}, which has no workloads.py\n")
+
+
+def test_profiles_compares_every_variant(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "profiles.py", "--case", "chat-h100", "--limit", "8", "--json", figures],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())["rows"]
+    assert {row["variant"] for row in rows if row["load"] == "beyond"} >= {"lockstep", "sglang", "vllm"}
+    assert len({row["variant"] for row in rows if row["load"] == "knee"}) > 20
+
+
+def test_profiles_names_the_missing_traces() -> None:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "profiles.py", "--case", "code-h100"],
+        env={name: value for name, value in os.environ.items() if name != "LOCKSTEP_DATA"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "LOCKSTEP_DATA is not set: it names the folder with traces/\n")
