@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core import snapshot
+from lockstep.core.commands import ControlAnswered
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
@@ -29,8 +30,18 @@ def test_load_nobody_asked_for_is_refused_and_changes_nothing(event: AdapterLoad
     assert snapshot.dump(engine) == before
 
 
+def test_name_with_a_zero_character_is_refused() -> None:
+    """It separates the version of the weights from what the core adds to a namespace."""
+    (answer,) = Engine(SchedConfig(max_loras=2)).step(ControlRequested(0, 0, LoadAdapterControl("a\0", 1))).commands
+    assert answer == ControlAnswered(
+        0, False, "`adapter` holds a zero character, which separates it from what the core adds"
+    )
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_loras"):
         SchedConfig(max_loras=-1)
+    with pytest.raises(ConfigError, match="`max_loras` must be a whole number, 0"):
+        SchedConfig(max_loras=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bypass_limit"):
         SchedConfig(bypass_limit=-1)

@@ -134,10 +134,6 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "`enable_priority_preemption` is on, but `bypass_limit` 0 lets nobody go before those ahead of it\n"
                 "hint: raise bypass_limit"
             )
-        if self.priority_preemption_threshold < 0:
-            raise ConfigError(
-                f"`priority_preemption_threshold` must be 0 or more, got `{self.priority_preemption_threshold}`"
-            )
         if not 0.0 < self.schedule_conservativeness <= 100.0:
             raise ConfigError(
                 f"`schedule_conservativeness` must be above 0 and at most 100, got `{self.schedule_conservativeness}`"
@@ -300,8 +296,10 @@ def _require_positive(config: SchedConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"`{name}` must be a whole number, 0 (never) or more, got `{value}`")
-    if config.max_loras is not None and config.max_loras < 0:
-        raise ConfigError(f"`max_loras` must be 0 (no LoRA) or more, got `{config.max_loras}`")
+    for name, zero in (("max_loras", "no LoRA"), ("priority_preemption_threshold", "any difference")):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ConfigError(f"`{name}` must be a whole number, 0 ({zero}) or more, got `{value}`")
     if config.context_tokens_max < 2:
         raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
     for token in config.eos_token_ids:

@@ -63,7 +63,6 @@ from lockstep.core.events import (
     RequestRetracted,
     WeightsSwapped,
 )
-from lockstep.core.extras import NO_EXTRAS, PlanExtras
 from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import EncoderCache, Placeholders
@@ -76,7 +75,6 @@ from lockstep.core.requests import (
     NOBODY,
     Cohort,
     Int32s,
-    Int64s,
     Request,
     RequestState,
 )
@@ -309,8 +307,10 @@ class Engine:
             adapters = self.memory.adapters
             adapter = adapters.named(event.adapter) if adapters is not None else BASE
             taken = accepted(event, adapter, self.config)
-            self.sessions.check(event)
-            self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
+            if event.session or event.session_start is not None:
+                self.sessions.check(event)
+            if event.grammar is not None:
+                self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
         except Refused as refused:
             for number in range(samples):
                 self.reject(event.request_id + number, refused.reason, refused.message, step)
@@ -332,7 +332,7 @@ class Engine:
         if request.session:
             self.hold(request)
             self.sessions.take_in(request)
-        if self.grammars.must_wait(request, config.grammar_timeout_us, step):
+        if request.grammar is not None and self.grammars.must_wait(request, config.grammar_timeout_us, step):
             self.hold(request)
         queued = RequestQueued(
             self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens, taken.truncated_tokens
@@ -780,8 +780,11 @@ class Engine:
             rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
             starts, stops = np.concatenate((starts, decodes.starts)), np.concatenate((stops, decodes.stops))
             sample_rows = np.concatenate((sample_rows, along.everyone + np.int32(len(parts))))
-        plan = self._plan(
-            mode,
+        taken, deltas = self.memory.changes(decodes.deltas)
+        special = extras.plan_extras(parts)
+        plan = BatchPlan(
+            batch_id=self._number(),
+            mode=mode,
             rows=rows,
             request_ids=request_ids,
             starts=starts,
@@ -789,9 +792,13 @@ class Engine:
             extend_rows=len(parts),
             token_ids=new_tokens_of(parts),
             sample_rows=sample_rows,
-            deltas=decodes.deltas,
+            rows_taken=taken,
+            deltas=deltas,
+            generation=self.generation,
             pooled_rows=np.array(pooled, np.int32) if pooled else NO_ROWS,
-            special=extras.plan_extras(parts),
+            media_spans=special.media_spans,
+            logprob_spans=special.logprob_spans,
+            hidden_spans=special.hidden_spans,
         )
         joining, positions = prefilled, stops[sample_rows[: prefilled.size]]
         ends = positions + 1 >= prefilled.limits
@@ -853,14 +860,18 @@ class Engine:
         else:
             advanced = self._advance_by(steps, step)
         cohort, starts, stops, deltas, ending = advanced
-        plan = self._plan(
-            "decode",
+        taken, deltas = self.memory.changes(deltas)
+        plan = BatchPlan(
+            batch_id=self._number(),
+            mode="decode",
             rows=cohort.rows,
             request_ids=cohort.request_ids,
             starts=starts,
             stops=stops,
             sample_rows=cohort.everyone,
+            rows_taken=taken,
             deltas=deltas,
+            generation=self.generation,
             steps=steps,
             ids_digest=cohort.ids_digest,
         )
@@ -1067,47 +1078,10 @@ class Engine:
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
         return batch
 
-    def _plan(
-        self,
-        mode: Mode,
-        *,
-        rows: Int32s,
-        request_ids: Int64s,
-        starts: Int32s,
-        stops: Int32s,
-        sample_rows: Int32s,
-        extend_rows: int = 0,
-        token_ids: Int32s = NO_ROWS,
-        deltas: PageDeltas = NO_DELTAS,
-        steps: int = 1,
-        ids_digest: bytes = b"",
-        pooled_rows: Int32s = NO_ROWS,
-        special: PlanExtras = NO_EXTRAS,
-    ) -> BatchPlan:
-        """Complete a plan: its number, and what changed about rows since the plan before it."""
-        batch_id = self.next_batch_id
+    def _number(self) -> int:
+        """The number of the plan that is being made."""
         self.next_batch_id += 1
-        taken, deltas = self.memory.changes(deltas)
-        return BatchPlan(
-            batch_id=batch_id,
-            mode=mode,
-            rows=rows,
-            request_ids=request_ids,
-            starts=starts,
-            stops=stops,
-            extend_rows=extend_rows,
-            token_ids=token_ids,
-            sample_rows=sample_rows,
-            rows_taken=taken,
-            deltas=deltas,
-            generation=self.generation,
-            steps=steps,
-            ids_digest=ids_digest,
-            pooled_rows=pooled_rows,
-            media_spans=special.media_spans,
-            logprob_spans=special.logprob_spans,
-            hidden_spans=special.hidden_spans,
-        )
+        return self.next_batch_id - 1
 
     def leave(self, request: Request, step: Step, *, publish: bool) -> None:
         """Take a request off its row. What work in flight still uses stays behind until it is collected."""

@@ -153,8 +153,8 @@ def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
 
 
 def _refuse_malformed(event: RequestArrived) -> None:
-    for field in ("namespace", "tenant"):
-        if VERSION_MARK in getattr(event, field):
+    for field, name in (("namespace", event.namespace), ("tenant", event.tenant)):
+        if VERSION_MARK in name:
             message = f"`{field}` holds a zero character, which separates namespaces from what the core adds"
             raise Refused("bad_request", message)
     most = event.max_new_tokens
@@ -193,7 +193,8 @@ def _refuse_inconsistent(event: RequestArrived, length: int, config: SchedConfig
     if event.token_type_ids and len(event.token_type_ids) != length:
         given = len(event.token_type_ids)
         raise Refused("bad_request", f"`token_type_ids` has {given} bytes for a prompt of {length} tokens")
-    refuse_spans(event.spans, length, config)
+    if event.spans:
+        refuse_spans(event.spans, length, config)
 
 
 def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig) -> None:
