@@ -116,7 +116,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.bypass_limit is not None and self.bypass_limit < 0:
             raise ConfigError(
                 f"`bypass_limit` must be 0 (nobody is passed by) or more, got `{self.bypass_limit}`\n"
-                "hint: leave it unset to let a policy pass anybody for ever"
+                "hint: none lets a policy pass anybody for ever"
             )
         if self.enable_priority_preemption and self.schedule_policy != "priority":
             raise ConfigError(
