@@ -40,6 +40,7 @@ class PageDeltas(msgspec.Struct, frozen=True):
     rows: Int32s
     index: Int32s
     pages: Int32s
+    runs: Int32s = NO_ROWS  # row, first index, count of each run of pages, one after another, where they are known
 
 
 NO_DELTAS = PageDeltas(NO_ROWS, NO_ROWS, NO_ROWS)

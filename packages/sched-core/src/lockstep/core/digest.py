@@ -96,8 +96,11 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if sampling != rows:
         add(plan.sample_rows)
     if changes:
-        add(deltas.rows)
-        add(deltas.index)
+        if len(deltas.runs):
+            add(deltas.runs)
+        else:
+            add(deltas.rows)
+            add(deltas.index)
         add(deltas.pages)
     if plan.pooled_rows.size:
         add(b"pooled")

@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import PageDeltas, RowTaken, Step
+from lockstep.core.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import BatchId, PagesEvicted
 from lockstep.core.extras import with_extras
@@ -417,10 +417,12 @@ def pages_only_held_by(handle: RadixNode | None) -> int:
 def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
     """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
     rows = np.array([rewrite.row for rewrite in rewrites], np.int32)
+    runs = [number for r in rewrites for number in (r.row, r.first, r.pages.size)]
     sizes = [rewrite.pages.size for rewrite in rewrites]
     index = [np.arange(r.first, r.first + r.pages.size, dtype=np.int32) for r in rewrites]
     return PageDeltas(
         np.concatenate((rows.repeat(sizes), deltas.rows)),
         np.concatenate((*index, deltas.index)),
         np.concatenate((*(rewrite.pages for rewrite in rewrites), deltas.pages)),
+        NO_ROWS if deltas.rows.size else np.array(runs, np.int32),
     )
