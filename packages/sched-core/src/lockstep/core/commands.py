@@ -41,6 +41,7 @@ class PageDeltas(msgspec.Struct, frozen=True):
     index: Int32s
     pages: Int32s
     runs: Int32s = NO_ROWS  # row, first index, count of each run of pages, one after another, where they are known
+    growth: bool = False  # the pages that the decodes of the plan begin, and nothing else: the rest follows from it
 
 
 NO_DELTAS = PageDeltas(NO_ROWS, NO_ROWS, NO_ROWS)

@@ -127,7 +127,7 @@ class DecodeRun:
         if not growing.size:
             return NO_DELTAS
         rows, index = self._cohort.rows[growing], starts[growing] >> engine.page_shift
-        deltas = PageDeltas(rows, index, engine.memory.pool.alloc(growing.size))
+        deltas = PageDeltas(rows, index, engine.memory.pool.alloc(growing.size), growth=True)
         engine.memory.table.write_pages(rows, index, deltas.pages)
         return deltas
 

@@ -98,7 +98,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if changes:
         if len(deltas.runs):
             add(deltas.runs)
-        else:
+        elif not deltas.growth:
             add(deltas.rows)
             add(deltas.index)
         add(deltas.pages)

@@ -207,7 +207,7 @@ class Memory:
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
         """One more page for each of these rows, at these places of their tables. int32 [n] both."""
-        deltas = PageDeltas(rows, index, self.alloc(rows.size, "decode", step))
+        deltas = PageDeltas(rows, index, self.alloc(rows.size, "decode", step), growth=True)
         self.table.write_pages(rows, index, deltas.pages)
         return deltas
 
