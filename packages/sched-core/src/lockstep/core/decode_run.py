@@ -126,7 +126,9 @@ class DecodeRun:
         engine, growing = self._engine, self._growing
         if not growing.size:
             return NO_DELTAS
-        rows, index = self._cohort.rows[growing], starts[growing] >> engine.page_shift
+        cohort = self._cohort
+        rows, at = (cohort.rows, starts) if growing.size == cohort.size else (cohort.rows[growing], starts[growing])
+        index = at >> engine.page_shift
         deltas = PageDeltas(rows, index, engine.memory.pool.alloc(growing.size), growth=True)
         engine.memory.table.write_pages(rows, index, deltas.pages)
         return deltas

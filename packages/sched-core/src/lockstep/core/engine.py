@@ -882,8 +882,8 @@ class Engine:
         cohort, starts = self.cohort, self.positions
         deltas = NO_DELTAS
         if growing.size:
-            rows, index = cohort.rows[growing], starts[growing] >> self.page_shift
-            deltas = self.memory.open_pages(rows, index, step)
+            rows, at = (cohort.rows, starts) if growing.size == cohort.size else (cohort.rows[growing], starts[growing])
+            deltas = self.memory.open_pages(rows, at >> self.page_shift, step)
         stops = self.positions = starts + ONE
         self.horizon -= 1
         ending = self._end_of_horizon(cohort, stops) if self.horizon <= 0 else []
