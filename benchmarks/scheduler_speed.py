@@ -31,7 +31,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -296,16 +296,21 @@ def run_w1(workloads: ModuleType, sizes: Sizes, rounds: int, report: Report) -> 
     print_peers(PEERS_STEADY_US, "us per step at 32, 256 and 1,024 running")
 
 
+def prefill_rows(
+    workload: str, workloads: ModuleType, sizes: Sizes, rounds: int, report: Report, max_new_tokens: int
+) -> Iterator[Row]:
+    """W2 and W7 for each page size and number of groups, measured and added to the report."""
+    for page_size in (16, 64, 1):
+        for groups in sizes.groups:
+            measured = measure_prefill(workloads, sizes, rounds, page_size, groups, max_new_tokens=max_new_tokens)
+            yield report.add({"workload": workload, "page": page_size, "groups": groups} | measured)
+
+
 def run_w2(workloads: ModuleType, sizes: Sizes, rounds: int, report: Report) -> None:
     print(f"w2: prefill alone, {sizes.prefills} requests, 8,192 new tokens a step, overlap depth 1; CPU us")
     print("page  groups    steps   plan + result a step   in all a request")
-    for page_size in (16, 1, 64):
-        for groups in sizes.groups:
-            row = report.add(
-                {"workload": "w2", "page": page_size, "groups": groups}
-                | measure_prefill(workloads, sizes, rounds, page_size, groups, max_new_tokens=64)
-            )
-            print(f"{page_size:4} {groups:7} {row['steps']:8.0f} {row['step_us']:22.1f} {row['in_all']:18.1f}")
+    for row in prefill_rows("w2", workloads, sizes, rounds, report, max_new_tokens=64):
+        print(f"{row['page']:4} {row['groups']:7} {row['steps']:8.0f} {row['step_us']:22.1f} {row['in_all']:18.1f}")
     print_peers(PEERS_PREFILL_STEP_US, "us per step with 64, 1 and 512 groups")
     print_peers(PEERS_PREFILL_STEPS, "steps")
 
@@ -313,17 +318,10 @@ def run_w2(workloads: ModuleType, sizes: Sizes, rounds: int, report: Report) -> 
 def run_w7(workloads: ModuleType, sizes: Sizes, rounds: int, report: Report) -> None:
     print(f"w7: {sizes.prefills} requests with one output token, overlap depth 1; CPU us per request")
     print("page  groups  arrival     plan   result   record   in all    write    steps")
-    for page_size in (16, 64, 1):
-        for groups in sizes.groups:
-            row = report.add(
-                {"workload": "w7", "page": page_size, "groups": groups}
-                | measure_prefill(workloads, sizes, rounds, page_size, groups, max_new_tokens=1)
-            )
-            shown = "".join(
-                f"{row[figure]:9.1f}" for figure in ("arrival", "plan", "result", "record", "in_all", "write")
-            )
-            verdict = report.verdict(row, "in_all", PREFILL_ONLY_BAR_US)
-            print(f"{page_size:4} {groups:7}{shown} {row['steps']:8.0f}   {verdict}".rstrip())
+    for row in prefill_rows("w7", workloads, sizes, rounds, report, max_new_tokens=1):
+        shown = "".join(f"{row[figure]:9.1f}" for figure in ("arrival", "plan", "result", "record", "in_all", "write"))
+        verdict = report.verdict(row, "in_all", PREFILL_ONLY_BAR_US)
+        print(f"{row['page']:4} {row['groups']:7}{shown} {row['steps']:8.0f}   {verdict}".rstrip())
     print_peers(PEERS_PREFILL_ONLY_US, "us per request with 64, 1 and 512 groups")
 
 
