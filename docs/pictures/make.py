@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from simpy import Environment
 
+from lockstep.core.config import SchedConfig, profile_settings
 from lockstep.core.engine import Engine
 from lockstep.core.events import RequestArrived, RequestCancelled
 from lockstep.sim.host import Arrivals, EngineHost
@@ -58,6 +59,10 @@ COLOURS = (BLUE, ORANGE, GREEN, RED, VIOLET, GREY)
 # ------------------------------------------------------------------------------------------------------------ running
 
 
+# Each picture shows one choice, so what the profile lockstep chooses is undone.
+DEFAULTS = {name: getattr(SchedConfig(), name) for name in profile_settings("lockstep")}
+
+
 def run(
     workload: str,
     *,
@@ -76,7 +81,7 @@ def run(
         rate=rate,
         max_new_tokens=max_new_tokens,
         profile=profile,
-        settings=settings,
+        settings=DEFAULTS | settings if profile == "lockstep" else settings,
     )
     return simulate(assemble(scenario, environ={})).data
 
@@ -98,7 +103,8 @@ def priority_of(request_id: int) -> int:
 
 def run_with_priorities(workload: str, **settings: Any) -> RunData:
     """Simulate with a priority on every request."""
-    setup = assemble(Scenario(model="llama-3.1-8b", gpu="h100-sxm", workload=workload, settings=settings), environ={})
+    given = DEFAULTS | settings
+    setup = assemble(Scenario(model="llama-3.1-8b", gpu="h100-sxm", workload=workload, settings=given), environ={})
     env, metrics = Environment(), MetricsFold(kv_pages=setup.config.pages)
     arrivals = WithPriorities(setup.workload.turns)
     host = EngineHost(env, Engine(setup.config), arrivals, setup.cost, setup.cpu, NoJournal(), metrics)
@@ -446,7 +452,7 @@ SHOWN = {
     "lockstep": BLUE,
     "sglang": GREY,
     "vllm": ORANGE,
-    "mixed 1024": GREEN,
+    "mixed 2048": GREEN,
     "on_demand": VIOLET,
     "mixed 45 ms, on_demand": RED,
 }

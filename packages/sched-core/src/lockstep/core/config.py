@@ -208,7 +208,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {},
+    "lockstep": {  # one budget that prompts and decodes share, so that no burst holds up who decodes: docs/profiles.md
+        "batching": "mixed",
+        "reserve": "on_demand",
+        "chunked_prefill_size": 2048,
+    },
     "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
         "page_size": 1,
         "batching": "prefill_first",
@@ -236,7 +240,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "overlap_depth": 1,
     },
 }
-"""Families of settings: those of other engines, as named policy values; `lockstep` is the defaults."""
+"""Families of settings, as named policy values. What a profile does not name is as SchedConfig has it."""
 
 
 def profile_settings(name: str) -> dict[str, Any]:
