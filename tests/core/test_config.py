@@ -14,6 +14,11 @@ from lockstep.core.errors import ConfigError
         ({"batching": "both"}, "`batching` must be prefill_first, mixed or running_first, got `both`"),
         ({"reserve": "none"}, "`reserve` must be ratio, on_demand or full, got `none`"),
         ({"retraction_policy": "oldest"}, "`retraction_policy` must be length, newest or priority, got `oldest`"),
+        (
+            {"radix_cache": False, "retracted_kv": "cache"},
+            "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off",
+        ),
+        ({"chunk_unit": "byte"}, "`chunk_unit` must be page or token, got `byte`"),
         ({"retracted_requeue": "middle"}, "`retracted_requeue` must be tail or front, got `middle`"),
         ({"prefill_max_requests": 0}, "`prefill_max_requests` must be a whole number of at least 1, got `0`"),
         ({"decode_look_ahead": 0}, "`decode_look_ahead` must be a whole number of at least 1, got `0`"),

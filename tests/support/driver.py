@@ -552,7 +552,7 @@ class Driver:
             self._sits_out(plan)
         if plan is not None and plan.extend_rows:
             new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
-            charged = int((-(-new_tokens // config.page_size) * config.page_size).sum())
+            charged = int((-(-new_tokens // config.chunk_unit_tokens) * config.chunk_unit_tokens).sum())
             decodes = len(plan.rows) - plan.extend_rows
             for limit in (config.chunked_prefill_size, config.max_prefill_tokens):
                 alone = (
@@ -789,6 +789,8 @@ def random_config(rng: random.Random) -> SchedConfig:
         session_kv=rng.choice(["hold", "hold", "evictable"]),
         max_sessions=rng.choice([2, 1024]),
         max_loras=rng.choice([None, None, None, 1, 2, 3]),
+        chunk_unit=rng.choice(["page", "token"]),
+        retracted_kv=rng.choice(["free", "cache"]) if radix else "free",
     )
 
 
@@ -824,6 +826,8 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         schedule_policy="priority" if preempts else rng.choice(["fcfs", "lof", "priority", "spf"]),
         **_random_order(rng, radix, preempts),
         enable_priority_preemption=preempts,
+        chunk_unit=rng.choice(["page", "token"]),
+        retracted_kv=rng.choice(["free", "cache"]) if radix else "free",
     )
 
 

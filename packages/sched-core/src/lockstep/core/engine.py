@@ -89,6 +89,10 @@ OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
+KV_STAYS_GOOD: frozenset[RetractReason] = frozenset({"pages", "forced", "pause", "preempted"})
+"""Reasons to retract that say nothing about the KV itself, so that it may be kept for whoever begins alike."""
+
+
 class Obstacle(NamedTuple):
     """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there were any."""
 
@@ -474,7 +478,7 @@ class Engine:
             reason,
             beneficiary,
         )
-        self.leave(request, step, publish=False)
+        self.leave(request, step, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_GOOD)
         request.advance(retracted)
         request.namespace = self.memory.keyed(request.namespace)
         request.waiting_since_us = self.now_us
@@ -650,8 +654,8 @@ class Engine:
         """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
         page_size, start = self.config.page_size, request.computed
         take = chunk_tokens(start, extend_stop(request) - start, budget, first=True, may_split=True)
-        room = (self.memory.available_pages - budget.set_aside) * page_size
-        return take if -(-take // page_size) * page_size <= room else aligned(start, room, budget.align)
+        room = (self.memory.available_pages - budget.set_aside) * page_size + -start % page_size  # and in its last page
+        return take if take <= room else aligned(start, room, budget.align)
 
     def _would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
