@@ -156,8 +156,8 @@ def calibration_of_points(
         raise CalibrationError(f"points of engine `{engine}` are of {', '.join(gpus)}\nhint: choose one with --gpu")
     fit = fit_points(trial, rows)
     residuals = [
-        Residuals.of(ratios, metric=metric, population="seen", method="one row left out")
-        for metric, ratios in left_out_ratios(trial, rows, list(range(len(rows)))).items()
+        Residuals.of(ratios, metric=metric, population="seen", method="all rows of one model and tp left out")
+        for metric, ratios in left_out_ratios(trial, rows, [(p.model.name, p.tp) for p in points]).items()
     ]
     models = [point.model.name for point in points]
     if len(set(models)) >= MODELS_MIN:

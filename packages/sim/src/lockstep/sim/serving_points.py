@@ -51,7 +51,7 @@ FREE_CPU = CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, res
 OUTPUT_FIRST_TOKEN = 2**30  # outputs take ids from here; prompts take those below
 
 
-# ------------------------------------------------------------------------------------------------------ what was measured
+# ---------------------------------------------------------------------------------------------------- what was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,7 @@ UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that
 UNIFORM_FROM = 0.8
 
 
-def read_serving_points(
-    path: Path, *, suspect: bool = False
-) -> tuple[list[ServingPoint], dict[str, list[int]]]:
+def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[ServingPoint], dict[str, list[int]]]:
     """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `length_dist`, `suspect`.
 
     Args:
@@ -180,13 +178,13 @@ def _number(row: Mapping[str, str], column: str, where: str, default: float | No
     return value
 
 
-# ------------------------------------------------------------------------------------------------------ how it was measured
+# -------------------------------------------------------------------------------------------------- how it was measured
 
 ENGINES: dict[str, dict[str, Any]] = {
     # vLLM takes 8,192 new tokens a pass when it serves on a GPU of 70 GB or more (v1 engine defaults, by usage).
     "vllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
     "sglang": profile_settings("sglang"),
-    # TensorRT-LLM's in-flight batching has the same shape as vLLM's: one budget, `max_num_tokens` 8,192, who runs first.
+    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and who runs goes first.
     "trtllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
 }
 """Settings of the scheduler by engine."""
@@ -213,7 +211,7 @@ CLIENTS = {
 together waits for all of them. The sources do not say it; a calibration names the client that explained its rows."""
 
 
-# ------------------------------------------------------------------------------------------------------ playing it
+# ----------------------------------------------------------------------------------------------------------- playing it
 
 
 @dataclass(frozen=True, eq=False)

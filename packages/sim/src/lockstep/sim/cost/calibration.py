@@ -330,8 +330,9 @@ class CalibratedModel:
 
     def collectives_us(self, tokens: int) -> float:
         """Return the corrected time of collectives, for a batch of so many tokens."""
-        waiting_us = self.calibration.correction.collective_us * self.factor * self.collectives
-        return self._collectives * self.base.collectives_us(tokens) + waiting_us
+        waiting_us: float = self.calibration.correction.collective_us * self.factor * self.collectives
+        corrected_us: float = self._collectives * self.base.collectives_us(tokens)
+        return corrected_us + waiting_us
 
     def describe(self) -> dict[str, Any]:
         """Return the base's description with the correction beside it."""

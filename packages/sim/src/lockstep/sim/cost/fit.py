@@ -58,7 +58,7 @@ def fit_weights(features: Float64s, measured_us: Float64s) -> Float64s:
     means, deviations = np.array([PRIOR[name] for name in FEATURES]).T
     relative = features / measured_us[:, None] / POINT_ERROR
     counts = np.ones(len(measured_us))
-    weights = means
+    weights: Float64s = means
     for _ in range(ROUNDS):
         matrix = np.vstack([relative * counts[:, None], np.diag(1.0 / deviations)])
         target = np.concatenate([counts / POINT_ERROR, means / deviations])
