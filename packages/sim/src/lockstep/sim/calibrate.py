@@ -168,7 +168,11 @@ def calibration_of_points(
     else:
         residuals += UNSEEN_MODELS
     client = CLIENTS[fit.client]
-    notes = [f"TTFT is that of a client whose {client.why}"] if not all(p.lengths_known for p in points) else []
+    notes = (
+        [f"TTFT is that of a client that sends prompts of one length, and {client.why}"]
+        if not all(p.lengths_known for p in points)
+        else []
+    )
     return Calibration(
         engine=engine,
         engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),

@@ -1,7 +1,7 @@
 """Published serving points: somebody's TTFT and TPOT at a fixed concurrency, and the same in the simulator.
 
 points, left_out = read_serving_points(Path("serving_points.csv"))
-played = play(points[0], CLIENTS["waves"])
+played = play(points[0], CLIENTS["spread"])
 played.tpot_us, played.ttft_us      # means over requests, to hold against points[0].tpot_us and points[0].ttft_us
 played.tpot_parts @ weights         # the same under a correction, without simulating again: see cost/fit.py
 
@@ -203,8 +203,8 @@ class Client:
 CLIENTS = {
     client.name: client
     for client in (
-        Client("waves", 10, 0.0, "every request is as long as every other one, so users stay in step"),
-        Client("spread", 10, 0.2, "outputs vary by a fifth, so users get out of step"),
+        Client("spread", 10, 0.2, "outputs vary by a fifth, so its users get out of step"),
+        Client("waves", 10, 0.0, "requests are all equally long, so its users stay in step"),
     )
 }
 """Ten requests per user is what InferenceX sends. Whether users stay in step decides TTFT: a wave of prompts that come
