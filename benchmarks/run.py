@@ -26,6 +26,7 @@ NEEDS = {
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "profiles": ("LOCKSTEP_DATA",),
+    "serving_points": ("LOCKSTEP_DATA",),
 }
 
 
