@@ -320,8 +320,7 @@ def show(run: Run, out: Path | None, as_json: bool) -> None:
         Console().print(summary_table(run.data))
         if run.intervals is not None:
             Console().print(intervals_table(run.intervals))
-        else:
-            click.echo(f"calibration: {run.setup.calibration.title}")
+        click.echo(f"calibration: {run.setup.calibration.title}")
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"
