@@ -28,6 +28,7 @@ NEEDS = {
     "profiles": ("LOCKSTEP_DATA",),
     "rtx4090_truth": ("LOCKSTEP_DATA",),
     "vllm_steps": ("LOCKSTEP_PEERS",),
+    "serving_points": ("LOCKSTEP_DATA",),
 }
 
 

@@ -191,6 +191,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--operators", metavar="DIR", help="measured operator tables of this GPU: docs/cost-models.md, section 3")
 @click.option("--calibration", metavar="FILE", help="correct the times by measurements: see `lockstep calibrate`")
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
@@ -321,8 +322,7 @@ def show(run: Run, out: Path | None, as_json: bool) -> None:
         Console().print(summary_table(run.data))
         if run.intervals is not None:
             Console().print(intervals_table(run.intervals))
-        else:
-            click.echo(f"calibration: {run.setup.calibration.title}")
+        click.echo(f"calibration: {run.setup.calibration.title}")
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"

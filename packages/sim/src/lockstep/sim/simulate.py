@@ -52,8 +52,8 @@ from lockstep.sim.cost import (
     ModelSpec,
     WeightsDtype,
     kv_capacity,
-    roofline,
 )
+from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.intervals import Intervals
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
@@ -85,6 +85,7 @@ class Scenario:
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
+    operators: str | None = None  # folder of operator tables; None: the roofline
     calibration: str | None = None  # path of a calibration file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
@@ -102,6 +103,7 @@ class Scenario:
             "mem_fraction",
             "weights_dtype",
             "kv_dtype",
+            "operators",
             "calibration",
             "profile",
         ):
@@ -265,7 +267,14 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
         limit=scenario.limit,
         skip_bad_rows=scenario.skip_bad_rows,
     )
-    base = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
+    base = base_cost_model(
+        model,
+        gpu,
+        scenario.tp,
+        weights_dtype=scenario.weights_dtype,
+        kv_dtype=scenario.kv_dtype,
+        operators=None if scenario.operators is None else Path(scenario.operators),
+    )
     calibration = UNCALIBRATED if scenario.calibration is None else Calibration.load(scenario.calibration)
     return Setup(
         scenario=scenario,
@@ -364,6 +373,9 @@ class Run:
             lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
         if workload.skipped.count:
             lines.append(f"left out {workload.skipped.count:,} bad rows: {workload.skipped.examples[0]}")
+        extrapolated = self.setup.cost.describe().get("extrapolated")
+        if extrapolated:
+            lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts()
         return lines + list(workload.notes)
 
