@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -190,6 +191,9 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--operators", metavar="DIR", help="measured operator tables of this GPU: docs/cost-models.md, section 3")
+@click.option("--calibration", metavar="FILE", help="correct the times by measurements: see `lockstep calibrate`")
+@click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
@@ -203,6 +207,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 def simulate(
     slos: tuple[str, ...],
     check: str,
+    intervals: bool,
     out: Path | None,
     overwrite: bool,
     requests: bool,
@@ -219,6 +224,7 @@ def simulate(
     """
     check_every = _parse_check(check)
     with refusals():
+        from lockstep.sim.intervals import intervals_of
         from lockstep.sim.metrics import Slo
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
@@ -230,6 +236,8 @@ def simulate(
         announce(setup, out)
         with progress_bar(len(setup.workload.turns)) as on_finish:
             run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
+        if intervals and not run.interrupted:
+            run = replace(run, intervals=intervals_of(run))
         if out is not None:
             write_run(out, run, requests=requests, trace=trace, report=report)
     show(run, out, as_json)
@@ -253,10 +261,10 @@ def refusals() -> Iterator[None]:
     except Exception as error:
         from lockstep.core.errors import ConfigError, PolicyError
         from lockstep.core.journal import JournalError
-        from lockstep.sim.cost import CapacityError, CatalogueError
+        from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload import WorkloadError
 
-        if isinstance(error, ConfigError | CatalogueError | CapacityError | WorkloadError):
+        if isinstance(error, ConfigError | CatalogueError | CapacityError | CalibrationError | WorkloadError):
             raise Refusal(error) from error
         if isinstance(error, JournalError | OSError | PolicyError):
             raise Failure(error) from error
@@ -305,14 +313,16 @@ def show(run: Run, out: Path | None, as_json: bool) -> None:
     if as_json:
         import json
 
-        metrics = {"about": run.about(), **run.data.summary}
-        click.echo(json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False))
+        click.echo(json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False))
     else:
         from rich.console import Console
 
-        from lockstep.sim.results import summary_table
+        from lockstep.sim.results import intervals_table, summary_table
 
         Console().print(summary_table(run.data))
+        if run.intervals is not None:
+            Console().print(intervals_table(run.intervals))
+        click.echo(f"calibration: {run.setup.calibration.title}")
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"

@@ -33,13 +33,16 @@ import msgspec
 from simpy import Environment
 
 from lockstep.core import invariants
+from lockstep.core.commands import Step
 from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig, profile_settings
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import ObservedEvent
+from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
+    UNCALIBRATED,
+    Calibration,
     CapacityError,
     CostModel,
     CpuModel,
@@ -49,9 +52,10 @@ from lockstep.sim.cost import (
     ModelSpec,
     WeightsDtype,
     kv_capacity,
-    roofline,
 )
+from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.intervals import Intervals
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
@@ -81,6 +85,8 @@ class Scenario:
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
+    operators: str | None = None  # folder of operator tables; None: the roofline
+    calibration: str | None = None  # path of a calibration file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
@@ -97,6 +103,8 @@ class Scenario:
             "mem_fraction",
             "weights_dtype",
             "kv_dtype",
+            "operators",
+            "calibration",
             "profile",
         ):
             value = getattr(self, name)
@@ -169,6 +177,7 @@ class Setup:
     cpu: CpuModel
     config: SchedConfig
     kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+    calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
     debug: int = 0  # how much of each step to print, see watch.py
     overridden: tuple[str, ...] = ()  # settings that the environment decided
 
@@ -189,7 +198,7 @@ class Setup:
                 fits = 0
             if self.config.pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
-        return lines
+        return lines + self.calibration.doubts(self.model.name, self.gpu.name)
 
     def header(self) -> JournalHeader:
         """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
@@ -203,6 +212,7 @@ class Setup:
                 "gpu": self.gpu.name,
                 "tp": self.scenario.tp,
                 "cost": str(self.cost.describe()["kind"]),
+                "calibration": self.calibration.title,
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
             },
@@ -234,13 +244,14 @@ class Setup:
             "kv_capacity": self.kv.describe() if self.kv is not None else None,
             "cost_model": self.cost.describe(),
             "cpu_model": self.cpu.describe(),
+            "calibration": self.calibration.describe(),
         }
 
 
 def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Setup:
     """Load and work out what the scenario names, cheapest first.
 
-    Raises: ConfigError, CatalogueError, CapacityError or WorkloadError, each with a message for people.
+    Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
     """
     if not 0 <= scenario.seed < SEEDS:
         raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{scenario.seed}`")
@@ -256,16 +267,25 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
         limit=scenario.limit,
         skip_bad_rows=scenario.skip_bad_rows,
     )
-    cost = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
+    base = base_cost_model(
+        model,
+        gpu,
+        scenario.tp,
+        weights_dtype=scenario.weights_dtype,
+        kv_dtype=scenario.kv_dtype,
+        operators=None if scenario.operators is None else Path(scenario.operators),
+    )
+    calibration = UNCALIBRATED if scenario.calibration is None else Calibration.load(scenario.calibration)
     return Setup(
         scenario=scenario,
         model=model,
         gpu=gpu,
         workload=workload,
-        cost=cost,
-        cpu=CpuModel(),
+        cost=calibration.cost_model(base),
+        cpu=calibration.cpu_model(CpuModel()),
         config=config,
         kv=kv,
+        calibration=calibration,
         debug=debug_level(environ),
         overridden=tuple(overridden),
     )
@@ -317,6 +337,12 @@ class Run:
     never_sent: int  # turns of sessions that broke off
     interrupted: bool
     cpu_s: float  # of this process, for the replay and its metrics alone
+    intervals: Intervals | None = None  # see intervals_of
+
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds."""
+        intervals = {} if self.intervals is None else {"intervals": self.intervals.describe()}
+        return {"about": self.about(), **self.data.summary, **intervals}
 
     def about(self) -> dict[str, Any]:
         """See Setup.about; and what must be known to read the numbers."""
@@ -347,6 +373,9 @@ class Run:
             lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
         if workload.skipped.count:
             lines.append(f"left out {workload.skipped.count:,} bad rows: {workload.skipped.examples[0]}")
+        extrapolated = self.setup.cost.describe().get("extrapolated")
+        if extrapolated:
+            lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts()
         return lines + list(workload.notes)
 
@@ -355,6 +384,22 @@ def _limit(config: SchedConfig) -> str:
     if config.request_tokens_max == config.context_tokens_max:
         return f"context {config.context_tokens_max} tokens"
     return f"KV pool {config.pool_tokens} tokens"
+
+
+class FrontEnd:
+    """Metrics as clients see them: a request has been under way for a while when the engine first hears of it."""
+
+    def __init__(self, metrics: MetricsFold, frontend_us: int) -> None:
+        self._metrics = metrics
+        self._frontend_us = frontend_us
+        self.gauge = metrics.gauge
+        self.cpu_interval = metrics.cpu_interval
+
+    def observe(self, event: ObservedEvent, step: Step) -> None:
+        """Take in one event and its Step."""
+        if type(event) is RequestArrived:
+            event = msgspec.structs.replace(event, time_us=event.time_us - self._frontend_us)
+        self._metrics.observe(event, step)
 
 
 class NoJournal:
@@ -394,6 +439,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     arrivals = Arrivals(setup.workload.turns)
     engine = Engine(setup.config)
     metrics = WatchedMetrics(engine, setup.debug) if setup.debug else MetricsFold(kv_pages=setup.config.pages)
+    frontend_us = round(setup.calibration.correction.frontend_us)
     host = EngineHost(
         Environment(),
         engine,
@@ -401,7 +447,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         setup.cost,
         setup.cpu,
         journal,
-        metrics,
+        FrontEnd(metrics, frontend_us) if frontend_us else metrics,
         seed=setup.scenario.seed,
         max_new_tokens=setup.scenario.max_new_tokens,
         check=invariants.self_check if check_every else None,
@@ -476,7 +522,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
     with _whole(folder / "metrics.json") as path:
-        write_metrics_json(path, run.data, about)
+        write_metrics_json(path, run.data, about, run.intervals)
     if requests:
         with _whole(folder / "requests.parquet") as parquet, _whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)
@@ -516,6 +562,7 @@ def _interrupted_headline(run: Run) -> str:
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
     """The run as a report takes it in."""
     from lockstep.sim.report import ReportRun
+    from lockstep.sim.results import interval_facts
 
     setup = run.setup
     facts = {
@@ -524,6 +571,8 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
         "workload": setup.workload.source,
         "workload digest": setup.workload.digest,
         "cost model": str(setup.cost.describe()["kind"]),
+        "calibration": setup.calibration.title,
+        **interval_facts(run.intervals),
         **{name: str(value) for name, value in msgspec.to_builtins(setup.config).items()},
         "seed": str(setup.scenario.seed),
         "version": code_version(),
