@@ -191,6 +191,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise CalibrationError(
                 f"{path}: {error.strerror or error}\nhint: `lockstep calibrate` makes a calibration file"
             ) from error
+        return cls.from_bytes(data, str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Calibration:
+        """Read a file's bytes; `path` is for the error. Raises CalibrationError."""
         try:
             return msgspec.json.decode(data, type=cls, strict=True)
         except CalibrationError as error:
