@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lockstep.sim.calibrate import calibration_of_batches, timed_batches
 from lockstep.sim.calibrate_cli import calibrate
-from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
 from lockstep.sim.cli import simulate
 from lockstep.sim.cost import (
     UNCALIBRATED,
@@ -359,7 +359,8 @@ def test_tables_and_report_say_the_same(tmp_path: Path) -> None:
     calibration().save(tmp_path / "c.json")
     result = run(simulate, *SMALL, "--calibration", str(tmp_path / "c.json"), "--out", str(tmp_path / "run"))
     assert result.exit_code == 0, result.output
-    assert calibration().title.split(",")[0] in result.stdout
+    assert f"calibration: {calibration().title}\n" in result.stdout
+    assert "90 % intervals" in result.stdout
     report = (tmp_path / "run" / "report.html").read_text()
     assert calibration().title in report
     assert "TTFT p99, 90 % interval" in report
@@ -395,13 +396,35 @@ def test_another_gpu_or_model_is_remarked_upon(tmp_path: Path) -> None:
     assert "the calibration has not seen qwen3-0.6b" in result.stdout
 
 
+def test_the_calibrations_that_are_shipped_are_those_the_benchmark_fitted() -> None:
+    fits = json.loads(RESULTS.read_text())["fits"]
+    assert calibration_names() == tuple(sorted(f"{engine}-h100" for engine in fits))
+    for engine, fit in fits.items():
+        found = load_calibration(f"{engine}-h100")
+        assert found.engine == engine
+        for name, value in fit["correction"].items():
+            assert getattr(found.correction, name) == pytest.approx(value, rel=1e-3), name
+        [source] = found.sources
+        assert source.rows_used == fit["time"]["count"]
+        if len(found.models) < 3:
+            assert set(UNSEEN_MODELS) <= set(found.residuals)
+
+
+def test_a_calibration_is_found_by_name() -> None:
+    found = metrics_of(*SMALL, "--no-intervals", "--calibration", "sglang-h100")
+    assert found["about"]["calibration"]["title"] == load_calibration("sglang-h100").title
+    result = run(simulate, *SMALL, "--calibration", "sglang-h900")
+    assert result.exit_code == 2
+    assert "unknown calibration `sglang-h900`\nknown: sglang-h100, trtllm-h100, vllm-h100\nhint: " in result.stderr
+
+
 # ------------------------------------------------------------------------------------------------------------ journals
 
 
 def recorded(folder: Path, correction: Correction, spread: float = 0.0) -> Path:
     """The run folder of a simulation whose batches take what a correction says."""
     calibration(correction=correction, spread=spread).save(folder / "planted.json")
-    workload = "gen:n=120,rate=30,input=lognormal:300:0.8,output=uniform:20:80"
+    workload = "gen:n=60,rate=30,input=lognormal:300:0.8,output=uniform:20:80"
     arguments = ["--model", "qwen3-0.6b", "--gpu", "h200", "--workload", workload, "--no-intervals"]
     out = folder / "run"
     result = run(simulate, *arguments, "--calibration", str(folder / "planted.json"), "--out", str(out))

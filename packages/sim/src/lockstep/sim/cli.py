@@ -192,7 +192,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
 @click.option("--operators", metavar="DIR", help="measured operator tables of this GPU: docs/cost-models.md, section 3")
-@click.option("--calibration", metavar="FILE", help="correct the times by measurements: see `lockstep calibrate`")
+@click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @scheduler_options

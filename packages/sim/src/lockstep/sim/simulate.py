@@ -39,7 +39,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -86,7 +86,7 @@ class Scenario:
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
     operators: str | None = None  # folder of operator tables; None: the roofline
-    calibration: str | None = None  # path of a calibration file; None: the cost model as it is
+    calibration: str | None = None  # catalogue name, or path of a file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
@@ -275,7 +275,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
         kv_dtype=scenario.kv_dtype,
         operators=None if scenario.operators is None else Path(scenario.operators),
     )
-    calibration = UNCALIBRATED if scenario.calibration is None else Calibration.load(scenario.calibration)
+    calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
     return Setup(
         scenario=scenario,
         model=model,

@@ -102,8 +102,13 @@ class RooflineModel:
         if self._delta_row_us:
             us += self.delta_us(shape)
         if shape.sampled_rows:
-            us += self.sampling_us(shape.sampled_rows)
-        return Duration(self.launched_us(shape, us))
+            sampling_us = self._sampling_us.get(shape.sampled_rows)
+            us += self.sampling_us(shape.sampled_rows) if sampling_us is None else sampling_us
+        # What follows is `launched_us`, without the call: this is asked once or twice a batch.
+        graph = self.cuda_graph and not extend_tokens and decode_rows <= self.graph_rows_max
+        if not graph and us < self._eager_floor_us:
+            us = self._eager_floor_us
+        return Duration(us + self._fixed_us)
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
         """Return the time of kernels that take `us`, launched as a graph or one by one."""
