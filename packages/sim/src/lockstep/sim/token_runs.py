@@ -60,3 +60,15 @@ class FreshTokens:
         first_token = self._next
         self._next += count
         return first_token
+
+
+def fresh_tokens(start: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `FreshTokens(start)` would hand out for each of `counts`, [n]: the first id of each."""
+    firsts = np.empty(len(counts), np.int64)
+    done = 0
+    while done < len(counts):
+        stops = start + np.cumsum(counts[done:])
+        fitting = max(1, int(np.searchsorted(stops, TOKEN_IDS, side="right")))
+        firsts[done : done + fitting] = (stops - counts[done:])[:fitting]
+        done += fitting
+    return firsts
