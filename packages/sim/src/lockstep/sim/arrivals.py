@@ -6,6 +6,7 @@ same pattern at every rate, and two runs of a rate sweep differ by the rate alon
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,12 @@ def mean_rate(arrivals_us: Sequence[int] | NDArray[np.int64]) -> float:
 def stretch(arrivals_us: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
     """Multiply ascending times by `factor`, rounding half to even; equal times stay equal."""
     return arrivals_us if factor == 1 else np.rint(arrivals_us * factor).astype(np.int64)
+
+
+def random_stream(seed: int, stream: str) -> np.random.RandomState:
+    """A stream of its own per question. RandomState, because numpy promises that its draws never change."""
+    words = np.frombuffer(hashlib.sha512(f"{seed}/{stream}".encode()).digest(), np.dtype("<u4"))
+    return np.random.RandomState(words.astype(np.uint32))
 
 
 # --- a window of time -------------------------------------------------------------------------------------------------

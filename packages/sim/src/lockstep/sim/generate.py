@@ -14,7 +14,7 @@ from itertools import accumulate, count
 from random import Random
 from typing import Any, NamedTuple
 
-from lockstep.sim.arrivals import PROCESSES, RATE_MIN, arrival_times_us
+from lockstep.sim.arrivals import PROCESSES, arrival_times_us
 from lockstep.sim.lengths import (
     Distribution,
     Fixed,
@@ -23,6 +23,7 @@ from lockstep.sim.lengths import (
     draw_tokens,
     parse_distribution,
     parse_duration_us,
+    parse_rate,
     parse_tokens,
 )
 from lockstep.sim.token_runs import TOKEN_IDS, FreshTokens, append_run
@@ -101,14 +102,6 @@ def _check_together(text: str, values: dict[str, Any]) -> None:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def _parse_rate(text: str) -> float:
-    """Read arrivals per second: above 0, `inf` for all at once."""
-    rate = _number(text)
-    if not rate >= RATE_MIN:
-        raise ValueError(f"expected arrivals per second, at least {RATE_MIN:g}, or inf")
-    return rate
-
-
 def _parse_arrivals(text: str) -> str:
     if text not in PROCESSES:
         raise ValueError(f"expected one of {', '.join(PROCESSES)}")
@@ -168,7 +161,7 @@ def _number(text: str) -> float:
 
 _KEYS: dict[str, Callable[[str], object]] = {
     "n": parse_tokens,
-    "rate": _parse_rate,
+    "rate": parse_rate,
     "arrivals": _parse_arrivals,
     "cv": _parse_cv,
     "input": _parse_lengths,

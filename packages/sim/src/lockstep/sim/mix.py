@@ -41,9 +41,11 @@ def parse_mix(text: str) -> tuple[Source, ...]:
 
 
 def mix_of(workloads: Sequence[str]) -> str:
-    """The spec of a mix of these sources; of one workload, that workload itself. Raises: WorkloadError."""
+    """The spec of a mix of these sources; one without a name is that workload itself. Raises: WorkloadError."""
     if len(workloads) == 1:
-        return workloads[0]
+        found = _SOURCE.fullmatch(workloads[0])
+        named = found is not None and found["name"] and SEPARATOR not in workloads[0]
+        return f"{MIX_PREFIX}{workloads[0]}" if named else workloads[0]
     for workload in workloads:
         if SEPARATOR in workload:
             hint = f"`{SEPARATOR}` separates the sources of a mix: rename the file"

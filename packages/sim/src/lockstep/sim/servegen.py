@@ -18,7 +18,6 @@ histograms, input and output apart, for their joint distribution is not recorded
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import math
 import re
@@ -30,6 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.sim.arrivals import random_stream
 from lockstep.sim.token_runs import fresh_tokens
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, TIME_US_MAX, Int64s, Turns, WorkloadError
 
@@ -227,7 +227,7 @@ def turns_of_servegen(source: str, content: ServeGen, *, seed: int) -> Turns:
     """Draw the requests of all clients, each from streams of its own; the first at 0. Its tenant is `clientN`."""
     times, inputs, outputs, tenants = [], [], [], []
     for tenant, client in enumerate(content.clients):
-        random = _random(seed, f"servegen/{client.number}/arrivals")
+        random = random_stream(seed, f"servegen/{client.number}/arrivals")
         arrivals_us = np.minimum(_arrivals_s(client.windows, random) * 1e6, float(TIME_US_MAX)).astype(np.int64)
         input_tokens, output_tokens = _draw_lengths(f"{source}: client {client.number}", client, arrivals_us, seed)
         times.append(arrivals_us)
@@ -280,12 +280,6 @@ def open_loop_turns(
         tenants=tenants,
         grammars=("",),
     )
-
-
-def _random(seed: int, stream: str) -> np.random.RandomState:
-    """A stream of its own per question. RandomState, because numpy promises that its draws never change."""
-    words = np.frombuffer(hashlib.sha512(f"{seed}/{stream}".encode()).digest(), np.dtype("<u4"))
-    return np.random.RandomState(words.astype(np.uint32))
 
 
 def _stops_s(windows: tuple[Window, ...]) -> Floats:
@@ -352,6 +346,6 @@ def _draw_lengths(where: str, client: Client, arrivals_us: Int64s, seed: int) ->
         rows = np.flatnonzero(which == window)
         parts, output = client.lengths[starts_s[window]]
         for n, part in enumerate(parts):
-            inputs[rows] += part.draw(_random(seed, f"servegen/{client.number}/input/{window}/{n}"), len(rows))
-        outputs[rows] = output.draw(_random(seed, f"servegen/{client.number}/output/{window}"), len(rows))
+            inputs[rows] += part.draw(random_stream(seed, f"servegen/{client.number}/input/{window}/{n}"), len(rows))
+        outputs[rows] = output.draw(random_stream(seed, f"servegen/{client.number}/output/{window}"), len(rows))
     return np.clip(inputs, 1, LENGTH_TOKENS_MAX), np.clip(outputs, 0, LENGTH_TOKENS_MAX)

@@ -28,6 +28,17 @@ def append_run(runs: list[int], first_token: int, count: int) -> None:
         runs += (first_token, count)
 
 
+def cut_runs(runs: Sequence[int], tokens: int) -> list[int]:
+    """The first so many tokens of a prompt, as runs."""
+    kept: list[int] = []
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        if tokens <= 0:
+            break
+        append_run(kept, first, min(count, tokens))
+        tokens -= count
+    return kept
+
+
 def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
     """Spell out the token ids of `runs` (first_token, count, ...): int32 [sum of the counts], newly allocated."""
     if len(runs) == 2:

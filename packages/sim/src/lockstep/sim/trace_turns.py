@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 
 from lockstep.sim.arrivals import arrival_times_us
-from lockstep.sim.token_runs import TOKEN_IDS, FreshTokens, append_run
+from lockstep.sim.token_runs import TOKEN_IDS, FreshTokens, append_run, cut_runs
 from lockstep.sim.trace_formats import TraceRow
 from lockstep.sim.traces import Trace
 from lockstep.sim.turns import Int32s, Turns, TurnsBuilder, WorkloadError
@@ -199,7 +199,7 @@ def _by_token_ids(rows: Sequence[TraceRow]) -> tuple[_Prompt, int, tuple[str, ..
         shared = min(len(prompt), len(before))
         differs = np.flatnonzero(prompt[:shared] != before[:shared])
         shared = int(differs[0]) if len(differs) else shared
-        runs = _cut(runs, shared)
+        runs = cut_runs(runs, shared)
         new = len(prompt) - shared
         if new:
             append_run(runs, next_id, new)
@@ -215,14 +215,3 @@ def _by_token_ids(rows: Sequence[TraceRow]) -> tuple[_Prompt, int, tuple[str, ..
         return runs_of[position] if position in runs_of else _fresh_prompt(position, row, fresh)
 
     return prompt_of, next_id, ()
-
-
-def _cut(runs: Sequence[int], tokens: int) -> list[int]:
-    """The first so many tokens of a prompt, as runs."""
-    kept: list[int] = []
-    for first, count in zip(runs[::2], runs[1::2], strict=True):
-        if tokens <= 0:
-            break
-        kept += (first, min(count, tokens))
-        tokens -= count
-    return kept

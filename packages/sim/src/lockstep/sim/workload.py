@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from lockstep.sim.arrivals import RATE_MIN, TimeWindow, mean_rate, stretch
+from lockstep.sim.fitted import WorkloadModel, draw_model, is_model, parse_model, parse_model_spec
 from lockstep.sim.generate import PREFIX, generate, parse_spec, with_rate
 from lockstep.sim.mix import MIX_PREFIX, check_names, mix_turns, parse_mix, seed_of_source
 from lockstep.sim.servegen import read_servegen, servegen_files, turns_of_servegen
@@ -52,7 +53,7 @@ _DIGEST_TURNS = 4_096  # at a time
 class Workload:
     name: str  # of the file, without endings; or "generated"; or those of a mix, joined by +
     source: str  # path or spec, as given
-    format: str  # "mooncake", "agentic", "sharegpt", "azure", "vidur", "plain", "servegen", "generated", "mix"
+    format: str  # of trace_formats.FORMATS, or "servegen", "generated", "fitted" or "mix"
     digest: str  # BLAKE2b-128 of the turns, hexadecimal: equal digests, equal workloads
     turns: Turns  # those that arrive by the clock in ascending order; a turn stands behind its `after`
     skipped: SkippedRows = field(default=SkippedRows())
@@ -186,6 +187,8 @@ def _open(asked: _Request) -> _Content:
     name = path.name.split(".")[0] or path.name
     if is_tar(data):
         return _open_servegen(asked, name, tar_files(path, data))
+    if is_model(data):
+        return _open_model(asked, name, parse_model(asked.spec, data), None, None)
     trace = read_trace(path, data, skip_bad_rows=asked.skip_bad_rows)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
     at_rate = not trace.has_clock and asked.rate is not None  # drawn at it
@@ -193,11 +196,35 @@ def _open(asked: _Request) -> _Content:
 
 
 def _open_generator(asked: _Request) -> _Content:
+    if (named := parse_model_spec(asked.spec)) is not None:
+        path = Path(named.file)
+        data = read_bytes(path)
+        if not is_model(data):
+            hint = "`lockstep workload fit TRACE -o FILE` makes one; a trace is named without gen:file="
+            raise WorkloadError(asked.spec, f"`{path}` is not a fitted model", hint)
+        return _open_model(asked, path.name.split(".")[0], parse_model(str(path), data), named.turns, named.rate)
     spec = parse_spec(asked.spec)
     if asked.time_window is None:
         spec = with_rate(spec, rate=asked.rate, rate_scale=asked.rate_scale)
         return _Content("generated", "generated", generate(spec, seed=asked.seed, limit=asked.limit), at_rate=True)
     return _Content("generated", "generated", generate(spec, seed=asked.seed), own_rate=spec.rate)
+
+
+def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | None, rate: float | None) -> _Content:
+    """Draw `turns` turns at `rate`, by default as many and as fast as the trace had."""
+    source = model.provenance.get("source", "a trace")
+    notes = (f"drawn from a model fitted to {source}, digest {model.provenance.get('digest', 'unknown')}",)
+    own_rate = model.arrivals.rate if rate is None else rate
+    if asked.time_window is not None:
+        drawn = draw_model(model, seed=asked.seed, turns=turns, rate=own_rate)
+        return _Content(name, "fitted", drawn, notes=notes, own_rate=own_rate)
+    if asked.limit is not None:
+        turns = min(model.turns if turns is None else turns, asked.limit)
+    target = own_rate if asked.rate is None else asked.rate
+    target = None if target is None else target * asked.rate_scale
+    return _Content(
+        name, "fitted", draw_model(model, seed=asked.seed, turns=turns, rate=target), notes=notes, at_rate=True
+    )
 
 
 def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
