@@ -130,6 +130,11 @@ def _tenants(turns: Turns) -> list[Figures]:
 
 def description_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The figures as lines of at most 80 characters."""
+    for line in _lines(figures):
+        yield from _wrapped("", line) if len(line) > COLUMNS else (line,)
+
+
+def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from _wrapped("", f"{figures['name']} ({figures['format']}), digest {figures['digest']}")
     for note in figures["notes"]:
         yield from _wrapped("  ", note)
@@ -183,7 +188,8 @@ def _arrival_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         if dispersion:
             yield f"counts have a dispersion of {dispersion} (Poisson: 1)"
         silence, busiest = show_us(arrivals["longest_silence_us"]), arrivals["most_in_a_second"]
-        yield f"{arrivals['distinct_times']:,} distinct times, silent for up to {silence}, up to {busiest:,} in a second"
+        distinct = f"{arrivals['distinct_times']:,} distinct times"
+        yield f"{distinct}, silent for up to {silence}, up to {busiest:,} in a second"
     if sessions:
         size, think = sessions["turns"], sessions["think_us"]
         percentiles = ", ".join(f"{name} {size[name]:,}" for name in ("p50", "p90", "max"))

@@ -274,7 +274,9 @@ def arrival_times_s(model: ArrivalModel, count: int, rate: float, seed: int) -> 
     times = np.concatenate(parts)[:count]
     if model.profile and model.batches is None:
         times = _from_operational(model, times)
-    return (times - times[0]) / rate
+    times -= times[0]
+    times /= rate
+    return times
 
 
 def _strata(count: int, random: np.random.RandomState) -> Floats:
