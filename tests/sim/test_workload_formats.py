@@ -86,7 +86,7 @@ def test_block_ids_mean_the_same_within_a_session_only(tmp_path: Path) -> None:
 def test_sessions_begin_at_once_or_at_a_rate(tmp_path: Path) -> None:
     at_once = open_text(tmp_path, TWO_SESSIONS)
     assert {turn.arrival_us for turn in at_once.turns} == {0}
-    assert at_once.notes == ("the file does not say when its 2 sessions begin: all do at once",)
+    assert at_once.notes == ("the file does not say when its 2 sessions begin: all at once",)
     drawn = open_text(tmp_path, TWO_SESSIONS, rate=0.1)
     starts_us = [turn.arrival_us for turn in drawn.turns.by_clock()]
     assert starts_us[0] == starts_us[1] == 0  # a helper begins with its session

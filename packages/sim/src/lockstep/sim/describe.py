@@ -176,7 +176,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 def _arrival_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     arrivals, sessions = figures["arrivals"], figures["sessions"]
     kind = "sessions" if sessions else "requests"
-    yield f"{figures['requests']:,} requests" + (f" in {sessions['sessions']:,} sessions" if sessions else "")
+    requests = f"{figures['requests']:,} request{'s' * (figures['requests'] != 1)}"
+    yield requests + (f" in {sessions['sessions']:,} session{'s' * (sessions['sessions'] != 1)}" if sessions else "")
     if arrivals["per_s"] is None:
         yield f"all {arrivals['by_clock']:,} {kind} begin at once" if arrivals["by_clock"] > 1 else "one arrival"
     else:
@@ -184,7 +185,8 @@ def _arrival_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         dispersion = ", ".join(
             f"{value:.3g} over {k}" for k, value in arrivals["dispersion"].items() if value is not None
         )
-        yield f"gaps have a coefficient of variation of {arrivals['gap_cv']:.3g} (Poisson: 1)"
+        if arrivals["gap_cv"] is not None:
+            yield f"gaps have a coefficient of variation of {arrivals['gap_cv']:.3g} (Poisson: 1)"
         if dispersion:
             yield f"counts have a dispersion of {dispersion} (Poisson: 1)"
         silence, busiest = show_us(arrivals["longest_silence_us"]), arrivals["most_in_a_second"]

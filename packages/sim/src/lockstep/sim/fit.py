@@ -63,9 +63,11 @@ class Burstiness(NamedTuple):
 
 def burstiness(arrivals_us: Int64s) -> Burstiness:
     """Measure ascending arrival times."""
-    span_us = int(arrivals_us[-1] - arrivals_us[0]) if len(arrivals_us) > 2 else 0
+    span_us = int(arrivals_us[-1] - arrivals_us[0])
     if not span_us:
         return Burstiness(None, None, (None,) * len(WINDOWS_S))
+    if len(arrivals_us) == 2:
+        return Burstiness(mean_rate(arrivals_us), None, (None,) * len(WINDOWS_S))
     gaps = np.diff(arrivals_us).astype(np.float64)
     dispersion: list[float | None] = []
     for window_s in WINDOWS_S:
@@ -188,8 +190,8 @@ class _Candidate(NamedTuple):
 def _fit_arrivals(arrivals_us: Int64s) -> ArrivalModel:
     """The simplest candidate that is good enough, or else the best."""
     measured = burstiness(arrivals_us)
-    if measured.rate_per_s is None:
-        return ArrivalModel(rate=None)
+    if measured.gap_cv is None:  # too few to say more
+        return ArrivalModel(rate=measured.rate_per_s)
     instants_us, sizes = np.unique(arrivals_us, return_counts=True)
     has_batches = sizes.mean() >= _TICKS_BATCH and len(instants_us) > 2
     times_us = instants_us if has_batches else arrivals_us

@@ -321,25 +321,32 @@ def _from_operational(model: ArrivalModel, times: Floats) -> Floats:
 
 
 class _Opening:
-    """A first turn, as a node of the tree that first turns grow: it owns what it did not share with its parent."""
+    """A first turn, as a node of the tree that first turns grow: it owns what it did not share with its parent.
+
+    Its parent owns the last token that it shares, so it shares more than its parent did, and no path is long.
+    """
 
     __slots__ = ("number", "parent", "prompt", "shared_tokens", "tokens", "uses")
 
-    def __init__(
-        self, number: int, prompt: list[int], tokens: int, parent: _Opening | None, shared_tokens: int
-    ) -> None:
+    def __init__(self, number: int, prompt: list[int], tokens: int, other: _Opening | None, shared_tokens: int) -> None:
         self.number = number
         self.prompt = prompt
         self.tokens = tokens
-        self.parent = parent
+        self.parent = other.owner(shared_tokens) if other is not None else None
         self.shared_tokens = shared_tokens
         # (tokens, number): opening `number` begins with so many tokens of this one, and no later one with as many.
         self.uses: list[tuple[int, int]] = [(tokens, number)]
-        owner = parent
-        while owner is not None:
-            owner.use(shared_tokens, number)
-            shared_tokens = min(shared_tokens, owner.shared_tokens)
-            owner = owner.parent
+        node = self
+        while node.parent is not None:
+            node.parent.use(node.shared_tokens, number)
+            node = node.parent
+
+    def owner(self, tokens: int) -> _Opening:
+        """Whose the last of the first `tokens` of this one is."""
+        node = self
+        while node.parent is not None and tokens <= node.shared_tokens:
+            node = node.parent
+        return node
 
     def use(self, tokens: int, number: int) -> None:
         while self.uses and self.uses[-1][0] <= tokens:
@@ -348,10 +355,8 @@ class _Opening:
 
     def last_use(self, tokens: int) -> int:
         """The last opening that begins with the first `tokens` of this one, itself or another."""
-        owner = self
-        while owner.parent is not None and tokens <= owner.shared_tokens:
-            owner = owner.parent
-        return next((number for used, number in reversed(owner.uses) if used >= tokens), self.number)
+        uses = self.owner(tokens).uses
+        return next((number for used, number in reversed(uses) if used >= tokens), self.number)
 
 
 class _Requests:

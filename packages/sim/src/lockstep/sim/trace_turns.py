@@ -85,7 +85,7 @@ def _starts_us(source: str, trace: Trace, seed: int, rate: float | None) -> tupl
     what = "sessions" if any(row.session for row in rows) else "requests"
     if rate is None or rate == math.inf:
         begins_us = [0] * len(groups)
-        note = f"the file does not say when its {len(groups):,} {what} begin: all do at once"
+        note = f"the file does not say when its {len(groups):,} {what} begin: all at once"
     else:
         drawn = arrival_times_us("poisson", rate, 1.0, Random(f"{seed}/arrivals"))
         begins_us = [next(drawn) for _ in groups]
