@@ -70,7 +70,7 @@ def test_a_model_of_the_mooncake_trace_resembles_it(data: Path, seed: int) -> No
     rows = rows_of(trace, model, seed)
     tolerances = {
         "turns": 0.0, "requests/s": 0.02, "gap cv": 0.05, "dispersion": 0.20, "prompt": 0.03, "output": 0.08,
-        "rank correlation": 0.03, "hit ratio": 0.04,
+        "rank correlation": 0.03, "hit ratio": 0.03,
         "dispersion 60 s": 0.40,  # of 58 windows: a fifth of it is chance alone
     }  # fmt: skip
     assert_within(rows, tolerances)
@@ -94,8 +94,9 @@ def test_a_model_of_the_agentic_trace_resembles_it(data: Path, seed: int) -> Non
     tolerances = {
         "turns": 0.0, "turns per session": 0.03, "sessions": 0.03, "sessions/s": 0.1, "gap cv": 0.15,
         "dispersion": 0.6,  # of 349 starts, which were drawn for the trace too
-        "prompt": 0.35, "prompt p50": 0.12, "prompt mean": 0.20, "output": 0.15,
-        "rank correlation": 0.05, "think": 0.10, "hit ratio": 0.12, "hit ratio, unbounded": 0.01,
+        "prompt": 0.40, "prompt p10": 0.12, "prompt p50": 0.12, "prompt mean": 0.20, "output": 0.15,
+        "rank correlation": 0.06, "think": 0.10,
+        "hit ratio": 0.03, "hit ratio, 1.48M": 0.15, "hit ratio, unbounded": 0.01,
     }  # fmt: skip
     assert_within(rows, tolerances)
 
@@ -179,7 +180,9 @@ def test_a_model_file_is_the_model(model_file: Path) -> None:
         (("arrivals", "profile"), [0, 0], "`arrivals.profile` is zero throughout"),
         (("requests", "lag"), [1], "`requests.lag` has 1 rows"),
         (("requests", "new_tokens"), [-1], "$.requests.new_tokens[0]"),
-        (("think",), None, "`think` or `follow_ups` is missing"),
+        (("think",), None, "`think` is missing"),
+        (("follow_ups",), {}, "`follow_ups` has no row of kind"),
+        (("requests", "kind"), [9], "$.requests.kind[0]"),
     ],
 )
 def test_a_bad_model_file_is_refused(model_file: Path, path: tuple[str, ...], value: object, says: str) -> None:

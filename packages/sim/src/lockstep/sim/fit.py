@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.arrivals import mean_rate
 from lockstep.sim.fitted import (
+    KINDS,
     ArrivalModel,
     FollowUpModel,
     Quantiles,
@@ -310,9 +311,10 @@ def _fit_requests(turns: Turns, paces: Floats) -> RequestModel:
         ),
         axis=1,
     )
+    kinds = _kinds(turns)[by_clock]
     order = np.lexsort((rows[:, 4], rows[:, 2], turns.prompt_tokens[by_clock]))
     picked = order[_spread(len(rows))]
-    return RequestModel(*(tuple(column.tolist()) for column in (*rows[picked].T, paces[picked])))
+    return RequestModel(*(tuple(column.tolist()) for column in (*rows[picked].T, paces[picked], kinds[picked])))
 
 
 def _reuse(turns: Turns) -> tuple[Int64s, Int64s]:
@@ -361,6 +363,7 @@ def _fit_follow_ups(turns: Turns) -> FollowUpModel:
     answers = turns.output_tokens[before].astype(np.int64)
     columns = np.stack(
         (
+            _kinds(turns)[rows],
             before_tokens,
             before_tokens + answers - kept,
             answers,
@@ -369,7 +372,7 @@ def _fit_follow_ups(turns: Turns) -> FollowUpModel:
         ),
         axis=1,
     )
-    order = np.lexsort((columns[:, 3], columns[:, 0]))
+    order = np.lexsort((columns[:, 4], columns[:, 1], columns[:, 0]))
     picked = columns[order][_spread(len(columns))]
     return FollowUpModel(*(tuple(column.tolist()) for column in picked.T))
 
@@ -394,6 +397,22 @@ def _fit_think(turns: Turns) -> tuple[Floats, ThinkModel | None]:
     seconds = _quantiles(turns.think_us[later] / 1e6)
     think = ThinkModel(seconds, round(min(spread, 10.0), 4), round(min(max(memory, -0.95), 0.95), 4))
     return np.round(paces[turns.by_clock_rows], 4), think
+
+
+def _kinds(turns: Turns) -> Int64s:
+    """[n]: the kind of each turn's session: its quarter by longest prompt, and in that its half by number of turns."""
+    roots = turns.root()
+    longest = np.zeros(len(turns), np.int64)
+    np.maximum.at(longest, roots, turns.prompt_tokens)
+    counts = np.bincount(roots, minlength=len(turns))
+    sessions = np.unique(roots[turns.after >= 0])
+    kinds = np.zeros(len(turns), np.int64)
+    by_length = sessions[np.argsort(longest[sessions], kind="stable")]
+    for quarter, part in enumerate(np.array_split(by_length, KINDS // 2)):
+        by_turns = part[np.argsort(counts[part], kind="stable")]
+        for half, rows in enumerate(np.array_split(by_turns, 2)):
+            kinds[rows] = 2 * quarter + half
+    return kinds[roots]
 
 
 def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:

@@ -14,13 +14,14 @@ is long enough and whose part in question nobody has used since, and begins with
     # | shared with an earlier prompt | new |       # the radix tree grows as the trace's did, with other content
 
 **Sessions** are Markov: what a follow-up keeps, adds and answers is drawn from the rows of the trace that stood behind
-a prompt of about the same length. Users differ in their pace, and a long thought is often followed by another.
+a prompt of about the same length, in a session of the same kind: about as long, in tokens and in turns. Users differ in
+their pace, and a long thought is often followed by another.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ _MODEL_HEAD_BYTES = 400  # within which a file says that it is one
 
 Floats = NDArray[np.float64]
 
+KINDS = 8  # of sessions: quarters by their longest prompt, and halves of those by their number of turns
+
+_Kind = Annotated[int, Meta(ge=0, lt=KINDS)]
 _Tokens = Annotated[int, Meta(ge=0, le=LENGTH_TOKENS_MAX)]
 _Some = Annotated[int, Meta(ge=1, le=LENGTH_TOKENS_MAX)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -54,7 +58,7 @@ _STANDARD = NormalDist()
 _SEARCH_STEPS = 256  # requests tried on either side of the one that `lag` names
 _STRATA_MAX = 65_536
 _WAITING_MAX = 64  # rows passed over in search of one that fits
-_GROUPS = 12  # of lengths of the prompt before, by which follow-ups are told apart
+_GROUPS = 12  # of lengths of the prompt before, by which the follow-ups of one kind are told apart
 
 
 class Quantiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +102,7 @@ class RequestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new_tokens: tuple[_Tokens, ...]
     output_tokens: tuple[_Tokens, ...]
     pace: tuple[float, ...]  # how long its user thinks compared with others, in standard deviations
+    kind: tuple[_Kind, ...]  # of its session, by how long its prompts become and how many there are
 
 
 class ThinkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,8 +114,9 @@ class ThinkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FollowUpModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What later turns of sessions are like; one entry per row in each column, ascending by `before_tokens`."""
+    """What later turns of sessions are like; a row is an entry in each column. Ascending by kind and `before_tokens`."""
 
+    kind: tuple[_Kind, ...] = ()
     before_tokens: tuple[_Some, ...] = ()  # of the prompt before
     lost_tokens: tuple[_Tokens, ...] = ()  # of that prompt and its answer, which this prompt does not begin with
     answer_tokens: tuple[_Tokens, ...] = ()  # of that answer
@@ -197,10 +203,15 @@ def parse_model(source: str, data: bytes) -> WorkloadModel:
     for place in range(len(model.requests.turns)):
         if model.requests.shared_tokens[place] + model.requests.new_tokens[place] < 1:
             raise WorkloadError(source, f"`requests`, row {place}: a prompt of no tokens", hint)
-    if list(model.follow_ups.before_tokens) != sorted(model.follow_ups.before_tokens):
-        raise WorkloadError(source, "`follow_ups.before_tokens` does not ascend", hint)
-    if max(model.requests.turns) > 1 and (model.think is None or not model.follow_ups.before_tokens):
-        raise WorkloadError(source, "`requests.turns` has sessions, but `think` or `follow_ups` is missing", hint)
+    order = list(zip(model.follow_ups.kind, model.follow_ups.before_tokens, strict=True))
+    if order != sorted(order):
+        raise WorkloadError(source, "`follow_ups` does not ascend by `kind` and `before_tokens`", hint)
+    kinds = set(model.follow_ups.kind)
+    for place, (turns, kind) in enumerate(zip(model.requests.turns, model.requests.kind, strict=True)):
+        if turns > 1 and kind not in kinds:
+            raise WorkloadError(source, f"`requests`, row {place}: `follow_ups` has no row of kind {kind}", hint)
+    if kinds and model.think is None:
+        raise WorkloadError(source, "`think` is missing, which `follow_ups` need", hint)
     if model.think is not None:
         _check_quantiles(source, "think.seconds", model.think.seconds, hint)
     _check_arrivals(source, model.arrivals, hint)
@@ -372,6 +383,7 @@ class _Requests:
                 requests.new_tokens,
                 requests.output_tokens,
                 requests.pace,
+                requests.kind,
                 strict=True,
             )
         )
@@ -388,7 +400,7 @@ class _Requests:
 
     def add_session(self, turns: TurnsBuilder, turns_max: int) -> None:
         """Draw a session and add its turns, as long as there are fewer than `turns_max`."""
-        session_turns, shared_tokens, lag, new_tokens, output_tokens, pace = self._next_row()
+        session_turns, shared_tokens, lag, new_tokens, output_tokens, pace, kind = self._next_row()
         prompt: list[int] = []
         tokens = shared_tokens + new_tokens
         opening = self._find(shared_tokens, lag) if shared_tokens else None
@@ -404,7 +416,7 @@ class _Requests:
         think = self._think.session(pace) if self._think is not None else None
         for turn in range(session_turns):
             if turn:
-                change = self._follow_ups.choose(tokens, self._choose_next())
+                change = self._follow_ups.choose(kind, tokens, self._choose_next())
                 kept = tokens + output_tokens - change.lost(tokens, output_tokens)
                 history = [*prompt, output_first_token, output_tokens] if output_tokens else prompt
                 prompt = cut_runs(history, kept)
@@ -432,7 +444,7 @@ class _Requests:
                 break
         self._sessions += 1
 
-    def _next_row(self) -> tuple[int, int, int, int, int, float]:
+    def _next_row(self) -> tuple[int, int, int, int, int, float, int]:
         """The next row of a random order. Every row comes once a round: what is rare in the trace is as rare here.
 
         One that looks back further than there are openings waits until later in the round.
@@ -493,23 +505,28 @@ class _Change:
 
 
 class _FollowUps:
-    """Changes, by the length of the prompt they follow."""
+    """Changes, by the kind of the session and the length of the prompt they follow."""
 
     def __init__(self, model: FollowUpModel) -> None:
-        columns = (getattr(model, name) for name in model.__struct_fields__)
+        columns = (getattr(model, name) for name in model.__struct_fields__ if name != "kind")
         changes = [_Change(*row) for row in zip(*columns, strict=True)]
-        self._bounds: list[int] = []
-        self._groups: list[list[_Change]] = [[]]
-        for place, change in enumerate(changes):
-            is_full = place * _GROUPS >= len(changes) * len(self._groups)
-            if is_full and change.before_tokens > changes[place - 1].before_tokens:
-                self._bounds.append(change.before_tokens)
-                self._groups.append([])
-            self._groups[-1].append(change)
+        self._groups: list[tuple[list[int], list[list[_Change]]]] = []  # by kind: bounds between lengths, and groups
+        for kind in range(KINDS):
+            rows = changes[bisect_left(model.kind, kind) : bisect_right(model.kind, kind)]
+            bounds: list[int] = []
+            groups: list[list[_Change]] = [[]]
+            for place, change in enumerate(rows):
+                is_full = place * _GROUPS >= len(rows) * len(groups)
+                if is_full and change.before_tokens > rows[place - 1].before_tokens:
+                    bounds.append(change.before_tokens)
+                    groups.append([])
+                groups[-1].append(change)
+            self._groups.append((bounds, groups))
 
-    def choose(self, tokens: int, uniform: float) -> _Change:
-        """A change from the group of `tokens`."""
-        group = self._groups[bisect_right(self._bounds, tokens)]
+    def choose(self, kind: int, tokens: int, uniform: float) -> _Change:
+        """A change in a session of this kind, behind a prompt of about so many tokens."""
+        bounds, groups = self._groups[kind]
+        group = groups[bisect_right(bounds, tokens)]
         return group[int(uniform * len(group))]
 
 
