@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from lockstep.sim.cli import simulate
 from lockstep.sim.mix import mix_of, mix_turns
 from lockstep.sim.simulate import Scenario, assemble
 from lockstep.sim.token_runs import prompt_ids
@@ -252,3 +256,14 @@ def test_a_turn_takes_forty_bytes_and_going_through_them_keeps_none() -> None:
     tracemalloc.stop()
     assert grown < 400_000  # the row numbers of those that arrive by the clock, which are kept
     assert peak < 4_000_000
+
+
+def test_the_command_mixes_workloads_and_says_how_to_repeat_it() -> None:
+    words = ["--model", "qwen3-8b", "--gpu", "h200", "--workload", f"a={CONSTANT}", "--workload", f"b={CONSTANT}@2"]
+    words += ["--pages", "4096", "--time-window", "0..3s", "--json"]
+    result = CliRunner().invoke(simulate, words)
+    about = json.loads(result.stdout)["about"]
+    assert result.exit_code == 0
+    assert (about["workload"]["tenants"], about["workload"]["turns"]) == (["a", "b"], 7)
+    again = CliRunner().invoke(simulate, [*shlex.split(about["command"])[2:], "--json"])
+    assert json.loads(again.stdout)["about"]["workload"] == about["workload"]

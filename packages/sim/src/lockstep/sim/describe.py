@@ -188,7 +188,7 @@ def _arrival_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         if arrivals["gap_cv"] is not None:
             yield f"gaps have a coefficient of variation of {arrivals['gap_cv']:.3g} (Poisson: 1)"
         if dispersion:
-            yield f"counts have a dispersion of {dispersion} (Poisson: 1)"
+            yield f"dispersion of counts: {dispersion} (Poisson: 1)"
         silence, busiest = show_us(arrivals["longest_silence_us"]), arrivals["most_in_a_second"]
         distinct = f"{arrivals['distinct_times']:,} distinct times"
         yield f"{distinct}, silent for up to {silence}, up to {busiest:,} in a second"

@@ -114,7 +114,7 @@ class ThinkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FollowUpModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What later turns of sessions are like; a row is an entry in each column. Ascending by kind and `before_tokens`."""
+    """What later turns of sessions are like; one entry per row in each column. By kind and `before_tokens`."""
 
     kind: tuple[_Kind, ...] = ()
     before_tokens: tuple[_Some, ...] = ()  # of the prompt before

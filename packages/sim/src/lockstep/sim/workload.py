@@ -46,6 +46,7 @@ __all__ = [
     "workload_digest",
 ]
 
+_ENDINGS = (".gz", ".zst", ".tar", ".tgz", ".csv", ".json", ".jsonl", ".txt")
 _DIGEST_TURNS = 4_096  # at a time
 
 
@@ -184,7 +185,7 @@ def _open(asked: _Request) -> _Content:
     if path.is_dir():
         return _open_servegen(asked, path.name, servegen_files(path))
     data = read_bytes(path)
-    name = path.name.split(".")[0] or path.name
+    name = _name_of(path)
     if is_tar(data):
         return _open_servegen(asked, name, tar_files(path, data))
     if is_model(data):
@@ -195,6 +196,14 @@ def _open(asked: _Request) -> _Content:
     return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate)
 
 
+def _name_of(path: Path) -> str:
+    """The file's name without the endings that say how it is written."""
+    name = path.name
+    while (ending := Path(name).suffix) in _ENDINGS:
+        name = name.removesuffix(ending)
+    return name
+
+
 def _open_generator(asked: _Request) -> _Content:
     if (named := parse_model_spec(asked.spec)) is not None:
         path = Path(named.file)
@@ -202,7 +211,7 @@ def _open_generator(asked: _Request) -> _Content:
         if not is_model(data):
             hint = "`lockstep workload fit TRACE -o FILE` makes one; a trace is named without gen:file="
             raise WorkloadError(asked.spec, f"`{path}` is not a fitted model", hint)
-        return _open_model(asked, path.name.split(".")[0], parse_model(str(path), data), named.turns, named.rate)
+        return _open_model(asked, _name_of(path), parse_model(str(path), data), named.turns, named.rate)
     spec = parse_spec(asked.spec)
     if asked.time_window is None:
         spec = with_rate(spec, rate=asked.rate, rate_scale=asked.rate_scale)
