@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 NOTHING = "-"  # there was nothing to measure
 
+METRICS_FORMAT = "lockstep-metrics"
+METRICS_VERSION = 1  # of metrics.json and the table of requests; goes up when a name in them means something else
+
 LATENCIES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "end to end", "queue": "queue"}
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 
@@ -89,19 +92,6 @@ INTERVALS_SHOWN = {
     "goodput, requests per s": "goodput_requests_per_s",
 }  # fmt: skip
 """Heading and name; metrics.json has more."""
-
-
-def interval_facts(intervals: Intervals | None) -> dict[str, str]:
-    """The intervals in words: `TPOT p50, 90 % interval` is `10.4 ms to 14.1 ms`."""
-    if intervals is None:
-        return {}
-    facts = {}
-    for heading, name in INTERVALS_SHOWN.items():
-        ends = intervals.answers[name]
-        if ends is not None:
-            show = show_us if "_us_" in name else show_rate
-            facts[f"{heading}, {100 * intervals.coverage:g} % interval"] = f"{show(ends[0])} to {show(ends[1])}"
-    return facts
 
 
 def intervals_table(intervals: Intervals) -> Table:

@@ -233,8 +233,12 @@ class Setup:
 
     def about(self) -> dict[str, Any]:
         """All that is needed to get the run again, with the sources of every constant; for metrics.json."""
+        from lockstep.sim.results import METRICS_FORMAT, METRICS_VERSION
+
         workload, scenario = self.workload, self.scenario
         return {
+            "format": METRICS_FORMAT,
+            "format_version": METRICS_VERSION,
             "command": scenario.command(),
             "seed": scenario.seed,
             "version": code_version(),
@@ -581,7 +585,6 @@ def _interrupted_headline(run: Run) -> str:
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
     """The run as a report takes it in."""
     from lockstep.sim.report import ReportRun
-    from lockstep.sim.results import interval_facts
 
     setup = run.setup
     facts = {
@@ -591,15 +594,21 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
         "workload digest": setup.workload.digest,
         "cost model": str(setup.cost.describe()["kind"]),
         "calibration": setup.calibration.title,
-        **interval_facts(run.intervals),
         **{name: str(value) for name, value in msgspec.to_builtins(setup.config).items()},
         "seed": str(setup.scenario.seed),
         "version": code_version(),
         "commit": code_commit() or "unknown",
-        **{"remark" if n == 0 else f"remark {n + 1}": line for n, line in enumerate(run.remarks())},
         "command": setup.scenario.command(),
     }
-    return ReportRun(name or setup.title, facts, run.data, rate_per_s)
+    return ReportRun(
+        name or setup.title,
+        facts,
+        run.data,
+        rate_per_s,
+        intervals=None if run.intervals is None else run.intervals.describe(),
+        calibration=setup.calibration.title,
+        remarks=run.remarks(),
+    )
 
 
 def workload_line(workload: Workload) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.bottleneck import Bottleneck, bottleneck
 from lockstep.sim.metrics import RunData
 from lockstep.sim.report.text import duration
 
@@ -52,6 +56,39 @@ class SloRow:
         return duration(self.measured_us)
 
 
+def slo_rows(slos: Iterable[Mapping[str, Any]]) -> list[SloRow]:
+    """The entries of `summary["slos"]`."""
+    return [SloRow(str(slo["slo"]).partition("=")[0], slo["bound_us"], slo["measured_us"], slo["met"]) for slo in slos]
+
+
+def meets_all(slos: Sequence[SloRow]) -> bool | None:
+    """Whether all of them hold; None if there are none, or if nothing was measured."""
+    return None if all(slo.met is None for slo in slos) else all(slo.met for slo in slos)
+
+
+def offered_rate(arrival_us: NDArray[np.int64]) -> float | None:
+    """Requests per second between the first arrival and the last; None if all come at once."""
+    span_us = int(arrival_us.max() - arrival_us.min()) if arrival_us.size > 1 else 0
+    return (arrival_us.size - 1) / span_us * 1e6 if span_us else None
+
+
+class Compared(Protocol):
+    """What a comparison asks of a run, whether it was just simulated or read back from its folder."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def slos(self) -> list[SloRow]: ...
+    @property
+    def meets_slos(self) -> bool | None: ...
+    @property
+    def offered_per_s(self) -> float | None: ...
+    @property
+    def bottleneck(self) -> Bottleneck: ...
+    def summary(self, part: str, name: str) -> Any: ...
+    def interval(self, name: str) -> tuple[float, float] | None: ...
+
+
 @dataclass(frozen=True)
 class ReportRun:
     """One run to report.
@@ -64,30 +101,34 @@ class ReportRun:
     facts: Mapping[str, str]
     data: RunData
     rate_per_s: float | None = None  # offered; None: taken from the arrivals
+    intervals: Mapping[str, Any] | None = None  # how sure the answers are, as in metrics.json
+    calibration: str = ""  # what the times were corrected by
+    remarks: Sequence[str] = ()  # what a reader of the numbers must know
 
     @property
     def slos(self) -> list[SloRow]:
-        return [
-            SloRow(str(slo["slo"]).partition("=")[0], slo["bound_us"], slo["measured_us"], slo["met"])
-            for slo in self.data.summary["slos"]
-        ]
+        return slo_rows(self.data.summary["slos"])
 
     @property
     def meets_slos(self) -> bool | None:
         """Whether all of them hold; None if there are none, or if nothing was measured."""
-        if all(slo.met is None for slo in self.slos):
-            return None
-        return all(slo.met for slo in self.slos)
+        return meets_all(self.slos)
 
     @property
     def offered_per_s(self) -> float | None:
         """Requests per second that came in."""
-        if self.rate_per_s is not None:
-            return self.rate_per_s
-        arrivals_us = self.data.requests.arrival_us
-        span_us = int(arrivals_us.max() - arrivals_us.min()) if arrivals_us.size > 1 else 0
-        return (arrivals_us.size - 1) / span_us * 1e6 if span_us else None
+        return self.rate_per_s if self.rate_per_s is not None else offered_rate(self.data.requests.arrival_us)
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """What held it back."""
+        return bottleneck(self.data.summary)
 
     def summary(self, part: str, name: str) -> Any:
         """A number of the run's summary; None where there was nothing to measure."""
         return self.data.summary[part].get(name)
+
+    def interval(self, name: str) -> tuple[float, float] | None:
+        """What an answer lies between."""
+        ends = None if self.intervals is None else self.intervals["answers"].get(name)
+        return None if ends is None else (ends[0], ends[1])

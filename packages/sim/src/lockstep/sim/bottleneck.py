@@ -1,0 +1,83 @@
+"""What held a run back, read from its summary: a word for it and the numbers that say so.
+
+    found = bottleneck(metrics)
+    found.name, found.evidence           # "KV memory", "142 retractions, 38 requests waiting on average"
+
+One rule per line of `bottleneck`, first match first. The thresholds are for reading, not for deciding: a run in which
+two things are short names the one that is easier to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WAITING_MANY = 1.0  # requests in the waiting line, on average: from here on there is a queue
+BUBBLE_SHARE = 0.10  # of the time with work, in which the GPU had nothing to run
+BUSY_SHARE = 0.90  # of the makespan, in which the GPU ran something
+KV_FULL_SHARE = 0.95  # of the pool, held by requests
+
+KV_REASONS = ("kv_budget", "pages")
+LIMIT_REASONS = ("running_limit", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What was short, and how that shows."""
+
+    name: str  # "KV memory", "GPU compute", "limit on running requests", "CPU", "none"; "unknown" without numbers
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.evidence}" if self.evidence else self.name
+
+
+def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
+    """Name what a run lacked. `summary` is that of RunData, or metrics.json."""
+    scheduler, device = summary["scheduler"], summary["device"]
+    waiting, busy, bubbles = scheduler["waiting_mean"], device["busy_fraction"], device["bubble_share"]
+    kv_peak, retractions = summary["kv"]["used_share_max"], scheduler["retractions"]
+    if busy is None or not summary["requests"]["arrived"]:
+        return Bottleneck("unknown", "nothing was measured on the device")
+
+    deferred = scheduler["admissions_deferred_by_reason"]
+    for_kv, for_limit = (_count(deferred, reasons) for reasons in (KV_REASONS, LIMIT_REASONS))
+    others = sum(deferred.values()) - for_kv - for_limit
+    turned_away = _count(summary["requests"]["by_reject_reason"], ("queue_full", "deadline"))
+    is_queue = (waiting is not None and waiting >= WAITING_MANY) or turned_away > 0
+    line = f"{_number(waiting)} requests waiting on average" if waiting is not None else "requests wait"
+    peak = f"KV pages at most {_percent(kv_peak)} held" if kv_peak is not None else ""
+    is_full = kv_peak is not None and kv_peak >= KV_FULL_SHARE
+    retracted = f"{retractions:,} retraction{'s' * (retractions != 1)}"
+
+    if is_queue and (for_kv > max(for_limit, others) or (retractions and is_full)):
+        return Bottleneck("KV memory", _listed(line, peak, retracted))
+    if is_queue and for_limit >= max(others, 1):
+        return Bottleneck("limit on running requests", _listed(line, f"{scheduler['running_max']:,} running at most"))
+    if is_queue:
+        return Bottleneck("GPU compute", _listed(line, f"GPU busy {_percent(busy)}", peak))
+    if retractions:
+        return Bottleneck("KV memory", _listed(retracted, peak))
+    if bubbles is not None and bubbles > BUBBLE_SHARE:
+        return Bottleneck("CPU", f"the GPU was idle {_percent(bubbles)} of the time with work there")
+    if busy >= BUSY_SHARE:
+        evidence = f"hardly anybody waits ({_number(waiting)} on average), and the GPU always has a batch ({_percent(busy)})"
+        return Bottleneck("none", evidence if waiting is not None else f"GPU busy {_percent(busy)}")
+    return Bottleneck("none", f"the GPU was busy {_percent(busy)} of the time, and hardly anybody waited")
+
+
+def _count(counts: Mapping[str, int], names: tuple[str, ...]) -> int:
+    return sum(counts.get(name, 0) for name in names)
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

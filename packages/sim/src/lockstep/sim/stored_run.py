@@ -1,0 +1,194 @@
+"""A run folder read back: metrics.json, the requests if they were written, and what the journal says it is of.
+
+    run = read_run(Path("runs/0192"))
+    run.metrics["latency"]["ttft_us_p99"]
+    run.requests["ttft_us"]               # int64 [requests], -1 where there was no first token
+
+Nothing is simulated or replayed here. Everything that cannot be what `lockstep simulate` wrote is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.errors import ConfigError
+from lockstep.sim.bottleneck import Bottleneck, bottleneck
+from lockstep.sim.metrics import COMPLETED
+from lockstep.sim.report.report_run import SloRow, meets_all, offered_rate, slo_rows
+from lockstep.sim.results import METRICS_FORMAT, METRICS_VERSION
+
+if TYPE_CHECKING:
+    import polars
+
+GROUPS = ("requests", "latency", "throughput", "cache", "kv", "scheduler", "device", "cpu")
+INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
+FLOATS = ("tpot_us",)
+TEXTS = ("finish_reason", "label", "tenant")
+HINT = "hint: give folders that `lockstep simulate --out` wrote"
+
+Requests = Mapping[str, NDArray[Any]]
+"""Columns by name; what did not happen is -1 in integers, NaN in floats and "" in texts."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRun:
+    """What a run folder says of its run."""
+
+    name: str  # short; what tables and charts write
+    folder: Path
+    metrics: Mapping[str, Any]
+    requests: Requests | None  # None if the run was written without them
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Settings and provenance."""
+        about: Mapping[str, Any] = self.metrics["about"]
+        return about
+
+    def summary(self, part: str, name: str) -> Any:
+        """A number of metrics.json; None where there was nothing to measure."""
+        return self.metrics[part].get(name)
+
+    @property
+    def slos(self) -> list[SloRow]:
+        """The run's SLOs with what was measured."""
+        return slo_rows(self.metrics["slos"])
+
+    @property
+    def meets_slos(self) -> bool | None:
+        """Whether all of them hold; None if there are none, or if nothing was measured."""
+        return meets_all(self.slos)
+
+    @property
+    def offered_per_s(self) -> float | None:
+        """Requests per second that came in; None if that is not known."""
+        return None if self.requests is None else offered_rate(self.requests["arrival_us"])
+
+    @cached_property
+    def completed(self) -> NDArray[np.bool_]:
+        """Which requests got their whole answer."""
+        return np.isin(self.requests["finish_reason"], COMPLETED) if self.requests is not None else np.empty(0, bool)
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """What held it back."""
+        return bottleneck(self.metrics)
+
+    @property
+    def intervals(self) -> Mapping[str, Any] | None:
+        """How sure its answers are, as in metrics.json."""
+        return self.metrics.get("intervals")
+
+    def interval(self, name: str) -> tuple[float, float] | None:
+        """What an answer lies between."""
+        ends = None if self.intervals is None else self.intervals["answers"].get(name)
+        return None if ends is None else (ends[0], ends[1])
+
+    @property
+    def calibration(self) -> str:
+        """The title of the calibration that its times were corrected by."""
+        return str(self.about["calibration"]["title"])
+
+
+def read_run(folder: Path, name: str = "") -> StoredRun:
+    """Read a run folder. Raises ConfigError if it is none, of another version, or put together from two runs."""
+    metrics = _read_metrics(folder)
+    requests = _read_requests(folder)
+    arrived = metrics["requests"]["arrived"]
+    if requests is not None and len(requests["request_id"]) != arrived:
+        raise ConfigError(
+            f"`{folder}` has {len(requests['request_id']):,} requests in its table and {arrived:,} in metrics.json: "
+            "they are of different runs\nhint: simulate it again with --overwrite"
+        )
+    _check_journal(folder, metrics["about"])
+    return StoredRun(name or folder.name, folder, metrics, requests)
+
+
+def _read_metrics(folder: Path) -> dict[str, Any]:
+    path = folder / "metrics.json"
+    if not folder.exists():
+        raise ConfigError(f"`{folder}` does not exist\n{HINT}")
+    if not folder.is_dir():
+        raise ConfigError(f"`{folder}` is a file, expected a run folder\n{HINT}")
+    if not path.is_file():
+        inside = sorted(part.parent.name for part in folder.glob("*/metrics.json"))
+        hint = f"hint: the runs are inside it: {', '.join(inside)}" if inside else HINT
+        raise ConfigError(f"`{folder}` is not a run folder: it has no metrics.json\n{hint}")
+    try:
+        metrics = json.loads(path.read_text("utf-8"), parse_constant=_refuse_constant)
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
+    about = metrics.get("about") if isinstance(metrics, dict) else None
+    if not isinstance(about, dict) or about.get("format") != METRICS_FORMAT:
+        raise ConfigError(f"`{path}` is not from `lockstep simulate`: its about.format is not `{METRICS_FORMAT}`\n{HINT}")
+    if about.get("format_version") != METRICS_VERSION:
+        raise ConfigError(
+            f"`{path}` is of version `{about.get('format_version')}` of {METRICS_FORMAT}, this lockstep reads "
+            f"{METRICS_VERSION}\nhint: run its about.command again"
+        )
+    missing = [name for name in GROUPS if not isinstance(metrics.get(name), dict)]
+    missing += [] if isinstance(metrics.get("slos"), list) else ["slos"]
+    missing += [f"about.{name}" for name in ("workload", "scheduler", "calibration", "seed") if name not in about]
+    if missing:
+        raise ConfigError(f"`{path}` lacks {', '.join(missing)}\nhint: run its about.command again")
+    return metrics  # type: ignore[no-any-return]
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _read_requests(folder: Path) -> Requests | None:
+    """The table of requests, from parquet or else from CSV; None if there is neither."""
+    parquet, csv = folder / "requests.parquet", folder / "requests.csv"
+    path = parquet if parquet.is_file() else csv
+    if not path.is_file():
+        return None
+    import polars as pl
+
+    names = [*INTEGERS, *FLOATS, *TEXTS]
+    try:
+        if path is parquet:
+            frame = pl.read_parquet(path, columns=names)
+        else:
+            kinds = {name: pl.Int64 for name in INTEGERS} | {name: pl.Float64 for name in FLOATS}
+            frame = pl.read_csv(path, columns=names, schema_overrides=kinds | {name: pl.String for name in TEXTS})
+    except (pl.exceptions.PolarsError, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"`{path}` cannot be read: {first}\nhint: simulate it again with --overwrite") from error
+    return _columns(frame)
+
+
+def _columns(frame: polars.DataFrame) -> Requests:
+    import polars as pl
+
+    integers = {name: frame[name].cast(pl.Int64).fill_null(-1).to_numpy() for name in INTEGERS}
+    floats = {name: frame[name].cast(pl.Float64).fill_null(float("nan")).to_numpy() for name in FLOATS}
+    texts = {name: frame[name].cast(pl.String).fill_null("").to_numpy() for name in TEXTS}
+    return integers | floats | texts
+
+
+def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
+    """A journal of another run beside metrics.json is refused; a folder copied without its journal is not."""
+    if not any((folder / "journal").glob("*.log")):
+        return
+    from lockstep.core.journal import JournalError, read_journal
+
+    try:
+        header = read_journal(folder).header
+    except JournalError as error:
+        raise ConfigError(f"the journal in `{folder}` cannot be read: {error}") from error
+    said = (about["seed"], about["workload"].get("digest"))
+    if (header.seed, header.host.get("workload_digest")) != said:
+        raise ConfigError(
+            f"`{folder}` has a metrics.json of seed {said[0]} and workload {said[1]}, but a journal of seed "
+            f"{header.seed} and workload {header.host.get('workload_digest')}\nhint: simulate it again with --overwrite"
+        )
