@@ -15,7 +15,6 @@ from typing import Any
 
 WAITING_MANY = 1.0  # requests in the waiting line, on average: from here on there is a queue
 BUBBLE_SHARE = 0.10  # of the time with work, in which the GPU had nothing to run
-BUSY_SHARE = 0.90  # of the makespan, in which the GPU ran something
 KV_FULL_SHARE = 0.95  # of the pool, held by requests
 
 KV_REASONS = ("kv_budget", "pages")
@@ -61,10 +60,8 @@ def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
         return Bottleneck("KV memory", _listed(retracted, peak))
     if bubbles is not None and bubbles > BUBBLE_SHARE:
         return Bottleneck("CPU", f"the GPU was idle {_percent(bubbles)} of the time with work there")
-    if busy >= BUSY_SHARE:
-        evidence = f"hardly anybody waits ({_number(waiting)} on average), and the GPU always has a batch ({_percent(busy)})"
-        return Bottleneck("none", evidence if waiting is not None else f"GPU busy {_percent(busy)}")
-    return Bottleneck("none", f"the GPU was busy {_percent(busy)} of the time, and hardly anybody waited")
+    waits = "" if waiting is None else f"hardly anybody waits ({_number(waiting)} on average)"
+    return Bottleneck("none", _listed(waits, f"GPU busy {_percent(busy)}"))
 
 
 def _count(counts: Mapping[str, int], names: tuple[str, ...]) -> int:

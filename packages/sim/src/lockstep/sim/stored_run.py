@@ -128,7 +128,9 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
     about = metrics.get("about") if isinstance(metrics, dict) else None
     if not isinstance(about, dict) or about.get("format") != METRICS_FORMAT:
-        raise ConfigError(f"`{path}` is not from `lockstep simulate`: its about.format is not `{METRICS_FORMAT}`\n{HINT}")
+        raise ConfigError(
+            f"`{path}` is not from `lockstep simulate`: its about.format is not `{METRICS_FORMAT}`\n{HINT}"
+        )
     if about.get("format_version") != METRICS_VERSION:
         raise ConfigError(
             f"`{path}` is of version `{about.get('format_version')}` of {METRICS_FORMAT}, this lockstep reads "
