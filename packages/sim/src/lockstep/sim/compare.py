@@ -388,7 +388,7 @@ def _interval_rows(runs: Sequence[StoredRun]) -> tuple[tuple[IntervalRow, ...], 
     if not with_some:
         return (
             (),
-            "no run carries intervals (they come with simulate, unless --no-intervals): how sure the figures are is unknown",
+            "no run carries intervals (--no-intervals), so how sure the figures are is unknown",
         )
     factors = [(run.intervals["calibration"], run.intervals["time_factors"]) for run in with_some if run.intervals]
     coverage = 100 * with_some[0].metrics["intervals"]["coverage"]

@@ -159,7 +159,8 @@ def _show_interval(row: IntervalRow, at: int) -> str:
 
 def _pair_lines(pairs: Pairs, first: str, other: str) -> Iterator[str]:
     name = "request ids" if pairs.matched_by == "request_id" else "labels"
-    yield f"request by request, {other} against {first}: {pairs.completed_in_both:,} completed in both, matched by {name}"
+    both = f"{pairs.completed_in_both:,} completed in both, matched by {name}"
+    yield f"request by request, {other} against {first}: {both}"
     for count, letter in ((pairs.completed_in_first_only, first), (pairs.completed_in_other_only, other)):
         if count:
             yield f"  {count:,} completed in {letter} alone"

@@ -161,8 +161,8 @@ def _read_requests(folder: Path) -> Requests | None:
         if path is parquet:
             frame = pl.read_parquet(path, columns=names)
         else:
-            kinds = {name: pl.Int64 for name in INTEGERS} | {name: pl.Float64 for name in FLOATS}
-            frame = pl.read_csv(path, columns=names, schema_overrides=kinds | {name: pl.String for name in TEXTS})
+            kinds = dict.fromkeys(INTEGERS, pl.Int64) | dict.fromkeys(FLOATS, pl.Float64)
+            frame = pl.read_csv(path, columns=names, schema_overrides=kinds | dict.fromkeys(TEXTS, pl.String))
     except (pl.exceptions.PolarsError, OSError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"`{path}` cannot be read: {first}\nhint: simulate it again with --overwrite") from error

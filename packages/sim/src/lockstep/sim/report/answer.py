@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from lockstep.sim.report.report_run import ReportRun, SloRow
-from lockstep.sim.report.text import count, duration
+from lockstep.sim.report.report_run import Compared, ReportRun, SloRow
+from lockstep.sim.report.text import count, digits, duration, percent
 
 LOGO = (
     '<svg width="22" height="22" viewBox="0 0 22 22" aria-hidden="true"><g fill="currentColor">'
@@ -20,7 +20,10 @@ def answer(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str |
     alone = len(runs) == 1
     kind = "a simulated run" if alone else f"{len(runs)} simulated runs"
     below = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
-    proof = f'<p class="evidence">{escape(_evidence(runs[0]))}</p>{slo_list(runs[0].slos)}' if alone else ""
+    if alone:
+        proof = f'<p class="evidence">{escape(_evidence(runs[0]))}</p>{slo_list(runs[0].slos)}{limits(runs[0])}'
+    else:
+        proof = f'<p class="evidence">{escape(_evidence_of_many(runs))}</p>'
     return f"""<header id="answer">
 <p class="mark">{LOGO}<span><b>Lockstep</b> report of {kind}</span></p>
 <h1>{escape(title)}</h1>{below}
@@ -62,6 +65,45 @@ def _evidence(run: ReportRun) -> str:
     if tpot_us is not None:
         text += f"; each further token took {duration(tpot_us)} in the median"
     return text + "."
+
+
+def _evidence_of_many(runs: Sequence[ReportRun]) -> str:
+    """How fast and how busy the last run is that meets its SLOs, and what the next one lacks."""
+    met = [key for key, run in enumerate(runs) if run.meets_slos]
+    text = ""
+    if met:
+        run = runs[met[-1]]
+        figures = [
+            f"TTFT p99 {duration(run.summary('latency', 'ttft_us_p99'))}",
+            f"TPOT p99 {duration(run.summary('latency', 'tpot_us_p99'))}",
+            f"{digits(run.summary('throughput', 'output_tokens_per_s'))} output tokens/s",
+            f"KV at most {percent(run.summary('kv', 'used_share_max'))} held",
+        ]
+        text = f"At {run.name}: {', '.join(figures)}. "
+    missed = [run for run in runs[met[-1] + 1 if met else 0 :] if run.meets_slos is False]
+    return text + (f"Bottleneck at {missed[0].name}: {missed[0].bottleneck}." if missed else "")
+
+
+def limits(run: ReportRun) -> str:
+    """What held the run back, and how sure its answers are."""
+    return f'<dl class="limits"><div><dt>Bottleneck</dt><dd>{bottleneck_html(run)}</dd></div>{_certainty(run)}</dl>'
+
+
+def bottleneck_html(run: Compared) -> str:
+    """The word, and what says so."""
+    found = run.bottleneck
+    return f"<b>{escape(found.name)}</b> {escape(found.evidence)}"
+
+
+def _certainty(run: ReportRun) -> str:
+    if run.intervals is None:
+        words = f"{run.calibration}; no intervals were worked out" if run.calibration else ""
+    else:
+        low, high = run.intervals["time_factors"]
+        coverage = f"{100 * run.intervals['coverage']:g} %"
+        times = f"batches may take {low:.2f} to {high:.2f} times as long"
+        words = f"{run.calibration}; {coverage} intervals stand below the answers: {times}"
+    return f"<div><dt>Calibration</dt><dd>{escape(words)}</dd></div>" if words else ""
 
 
 def slo_list(slos: Sequence[SloRow]) -> str:

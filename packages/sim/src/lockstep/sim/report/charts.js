@@ -355,25 +355,52 @@ function scatterChart(host, scatter) {
 
 // ------------------------------------------------------------------------------------------------------- across runs
 
-/** One value per run against its rate, with the SLO as a dotted line. */
+/** The value of a line at `at`, between its points; at its ends the last one. Null where it has none. */
+function valueAt(x, values, at) {
+  const i = x.findIndex((stop) => stop >= at);
+  if (i <= 0) return values[i === 0 ? 0 : values.length - 1];
+  if (values[i - 1] === null || values[i] === null) return values[i - 1] ?? values[i];
+  return values[i - 1] + ((values[i] - values[i - 1]) * (at - x[i - 1])) / (x[i] - x[i - 1]);
+}
+
+/** One value per run against its rate, with the SLO as a dotted line; runs without a common rate are points apart. */
 function compareChart(host, compare, chart) {
   const isLog = chart.kind === "latency" && (() => {
     const all = chart.lines.flatMap((line) => line.values).filter((v) => v !== null && v > 0);
     return all.length > 0 && Math.max(...all) / Math.min(...all) > 20;
   })();
   const isLatency = chart.kind === "latency";
-  const longest_us = Math.max(1, chart.limit_us ?? 1, ...chart.lines.flatMap((line) => line.values.map((v) => v ?? 0)));
+  const ends = chart.lines.flatMap((line) => (line.intervals ?? []).flatMap((interval) => interval ?? []));
+  const longest_us = Math.max(1, chart.limit_us ?? 1, ...ends, ...chart.lines.flatMap((line) => line.values.map((v) => v ?? 0)));
   const [unit, unit_us] = isLatency ? latencyUnit(longest_us) : [chart.unit, 1];
   const place = (v) => (v === null ? null : isLog ? Math.log10(Math.max(v, 1)) : v / unit_us);
   const show = isLatency ? duration : (v) => `${digits(v)} ${chart.unit}`;
   const x = compare.rates;
-  const pad = Math.max((x.at(-1) - x[0]) * 0.05, x.at(-1) * 0.02, 0.01);
+  const pad = compare.names ? 0.6 : Math.max((x.at(-1) - x[0]) * 0.05, x.at(-1) * 0.02, 0.01);
   const limit = chart.limit_us ? place(chart.limit_us) : null;
   function range(u, low, high) {
-    const top = limit === null ? high : Math.max(high, limit), bottom = limit === null ? low : Math.min(low, limit);
+    const others = [...(limit === null ? [] : [limit]), ...ends.map(place)];
+    const top = Math.max(high, ...others), bottom = Math.min(low, ...others);
     if (!isLog) return fromZero(u, 0, top);
     return [bottom - 0.12, top + 0.12];
   }
+  const whiskers = (u) => {
+    const {ctx} = u, ratio = devicePixelRatio || 1;
+    ctx.save();
+    ctx.lineWidth = 1.5 * ratio;
+    for (const line of chart.lines) {
+      ctx.strokeStyle = css(line.colour);
+      (line.intervals ?? []).forEach((interval, i) => {
+        if (!interval) return;
+        const at = u.valToPos(x[i], "x", true), [low, high] = interval.map((v) => u.valToPos(place(v), "y", true)), cap = 4 * ratio;
+        ctx.beginPath();
+        ctx.moveTo(at, low); ctx.lineTo(at, high);
+        for (const end of [low, high]) { ctx.moveTo(at - cap, end); ctx.lineTo(at + cap, end); }
+        ctx.stroke();
+      });
+    }
+    ctx.restore();
+  };
   const slo = (u) => {
     if (limit === null) return;
     const {ctx, bbox} = u, ratio = devicePixelRatio || 1, at = u.valToPos(limit, "y", true);
@@ -382,9 +409,20 @@ function compareChart(host, compare, chart) {
     ctx.beginPath(); ctx.moveTo(bbox.left, at); ctx.lineTo(bbox.left + bbox.width, at); ctx.stroke();
     ctx.font = `${12 * ratio}px ${FONT.slice(5)}`; ctx.fillStyle = css("--bad");
     ctx.textBaseline = "bottom"; ctx.textAlign = "left";
-    // At the end where the slowest line is farther away.
-    const ends = chart.lines[0].values.filter((v) => v !== null).map(place), width = ctx.measureText(chart.limit_label).width;
-    const isLeft = ends.length === 0 || Math.abs(ends[0] - limit) > Math.abs(ends.at(-1) - limit);
+    // At the end where no line comes near: those are in the way that are higher or lower by less than the words are high.
+    const width = ctx.measureText(chart.limit_label).width, near = (bbox.width ? (width + 12 * ratio) / bbox.width : 1) * (u.scales.x.max - u.scales.x.min);
+    const room = (from, to) => {
+      let least = Infinity;
+      for (const line of chart.lines) {
+        for (let i = 0; i < 24; i++) {
+          const v = valueAt(x, line.values, from + ((to - from) * i) / 23);
+          if (v !== null) least = Math.min(least, Math.abs(u.valToPos(place(v), "y", true) - (at - 11 * ratio)));
+        }
+      }
+      return least;
+    };
+    const {min, max} = u.scales.x;
+    const isLeft = room(min, min + near) >= room(max - near, max);
     const left = isLeft ? bbox.left + 6 * ratio : bbox.left + bbox.width - width - 2 * ratio;
     ctx.globalAlpha = 0.85;
     ctx.fillStyle = css("--card");
@@ -403,14 +441,73 @@ function compareChart(host, compare, chart) {
     cursor: {y: false, points: {size: 8}, drag: {x: false, y: false}},
     scales: {x: {time: false, range: [x[0] - pad, x.at(-1) + pad]}, y: {range}},
     axes: [axis({label: compare.x_label, size: 30, grid: {show: false}, ...(compare.names
-      ? {splits: () => x, values: () => compare.names} : {})}), axis(yAxis)],
+      ? {splits: () => x, values: (u) => compare.names.map((name) => shortened(name, u.width / (x.length + 0.5)))} : {})}), axis(yAxis)],
     series: [{}, ...chart.lines.map((line) => ({
-      label: line.name, stroke: css(line.colour), width: 2, dash: line.dash, spanGaps: true,
-      points: {show: true, size: 7, fill: css(line.colour)},
+      label: line.name, stroke: css(line.colour), width: compare.names ? 0 : 2, dash: line.dash, spanGaps: true,
+      points: {show: true, size: compare.names ? 9 : 7, fill: css(line.colour)},
+      ...(compare.names ? {paths: () => null} : {}),
     }))],
     plugins: [
-      tooltip(host, (i) => compare.headings[i], (i) => chart.lines.map((line) => [line.name, line.values[i] === null ? "–" : show(line.values[i])])),
-      {hooks: {draw: [slo]}},
+      tooltip(host, (i) => compare.headings[i], (i) => chart.lines.map((line) => {
+        const interval = line.intervals?.[i];
+        return [line.name, line.values[i] === null ? "–" : show(line.values[i]) + (interval ? `, ${show(interval[0])} to ${show(interval[1])}` : "")];
+      })),
+      {hooks: {draw: [whiskers, slo]}},
     ],
   }), () => [x, ...chart.lines.map((line) => line.values.map(place))]);
+}
+
+/** As much of a name as fits `width` CSS pixels, its end rather than its start: names of runs differ there. */
+function shortened(name, width) {
+  const most = Math.max(2, Math.floor(width / 7));
+  return name.length <= most ? name : `…${name.slice(name.length - most + 1)}`;
+}
+
+/** Distributions of several runs over each other; or of how many times as long each request took as in the first run. */
+function overlayChart(host, overlay, isLog) {
+  const isRatio = Boolean(overlay.is_ratio), log = isLog || isRatio;
+  const stops = [...overlay.x, ...(overlay.slo ? [overlay.slo.limit_us] : []), ...(isRatio ? [1] : [])].filter((v) => v > 0);
+  const [unit, unit_us] = isRatio ? ["x", 1] : latencyUnit(Math.max(1, ...stops));
+  const least = isRatio ? Math.min(...stops) : 1;
+  const place = log ? (v) => Math.log10(Math.max(v, least)) : (v) => v / unit_us;
+  const x = overlay.x.map(place);
+  const all = stops.map(place);
+  let low = log ? Math.min(...all) : 0, high = Math.max(...all);
+  if (log && high - low < 0.02) { low -= 0.15; high += 0.15; }
+  const margin = (high - low || 1) * 0.04, range = [log ? low - margin : 0, high + margin];
+  const times = (v) => `${digits(v)}x`, show = isRatio ? times : duration;
+  const mark = isRatio ? 1 : overlay.slo?.limit_us, label = isRatio ? "the same" : overlay.slo?.label;
+  const marks = (u) => {
+    if (mark === undefined) return;
+    const {ctx, bbox} = u, ratio = devicePixelRatio || 1, at = Math.round(u.valToPos(place(mark), "x", true));
+    if (at < bbox.left || at > bbox.left + bbox.width) return;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = css(isRatio ? "--ink-soft" : "--bad");
+    ctx.lineWidth = 1.5 * ratio; ctx.setLineDash([1.5 * ratio, 3.5 * ratio]); ctx.lineCap = "round";
+    ctx.beginPath(); ctx.moveTo(at, bbox.top); ctx.lineTo(at, bbox.top + bbox.height); ctx.stroke();
+    ctx.font = `${12 * ratio}px ${FONT.slice(5)}`; ctx.textBaseline = "bottom"; ctx.textAlign = "left";
+    const width = ctx.measureText(label).width, isRight = at + 8 * ratio + width <= bbox.left + bbox.width;
+    ctx.fillText(label, isRight ? at + 5 * ratio : at - 5 * ratio - width, bbox.top + bbox.height - 4 * ratio);
+    ctx.restore();
+  };
+  const ticks = log
+    ? {splits: (u) => logTicks(u.scales.x.min, u.scales.x.max, u.width / 75), values: (u, at) => at.map((v) => show(10 ** v)), space: 50}
+    : {values: (u, at) => at.map((v) => digits(v, 4)), space: 60};
+  return mount(host, () => ({
+    legend: {show: false},
+    padding: [10, 16, 0, 0],
+    cursor: {y: false, points: {size: 7}, drag: {x: true, y: false, dist: 6}},
+    scales: {x: {time: false, range: (u, a, b) => (a > x[0] || b < x.at(-1) ? [a, b] : range)}, y: {range: [0, 104]}},
+    axes: [
+      axis({label: `${overlay.label}${isRatio ? "" : log ? ", log scale" : ` (${unit})`}`, size: 30, ...ticks}),
+      axis({size: 46, splits: () => [0, 25, 50, 75, 100], values: (u, at) => at.map((v) => `${v} %`)}),
+    ],
+    series: [{}, ...overlay.lines.map((line) => ({
+      label: line.name, stroke: css(line.colour), width: 2, dash: line.dash, points: {show: false}, paths: uPlot.paths.stepped({align: 1}),
+    }))],
+    plugins: [
+      tooltip(host, (i) => `at most ${show(overlay.x[i])}`, (i) => overlay.lines.map((line) => [line.name, `${digits(100 * line.share[i], 4)} %`])),
+      {hooks: {draw: [marks]}},
+    ],
+  }), () => [x, ...overlay.lines.map((line) => line.share.map((share) => 100 * share))]);
 }

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import pairwise
 
 from lockstep.sim.report.answer import verdict
 from lockstep.sim.report.parts import figure, legend, table
 from lockstep.sim.report.payload import Json
-from lockstep.sim.report.report_run import ReportRun
-from lockstep.sim.report.text import count, digits, duration, percent
+from lockstep.sim.report.report_run import Compared
+from lockstep.sim.report.text import count, digits, duration, percent, span
+
+LOADS_APART = 1.02  # offered loads closer than this are one load
 
 
-def comparison_payload(runs: Sequence[ReportRun]) -> Json:
+def loads_of(runs: Sequence[Compared]) -> list[float] | None:
+    """The offered load of each run, if it is known for all and differs between any two of them."""
+    known = [rate for run in runs if (rate := run.offered_per_s) is not None]
+    in_order = sorted(known)
+    apart = all(low * LOADS_APART < high for low, high in pairwise(in_order))
+    return known if len(known) == len(runs) and apart else None
+
+
+def comparison_payload(runs: Sequence[Compared], *, by_rate: bool = True) -> Json:
     """Latency and throughput against the offered load, or run by run where loads are not known or not distinct."""
-    rates = [run.offered_per_s for run in runs]
-    known = [rate for rate in rates if rate is not None]
-    by_rate = len(set(known)) == len(runs)
+    known = (loads_of(runs) if by_rate else None) or []
+    by_rate = bool(known)
     order = sorted(range(len(runs)), key=lambda k: known[k]) if by_rate else list(range(len(runs)))
 
     def line(label: str, colour: str, part: str, name: str, *, dashed: bool = False) -> Json:
         values = [runs[k].summary(part, name) for k in order]
-        return {"name": label, "colour": colour, "values": values, **({"dash": [6, 4]} if dashed else {})}
+        intervals = [runs[k].interval(name) for k in order]
+        known = {"intervals": intervals} if any(intervals) else {}
+        return {"name": label, "colour": colour, "values": values, **known, **({"dash": [6, 4]} if dashed else {})}
 
     charts: list[Json] = []
     for metric in ("ttft", "tpot"):
@@ -44,36 +56,61 @@ def comparison_payload(runs: Sequence[ReportRun]) -> Json:
     }
 
 
-def comparison(runs: Sequence[ReportRun]) -> str:
-    """The section that compares the runs, as HTML."""
-    has_slos = _has_slos(runs)
-    slo = [("line limit", "SLO")] if has_slos else []
-    latency = legend(("line decode", "p99, the slowest in a hundred"), ("line dash", "p50, the median"), *slo)
-    goodput = [("line decode", "goodput: met every SLO")] if has_slos else []
-    rate = legend(*goodput, ("line dash", "completed"))
+def comparison(runs: Sequence[Compared]) -> str:
+    """The section that compares the runs, as HTML: charts, then a table from which each run can be chosen."""
+    title, lead = "The runs side by side", "Each point is one run; the median and the slowest in a hundred."
+    if loads_of(runs) is not None:
+        title = "How load changes latency"
+        lead = (
+            "Each point is one run. Where a line bends upwards, requests start to queue: to the right of the bend, "
+            "more load buys waiting and little else."
+        )
     return f"""<section id="compare" aria-labelledby="compare-h">
-<h2 id="compare-h">How load changes latency</h2>
-<p class="lead">Each point is one run. Where a line bends upwards, requests start to queue: to the right of the bend,
-more load buys waiting and little else.</p>
-<div class="grid3">
-{figure("compare_ttft", "Time to first token", legend=latency)}
-{figure("compare_tpot", "Time per output token", legend=latency)}
-{figure("compare_goodput", "Requests per second", legend=rate)}
-</div>
-{_table(runs, has_slos=has_slos)}
+<h2 id="compare-h">{title}</h2>
+<p class="lead">{lead}</p>
+{comparison_charts(runs)}
+{comparison_table(runs, linked=True)}
 </section>"""
 
 
-def _table(runs: Sequence[ReportRun], *, has_slos: bool) -> str:
-    columns: list[tuple[str, str, Callable[[ReportRun], str]]] = [
+def comparison_charts(runs: Sequence[Compared]) -> str:
+    """Places for the charts of `comparison_payload`."""
+    has_slos = _has_slos(runs)
+    slo = [("line limit", "SLO")] if has_slos else []
+    if any(run.interval("ttft_us_p99") for run in runs):
+        slo.append(("whisker", "interval"))
+    latency = legend(("line decode", "p99, the slowest in a hundred"), ("line dash", "p50, the median"), *slo)
+    goodput = [("line decode", "goodput: met every SLO")] if has_slos else []
+    rate = legend(*goodput, ("line dash", "completed"))
+    return f"""<div class="grid3">
+{figure("compare_ttft", "Time to first token", legend=latency)}
+{figure("compare_tpot", "Time per output token", legend=latency)}
+{figure("compare_goodput", "Requests per second", legend=rate)}
+</div>"""
+
+
+def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
+    """One row per run: verdict, figures and intervals, bottleneck. With `linked`, names lead to the run below."""
+    has_slos = _has_slos(runs)
+
+    def answer(part: str, name: str, show: Callable[[float | None], str]) -> Callable[[Compared], str]:
+        def cell(run: Compared) -> str:
+            ends = run.interval(name)
+            sure = f"<small>{span(show(ends[0]), show(ends[1]))}</small>" if ends is not None else ""
+            return show(run.summary(part, name)) + sure
+
+        return cell
+
+    columns: list[tuple[str, str, Callable[[Compared], str]]] = [
         ("completed", "requests", lambda run: count(run.summary("requests", "completed"))),
-        ("throughput", "tokens/s", lambda run: digits(run.summary("throughput", "output_tokens_per_s"))),
-        ("TTFT", "p50", lambda run: duration(run.summary("latency", "ttft_us_p50"))),
-        ("TTFT", "p99", lambda run: duration(run.summary("latency", "ttft_us_p99"))),
-        ("TPOT", "p50", lambda run: duration(run.summary("latency", "tpot_us_p50"))),
-        ("TPOT", "p99", lambda run: duration(run.summary("latency", "tpot_us_p99"))),
+        ("output", "tokens/s", answer("throughput", "output_tokens_per_s", digits)),
+        ("TTFT", "p50", answer("latency", "ttft_us_p50", duration)),
+        ("TTFT", "p99", answer("latency", "ttft_us_p99", duration)),
+        ("TPOT", "p50", answer("latency", "tpot_us_p50", duration)),
+        ("TPOT", "p99", answer("latency", "tpot_us_p99", duration)),
         ("cache", "hit ratio", lambda run: percent(run.summary("cache", "hit_ratio"))),
         ("GPU", "busy", lambda run: percent(run.summary("device", "busy_fraction"))),
+        ("KV", "peak", lambda run: percent(run.summary("kv", "used_share_max"))),
         ("retracted", "times", lambda run: count(run.summary("scheduler", "retractions"))),
         ("rejected", "requests", lambda run: count(run.summary("requests", "rejected"))),
     ]
@@ -82,16 +119,23 @@ def _table(runs: Sequence[ReportRun], *, has_slos: bool) -> str:
         columns.insert(2, goodput)
     head = '<th scope="col">run</th>' + ('<th scope="col" class="text">SLOs</th>' if has_slos else "")
     head += "".join(f'<th scope="col">{name}<small>{unit}</small></th>' for name, unit, _ in columns)
+    head += '<th scope="col" class="text">bottleneck</th>'
     rows = []
     for key, run in enumerate(runs):
-        name = f'<th scope="row"><a class="label" href="#run-{key}" data-run="{key}">{escape(run.name)}</a></th>'
+        title = escape(run.name)
+        link = f'<a class="label" href="#run-{key}" data-run="{key}">{title}</a>'
+        plain = f'<span class="label">{title}</span>'
+        name = f'<th scope="row">{link if linked else plain}</th>'
         kind, words = verdict(run.meets_slos)
         slos = f'<td class="text"><span class="verdict {kind}">{words}</span></td>' if has_slos else ""
-        rows.append(f"<tr>{name}{slos}{''.join(f'<td>{show(run)}</td>' for _, _, show in columns)}</tr>")
+        cells = "".join(f"<td>{show(run)}</td>" for _, _, show in columns)
+        found = run.bottleneck
+        limit = f'<td class="text" title="{escape(found.evidence)}">{escape(found.name)}</td>'
+        rows.append(f"<tr>{name}{slos}{cells}{limit}</tr>")
     return table(head, rows, "Comparison of the runs")
 
 
-def switch(runs: Sequence[ReportRun]) -> str:
+def switch(runs: Sequence[Compared]) -> str:
     """Radio buttons that choose the run shown below. Without JavaScript all of them are."""
     options = "".join(
         f'<label><input type="radio" name="run" value="{key}"><span>{escape(run.name)}</span></label>'
@@ -100,5 +144,5 @@ def switch(runs: Sequence[ReportRun]) -> str:
     return f'<fieldset class="switch"><legend>One run in detail</legend><div class="options">{options}</div></fieldset>'
 
 
-def _has_slos(runs: Sequence[ReportRun]) -> bool:
+def _has_slos(runs: Sequence[Compared]) -> bool:
     return any(run.slos for run in runs)

@@ -8,11 +8,11 @@ from html import escape
 import numpy as np
 
 from lockstep.sim.metrics import Requests
-from lockstep.sim.report.answer import slo_list
+from lockstep.sim.report.answer import limits, slo_list
 from lockstep.sim.report.parts import figure, legend, table
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent
+from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span
 
 SLOWEST = 10
 
@@ -34,7 +34,7 @@ MODE_LEGEND = {
 
 def details(run: ReportRun, data: Json, key: int, *, alone: bool) -> str:
     """Everything about one run, as HTML; `data` is its payload."""
-    heading = "" if alone else f"<h2>{escape(run.name)}</h2>{slo_list(run.slos)}"
+    heading = "" if alone else f"<h2>{escape(run.name)}</h2>{slo_list(run.slos)}{limits(run)}"
     sections = (_cards(run), _latencies(data), _over_time(run, data), _timeline(data), _slowest(run), _facts(run))
     body = "\n".join(section for section in (heading, *sections) if section)
     return f'<div class="run" id="run-{key}">\n{body}\n</div>'
@@ -45,41 +45,70 @@ def _cards(run: ReportRun) -> str:
         small = f" <small>{unit}</small>" if unit and value != NOTHING else ""
         return f'<div class="card"><dt>{name}</dt><dd>{value}{small}<p>{note}</p></dd></div>'
 
-    def latency(name: str) -> str:
-        return duration(run.summary("latency", name))
+    def sure(name: str, show: Callable[[float], str], otherwise: str) -> str:
+        """The interval of an answer, or else a note."""
+        ends = run.interval(name)
+        if ends is None or run.intervals is None:
+            return otherwise
+        return f"{100 * run.intervals['coverage']:g} %: {span(show(ends[0]), show(ends[1]))}"
+
+    def latency(title: str, name: str, note: str) -> str:
+        return card(title, duration(run.summary("latency", name)), sure(name, duration, note))
 
     requests, throughput = run.data.summary["requests"], run.data.summary["throughput"]
+    scheduler = run.data.summary["scheduler"]
     lost = [f"{count(requests[name])} {name}" for name in ("failed", "cancelled", "unfinished") if requests[name]]
+    reasons = requests["by_reject_reason"].items()
+    rejected = ", ".join(f"{count(number)} {escape(str(reason)).replace('_', ' ')}" for reason, number in reasons)
     per_s = throughput["requests_per_s"]
     rate = f"{digits(per_s)} requests/s" if per_s is not None else "nothing to measure"
+    tokens_per_s = throughput["output_tokens_per_s"]
     good = throughput["goodput_share"]
-    arrived = f"of {count(requests['arrived'])}"
+    slowest = "all but the slowest 1 % were faster"
     cards = [
-        card("Completed", count(requests["completed"]), ", ".join(lost) or "none failed", arrived),
-        card("Throughput", digits(throughput["output_tokens_per_s"]), rate, "tokens/s"),
-        card("TTFT p50", latency("ttft_us_p50"), "arrival to first token, median"),
-        card("TTFT p99", latency("ttft_us_p99"), "all but the slowest 1 % were faster"),
-        card("TPOT p50", latency("tpot_us_p50"), "per further token, median"),
-        card("TPOT p99", latency("tpot_us_p99"), "all but the slowest 1 % were faster"),
-        card("End to end p50", latency("e2e_us_p50"), "arrival to last token, median"),
+        latency("TTFT p50", "ttft_us_p50", "arrival to first token, median"),
+        latency("TTFT p99", "ttft_us_p99", slowest),
+        latency("TPOT p50", "tpot_us_p50", "per further token, median"),
+        latency("TPOT p99", "tpot_us_p99", slowest),
+        latency("End to end p50", "e2e_us_p50", "arrival to last token, median"),
+        card("Throughput", digits(tokens_per_s), sure("output_tokens_per_s", digits, rate), "tokens/s"),
     ]
     if run.slos:
         note = f"{percent(good)} of requests met every SLO" if good is not None else "requests that met every SLO"
-        cards.insert(2, card("Goodput", digits(throughput["goodput_requests_per_s"]), note, "requests/s"))
+        cards.append(card("Goodput", digits(throughput["goodput_requests_per_s"]), note, "requests/s"))
     else:
-        cards.insert(2, card("Queued p50", latency("queue_us_p50"), "arrival to admission, median"))
+        cards.append(card("Prompts and output", digits(throughput["total_tokens_per_s"]), rate, "tokens/s"))
     bubble_share = run.summary("device", "bubble_share")
     bubbles = "share of the time with a batch running"
     if bubble_share is not None:
-        bubbles = f"idle {percent(bubble_share)} of the time with work there"
-    retracted = count(run.summary("scheduler", "requests_retracted"), "request")
+        bubbles = f"idle {percent(round(bubble_share, 4))} of the time with work there"
+    retracted = count(scheduler["requests_retracted"], "request")
+    kv_mean = percent(run.summary("kv", "used_share_mean"))
+    waiting_max = (
+        f"{count(scheduler['waiting_max'])} at most" if scheduler["waiting_max"] is not None else "not reported"
+    )
     cards += [
-        card("Cache hit ratio", percent(run.summary("cache", "hit_ratio")), "prompt tokens found in the radix cache"),
+        card(
+            "Completed",
+            count(requests["completed"]),
+            ", ".join(lost) or "none failed",
+            f"of {count(requests['arrived'])}",
+        ),
+        card("Rejected", count(requests["rejected"]), rejected or "requests never admitted"),
+        card(
+            "Waiting, mean", digits(scheduler["waiting_mean"], 2), f"{waiting_max}, in line for admission", "requests"
+        ),
         card("GPU busy", percent(run.summary("device", "busy_fraction")), bubbles),
-        card("Retractions", count(run.summary("scheduler", "retractions")), f"{retracted} gave memory back"),
-        card("Rejected", count(requests["rejected"]), "requests never admitted"),
+        card(
+            "KV memory, peak", percent(run.summary("kv", "used_share_max")), f"held by requests; {kv_mean} on average"
+        ),
+        card("Cache hit ratio", percent(run.summary("cache", "hit_ratio")), "prompt tokens found in the radix cache"),
+        card("Retractions", count(scheduler["retractions"]), f"{retracted} gave memory back"),
+        latency("Queued p50", "queue_us_p50", "arrival to admission, median"),
     ]
-    return f'<section><h2 class="unseen">In numbers</h2><dl class="cards">{"".join(cards)}</dl></section>'
+    remarks = "".join(f"<li>{escape(remark)}</li>" for remark in run.remarks)
+    notes = f'<ul class="remarks" aria-label="What to know">{remarks}</ul>' if remarks else ""
+    return f'<section><h2 class="unseen">In numbers</h2><dl class="cards">{"".join(cards)}</dl>{notes}</section>'
 
 
 def _latencies(data: Json) -> str:

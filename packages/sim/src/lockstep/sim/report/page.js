@@ -140,6 +140,17 @@ if (page.compare) {
   for (const chart of page.compare.charts) if (at[chart.name]) compareChart(at[chart.name], page.compare, chart);
 }
 
+for (const overlay of page.overlays ?? []) {
+  const host = document.querySelector(`[data-chart="${overlay.chart}"]`);
+  if (!host) continue;
+  let chart = overlayChart(host, overlay, true);
+  if (overlay.is_ratio) continue;
+  host.closest("section").querySelector("[data-log]").addEventListener("change", (event) => {
+    chart.remove();
+    chart = overlayChart(host, overlay, event.target.checked);
+  });
+}
+
 const radios = Array.from(document.querySelectorAll("input[name=run]"));
 radios.forEach((radio, key) => radio.addEventListener("change", () => showRun(key)));
 for (const link of document.querySelectorAll("a[data-run]")) {

@@ -48,3 +48,9 @@ def count(number: float | None, noun: str = "") -> str:
         return NOTHING
     text = f"{round(number):,}"
     return f"{text} {noun}{'' if round(number) == 1 else 's'}" if noun else text
+
+
+def span(low: str, high: str) -> str:
+    """Two numbers with units as one range: `149 ms` and `370 ms` are `149 to 370 ms`."""
+    number, _, unit = low.partition(" ")
+    return f"{number} to {high}" if unit and unit == high.partition(" ")[2] else f"{low} to {high}"
