@@ -289,7 +289,8 @@ def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
     names = dict.fromkeys(name for each in settings for name in each)
     for name in names:
         values = tuple(each.get(name) for each in settings)
-        if any(value != values[0] for value in values):
+        is_told = name == "workload digest" and len({str(each["workload"]) for each in settings}) > 1
+        if any(value != values[0] for value in values) and not is_told:
             yield Difference(name, values)
 
 
@@ -297,7 +298,8 @@ def _warnings(runs: Sequence[StoredRun]) -> Iterator[str]:
     """Why a difference in the figures need not come from the settings that were meant to differ."""
 
     def values(name: str) -> list[str]:
-        return list(dict.fromkeys(str(settings_of(run).get(name)) for run in runs))
+        found = (settings_of(run).get(name) for run in runs)
+        return list(dict.fromkeys("none" if value is None else str(value) for value in found))
 
     if len(values("workload digest")) > 1:
         yield (
@@ -356,10 +358,8 @@ def _figures(runs: Sequence[StoredRun]) -> Iterator[Figure]:
 def change(first: float | None, other: float | None, kind: Kind = "us", better: str = "lower") -> Change:
     """How a figure moved, in words: `4.0x lower`, `12 % higher`, `3.1 points higher`, `the same`."""
     if first is None or other is None:
-        words = (
-            "nothing measured" if first is other else "nothing measured in the first" if first is None else "no value"
-        )
-        return Change(None, words, "unknown")
+        where = "" if first is other else " in the first" if first is None else " here"
+        return Change(None, f"nothing measured{where}", "unknown")
     ratio = other / first if first else None
     if first == other or (ratio is not None and abs(ratio - 1) < SAME):
         return Change(1.0 if first == other else ratio, "the same" if first == other else "about the same", "same")

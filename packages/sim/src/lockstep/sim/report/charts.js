@@ -388,17 +388,24 @@ function compareChart(host, compare, chart) {
     const {ctx} = u, ratio = devicePixelRatio || 1;
     ctx.save();
     ctx.lineWidth = 1.5 * ratio;
-    for (const line of chart.lines) {
-      ctx.strokeStyle = css(line.colour);
-      (line.intervals ?? []).forEach((interval, i) => {
-        if (!interval) return;
-        const at = u.valToPos(x[i], "x", true), [low, high] = interval.map((v) => u.valToPos(place(v), "y", true)), cap = 4 * ratio;
-        ctx.beginPath();
-        ctx.moveTo(at, low); ctx.lineTo(at, high);
-        for (const end of [low, high]) { ctx.moveTo(at - cap, end); ctx.lineTo(at + cap, end); }
-        ctx.stroke();
+    chart.lines.forEach((line, k) => {
+      ctx.strokeStyle = ctx.fillStyle = css(line.colour);
+      // Runs that are points apart have room for their values side by side.
+      const aside = compare.names ? (k - (chart.lines.length - 1) / 2) * 16 * ratio : 0, cap = 4 * ratio;
+      line.values.forEach((value, i) => {
+        const interval = line.intervals?.[i], at = u.valToPos(x[i], "x", true) + aside;
+        if (interval) {
+          const [low, high] = interval.map((v) => u.valToPos(place(v), "y", true));
+          ctx.beginPath();
+          ctx.moveTo(at, low); ctx.lineTo(at, high);
+          for (const end of [low, high]) { ctx.moveTo(at - cap, end); ctx.lineTo(at + cap, end); }
+          ctx.stroke();
+        }
+        if (compare.names && value !== null) {
+          ctx.beginPath(); ctx.arc(at, u.valToPos(place(value), "y", true), 4.5 * ratio, 0, 7); ctx.fill();
+        }
       });
-    }
+    });
     ctx.restore();
   };
   const slo = (u) => {
@@ -438,13 +445,13 @@ function compareChart(host, compare, chart) {
   return mount(host, () => ({
     legend: {show: false},
     padding: [10, 12, 0, 0],
-    cursor: {y: false, points: {size: 8}, drag: {x: false, y: false}},
+    cursor: {y: false, points: {show: !compare.names, size: 8}, drag: {x: false, y: false}},
     scales: {x: {time: false, range: [x[0] - pad, x.at(-1) + pad]}, y: {range}},
     axes: [axis({label: compare.x_label, size: 30, grid: {show: false}, ...(compare.names
       ? {splits: () => x, values: (u) => compare.names.map((name) => shortened(name, u.width / (x.length + 0.5)))} : {})}), axis(yAxis)],
     series: [{}, ...chart.lines.map((line) => ({
       label: line.name, stroke: css(line.colour), width: compare.names ? 0 : 2, dash: line.dash, spanGaps: true,
-      points: {show: true, size: compare.names ? 9 : 7, fill: css(line.colour)},
+      points: {show: !compare.names, size: 7, fill: css(line.colour)},
       ...(compare.names ? {paths: () => null} : {}),
     }))],
     plugins: [
@@ -487,7 +494,11 @@ function overlayChart(host, overlay, isLog) {
     ctx.beginPath(); ctx.moveTo(at, bbox.top); ctx.lineTo(at, bbox.top + bbox.height); ctx.stroke();
     ctx.font = `${12 * ratio}px ${FONT.slice(5)}`; ctx.textBaseline = "bottom"; ctx.textAlign = "left";
     const width = ctx.measureText(label).width, isRight = at + 8 * ratio + width <= bbox.left + bbox.width;
-    ctx.fillText(label, isRight ? at + 5 * ratio : at - 5 * ratio - width, bbox.top + bbox.height - 4 * ratio);
+    const left = isRight ? at + 5 * ratio : at - 5 * ratio - width, bottom = bbox.top + bbox.height - 4 * ratio, ink = ctx.fillStyle;
+    ctx.globalAlpha = 0.85; ctx.fillStyle = css("--card");
+    ctx.fillRect(left - 2 * ratio, bottom - 15 * ratio, width + 4 * ratio, 16 * ratio);
+    ctx.globalAlpha = 1; ctx.fillStyle = ink;
+    ctx.fillText(label, left, bottom);
     ctx.restore();
   };
   const ticks = log

@@ -62,7 +62,7 @@ def render_comparison(found: Comparison) -> str:
     }
     title = " against ".join(run.name for run in reversed(found.runs)) if len(found.runs) == 2 else "Comparison of runs"
     sections = (
-        _head(found, title),
+        _head(found),
         _side_by_side(found),
         _distributions(found, overlays),
         _requests(found, ratios),
@@ -76,7 +76,7 @@ def render_comparison(found: Comparison) -> str:
 # ---------------------------------------------------------------------------------------------------------------- head
 
 
-def _head(found: Comparison, title: str) -> str:
+def _head(found: Comparison) -> str:
     places = sorted(
         {f"{run.about.get('model')} on {run.about.get('tp')} x {run.about.get('gpu')}" for run in found.runs}
     )
@@ -85,11 +85,11 @@ def _head(found: Comparison, title: str) -> str:
     unfair = f'<div class="unfair" role="note"><b>✕ Not a fair comparison</b><ul>{fair}</ul></div>' if fair else ""
     return f"""<header id="answer">
 <p class="mark">{LOGO}<span><b>Lockstep</b> comparison of {len(found.runs)} simulated runs</span></p>
-<h1>{escape(title)}</h1><p class="subtitle">{escape(", ".join(places))}</p>
-<p class="answer compared">{escape(headline(found))}</p>
+<h1>{escape(", ".join(places))}</h1>
+<p class="answer compared">{escape(headline(found)).replace(" %", "&nbsp;%")}</p>
 {unfair}{f'<ul class="remarks">{notes}</ul>' if notes else ""}
-{_settings(found)}
 {comparison_table(found.runs, linked=False)}
+{_settings(found)}
 </header>"""
 
 
@@ -117,7 +117,7 @@ def _side_by_side(found: Comparison) -> str:
     return f"""<section id="compare">
 <h2>The runs side by side</h2>
 <p class="lead">{escape(found.intervals_note)}</p>
-{comparison_charts(found.runs)}
+{comparison_charts(found.runs, by_rate=False)}
 <dl class="limits">{verdicts}</dl>
 </section>"""
 
@@ -209,8 +209,8 @@ def _requests(found: Comparison, ratios: Sequence[Json]) -> str:
     tables = "".join(_pair_tables(pairs, first) for _, pairs in paired)
     return f"""<section>
 <h2>Who felt the difference?</h2>
-<p class="lead">The workload is the same, so every request meets itself: the same prompt, the same answer, the same
-arrival. Left of 1x a request was faster than in {escape(first)}, right of it slower.</p>
+<p class="lead">The workload is the same, so every request meets itself, with the same prompt and as long an answer.
+Left of 1x it was faster than in {escape(first)}, right of it slower.</p>
 <div class="grid3">{figures}</div>
 {tables}
 </section>"""

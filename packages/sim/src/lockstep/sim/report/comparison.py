@@ -10,7 +10,7 @@ from lockstep.sim.report.answer import verdict
 from lockstep.sim.report.parts import figure, legend, table
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import Compared
-from lockstep.sim.report.text import count, digits, duration, percent, span
+from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span
 
 LOADS_APART = 1.02  # offered loads closer than this are one load
 
@@ -73,15 +73,17 @@ def comparison(runs: Sequence[Compared]) -> str:
 </section>"""
 
 
-def comparison_charts(runs: Sequence[Compared]) -> str:
+def comparison_charts(runs: Sequence[Compared], *, by_rate: bool = True) -> str:
     """Places for the charts of `comparison_payload`."""
+    is_line = by_rate and loads_of(runs) is not None
+    high, low = ("line decode", "line dash") if is_line else ("dot decode", "dot")
     has_slos = _has_slos(runs)
     slo = [("line limit", "SLO")] if has_slos else []
     if any(run.interval("ttft_us_p99") for run in runs):
         slo.append(("whisker", "interval"))
-    latency = legend(("line decode", "p99, the slowest in a hundred"), ("line dash", "p50, the median"), *slo)
-    goodput = [("line decode", "goodput: met every SLO")] if has_slos else []
-    rate = legend(*goodput, ("line dash", "completed"))
+    latency = legend((high, "p99, the slowest in a hundred"), (low, "p50, the median"), *slo)
+    goodput = [(high, "goodput: met every SLO")] if has_slos else []
+    rate = legend(*goodput, (low, "completed"))
     return f"""<div class="grid3">
 {figure("compare_ttft", "Time to first token", legend=latency)}
 {figure("compare_tpot", "Time per output token", legend=latency)}
@@ -108,18 +110,23 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
         ("TTFT", "p99", answer("latency", "ttft_us_p99", duration)),
         ("TPOT", "p50", answer("latency", "tpot_us_p50", duration)),
         ("TPOT", "p99", answer("latency", "tpot_us_p99", duration)),
-        ("cache", "hit ratio", lambda run: percent(run.summary("cache", "hit_ratio"))),
         ("GPU", "busy", lambda run: percent(run.summary("device", "busy_fraction"))),
         ("KV", "peak", lambda run: percent(run.summary("kv", "used_share_max"))),
-        ("retracted", "times", lambda run: count(run.summary("scheduler", "retractions"))),
-        ("rejected", "requests", lambda run: count(run.summary("requests", "rejected"))),
     ]
+    rare: list[tuple[str, str, str, str, Callable[[float | None], str]]] = [
+        ("cache", "hit ratio", "cache", "hit_ratio", percent),
+        ("retracted", "times", "scheduler", "retractions", count),
+        ("rejected", "requests", "requests", "rejected", count),
+    ]
+    for title, unit, part, name, show_value in rare:
+        if any(run.summary(part, name) for run in runs):  # a column of zeros only takes room
+            columns.append((title, unit, answer(part, name, show_value)))
     if has_slos:
         goodput = ("goodput", "requests/s", lambda run: digits(run.summary("throughput", "goodput_requests_per_s")))
         columns.insert(2, goodput)
     head = '<th scope="col">run</th>' + ('<th scope="col" class="text">SLOs</th>' if has_slos else "")
-    head += "".join(f'<th scope="col">{name}<small>{unit}</small></th>' for name, unit, _ in columns)
     head += '<th scope="col" class="text">bottleneck</th>'
+    head += "".join(f'<th scope="col">{name}<small>{unit}</small></th>' for name, unit, _ in columns)
     rows = []
     for key, run in enumerate(runs):
         title = escape(run.name)
@@ -127,11 +134,12 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
         plain = f'<span class="label">{title}</span>'
         name = f'<th scope="row">{link if linked else plain}</th>'
         kind, words = verdict(run.meets_slos)
-        slos = f'<td class="text"><span class="verdict {kind}">{words}</span></td>' if has_slos else ""
+        said = f'<span class="verdict {kind}">{words}</span>' if run.slos else NOTHING
+        slos = f'<td class="text">{said}</td>' if has_slos else ""
         cells = "".join(f"<td>{show(run)}</td>" for _, _, show in columns)
         found = run.bottleneck
-        limit = f'<td class="text" title="{escape(found.evidence)}">{escape(found.name)}</td>'
-        rows.append(f"<tr>{name}{slos}{cells}{limit}</tr>")
+        limit = f'<td class="text limit" title="{escape(found.evidence)}">{escape(found.name)}</td>'
+        rows.append(f"<tr>{name}{slos}{limit}{cells}</tr>")
     return table(head, rows, "Comparison of the runs")
 
 
