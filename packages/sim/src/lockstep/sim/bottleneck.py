@@ -48,12 +48,13 @@ def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
     line = f"{_number(waiting)} requests waiting on average" if waiting is not None else "requests wait"
     peak = f"KV pages at most {_percent(kv_peak)} held" if kv_peak is not None else ""
     is_full = kv_peak is not None and kv_peak >= KV_FULL_SHARE
+    running = f"{scheduler['running_max']:,} running at most" if scheduler["running_max"] is not None else ""
     retracted = f"{retractions:,} retraction{'s' * (retractions != 1)}"
 
     if is_queue and (for_kv > max(for_limit, others) or (retractions and is_full)):
         return Bottleneck("KV memory", _listed(line, peak, retracted))
     if is_queue and for_limit >= max(others, 1):
-        return Bottleneck("limit on running requests", _listed(line, f"{scheduler['running_max']:,} running at most"))
+        return Bottleneck("limit on running requests", _listed(line, running, f"GPU busy {_percent(busy)}"))
     if is_queue:
         return Bottleneck("GPU compute", _listed(line, f"GPU busy {_percent(busy)}", peak))
     if retractions:
