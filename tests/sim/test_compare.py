@@ -21,7 +21,7 @@ from lockstep.sim.compare import Comparison, change, compare, headline, read_run
 from lockstep.sim.compare_cli import compare as command
 from lockstep.sim.compare_text import COLUMNS, comparison_lines
 from lockstep.sim.report.compare_page import overlay, render_comparison
-from lockstep.sim.report.text import span
+from lockstep.sim.report.text import setting, span
 from lockstep.sim.stored_run import read_run
 
 CHAT = "gen:n=40,rate=60,input=lognormal:300:0.8,output=lognormal:40:0.5"
@@ -182,6 +182,19 @@ def test_errors_of_different_calibrations_are_not_taken_for_shared(folder: Path)
     assert "nobody is surely ahead" in comparison.intervals_note
 
 
+def test_a_verdict_is_not_sure_if_the_limit_lies_within_the_interval(folder: Path) -> None:
+    def edit(metrics: dict[str, Any]) -> None:
+        low, high = metrics["intervals"]["answers"]["ttft_us_p99"]
+        metrics["slos"][0] |= {"bound_us": round((low + high) / 2), "measured_us": low, "met": True}
+
+    copy = edited(folder, "base", edit)
+    comparison = compare(read_runs([folder / "narrow", copy]))
+    told = "\n".join(comparison_lines(comparison))
+    assert told.count("not sure: ") == 1
+    assert "not sure: " in render_comparison(comparison)
+    assert "not sure: " not in lines(folder, "base", "narrow")
+
+
 def test_runs_without_intervals_say_so(folder: Path) -> None:
     (folder / "loose2").exists() or shutil.copytree(folder / "loose", folder / "loose2")
     assert "unknown" in found(folder, "loose", "loose2").intervals_note
@@ -263,6 +276,11 @@ def test_changes_are_said_in_words(
 ) -> None:
     moved = change(first, other, kind, better)
     assert (moved.words, moved.verdict) == (words, verdict)
+
+
+def test_settings_are_said_as_on_a_command_line() -> None:
+    values = (None, "", [], True, [7, 8], 0, "fcfs")
+    assert [setting(value) for value in values] == ["none", "none", "none", "true", "7,8", "0", "fcfs"]
 
 
 def test_ranges_name_their_unit_once() -> None:

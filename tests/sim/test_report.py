@@ -146,6 +146,20 @@ def test_one_run_reads_from_the_answer_to_the_command(tmp_path: Path) -> None:
     }
 
 
+def test_intervals_calibration_and_bottleneck_stand_beside_the_answers() -> None:
+    answers = {"ttft_us_p99": [149e3, 370e3], "tpot_us_p99": None}
+    intervals = {"calibration": "of 2026", "coverage": 0.9, "time_factors": [0.84, 1.17], "answers": answers}
+    data = run_data(20)
+    data.summary["requests"] |= {"rejected": 12, "by_reject_reason": {"queue_full": 10, "too_long": 2}}
+    remarks = ["the calibration has not seen this model"]
+    run = ReportRun("r", FACTS, data, intervals=intervals, calibration="of 2026", remarks=remarks)
+    text = Page(render_report([run], title="t")).text
+    head = text[: text.index("How long did requests take?")]
+    for words in ("90 %: 149 to 370 ms", "of 2026", "0.84 to 1.17 times", "Bottleneck", "10 queue full, 2 too long"):
+        assert words in head
+    assert remarks[0] in head
+
+
 def test_several_runs_are_compared_and_can_be_switched() -> None:
     slow = run_data(20, slos=("ttft_p99=1ms",))
     runs = [ReportRun("4 req/s", FACTS, run_data(20), 4.0), ReportRun("8 req/s", FACTS, slow, 8.0)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
-from typing import Any
 
 from lockstep.sim.compare import Change, ChangedRequest, Comparison, Figure, IntervalRow, Kind, Pairs
+from lockstep.sim.report.report_run import unsure
+from lockstep.sim.report.text import setting
 from lockstep.sim.results import INTERVALS_SHOWN, NOTHING, show_rate, show_share, show_us
 
 COLUMNS = 100
@@ -63,11 +64,6 @@ def show_ratio(ratio: float | None) -> str:
     return f"{ratio:,.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x" if ratio >= 9.95 else f"{ratio:.2f}x"
 
 
-def show_setting(value: Any) -> str:
-    """As on a command line."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def words(change: Change) -> str:
     """`4.0x lower: better`."""
     return f"{change.words}: {change.verdict}" if change.verdict in ("better", "worse") else change.words
@@ -79,7 +75,7 @@ def _setting_lines(found: Comparison, letters: Sequence[str]) -> Iterator[str]:
         return
     yield "settings that differ"
     for row in found.settings:
-        values = [show_setting(value) for value in row.values]
+        values = [setting(value) for value in row.values]
         line = "  ".join(f"{letter} {value}" for letter, value in zip(letters, values, strict=True))
         if len(line) <= COLUMNS - 32:
             yield f"  {row.name:<28}  {line}"
@@ -98,6 +94,8 @@ def _slo_lines(found: Comparison, letters: Sequence[str]) -> Iterator[str]:
         for slo, row in zip(run.slos, run.metrics["slos"], strict=True):
             verdict = {None: "no data", True: "met", False: "MISSED"}[slo.met]
             measured = show_us(slo.measured_us) if slo.measured_us is not None else slo.measured
+            if ends := unsure(run, slo):
+                measured += f", not sure: {show_us(ends[0])} to {show_us(ends[1])}"
             texts.append(f"{row['slo']} {verdict} ({measured})")
         yield from _wrapped(f"SLOs of {letter}  ", ", ".join(texts))
 

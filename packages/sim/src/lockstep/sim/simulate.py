@@ -585,6 +585,7 @@ def _interrupted_headline(run: Run) -> str:
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
     """The run as a report takes it in."""
     from lockstep.sim.report import ReportRun
+    from lockstep.sim.report.text import setting
 
     setup = run.setup
     facts = {
@@ -594,7 +595,7 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
         "workload digest": setup.workload.digest,
         "cost model": str(setup.cost.describe()["kind"]),
         "calibration": setup.calibration.title,
-        **{name: str(value) for name, value in msgspec.to_builtins(setup.config).items()},
+        **{name: setting(value) for name, value in msgspec.to_builtins(setup.config).items()},
         "seed": str(setup.scenario.seed),
         "version": code_version(),
         "commit": code_commit() or "unknown",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from lockstep.sim.report.report_run import Compared, ReportRun, SloRow
-from lockstep.sim.report.text import count, digits, duration, percent
+from lockstep.sim.report.report_run import Compared, ReportRun, unsure
+from lockstep.sim.report.text import count, digits, duration, percent, span
 
 LOGO = (
     '<svg width="22" height="22" viewBox="0 0 22 22" aria-hidden="true"><g fill="currentColor">'
@@ -21,7 +21,7 @@ def answer(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str |
     kind = "a simulated run" if alone else f"{len(runs)} simulated runs"
     below = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
     if alone:
-        proof = f'<p class="evidence">{escape(_evidence(runs[0]))}</p>{slo_list(runs[0].slos)}{limits(runs[0])}'
+        proof = f'<p class="evidence">{escape(_evidence(runs[0]))}</p>{slo_list(runs[0])}{limits(runs[0])}'
     else:
         proof = f'<p class="evidence">{escape(_evidence_of_many(runs))}</p>'
     return f"""<header id="answer">
@@ -106,13 +106,17 @@ def _certainty(run: ReportRun) -> str:
     return f"<div><dt>Calibration</dt><dd>{escape(words)}</dd></div>" if words else ""
 
 
-def slo_list(slos: Sequence[SloRow]) -> str:
-    """Each SLO with its verdict; empty without any."""
-    items = "".join(
-        f'<li class="slo {verdict(slo.met)[0]}"><b>{verdict(slo.met)[1]}</b> '
-        f"<span>{escape(slo.title)}: {escape(slo.measured)}, limit {duration(slo.bound_us)}</span></li>"
-        for slo in slos
-    )
+def slo_list(run: Compared) -> str:
+    """Each SLO with its verdict, and whether its limit lies within the interval of the answer; empty without any."""
+    items = ""
+    for slo in run.slos:
+        kind, words = verdict(slo.met)
+        ends = unsure(run, slo)
+        doubt = f"; not sure: {span(duration(ends[0]), duration(ends[1]))}" if ends is not None else ""
+        items += (
+            f'<li class="slo {kind}"><b>{words}</b> '
+            f"<span>{escape(slo.title)}: {escape(slo.measured)}, limit {duration(slo.bound_us)}{doubt}</span></li>"
+        )
     return f'<ul class="slos" aria-label="SLOs">{items}</ul>' if items else ""
 
 

@@ -25,14 +25,14 @@ from lockstep.sim.compare import (
     Verdict,
     headline,
 )
-from lockstep.sim.compare_text import show_ratio, show_setting
+from lockstep.sim.compare_text import show_ratio
 from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
 from lockstep.sim.report.comparison import comparison_charts, comparison_payload, comparison_table
 from lockstep.sim.report.page import fill_page, footer
 from lockstep.sim.report.parts import figure, legend, table
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span
+from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span
 
 DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # those with one value per request
 COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the lines, in the order of the runs
@@ -101,7 +101,7 @@ def _settings(found: Comparison) -> str:
     )
     rows = [
         f'<tr><th scope="row">{escape(row.name)}</th>'
-        + "".join(f'<td class="text value">{escape(show_setting(value))}</td>' for value in row.values)
+        + "".join(f'<td class="text value">{escape(setting(value))}</td>' for value in row.values)
         + "</tr>"
         for row in found.settings
     ]
@@ -110,7 +110,7 @@ def _settings(found: Comparison) -> str:
 
 def _side_by_side(found: Comparison) -> str:
     verdicts = "".join(
-        f"<div><dt>{escape(run.name)}</dt><dd>{slo_list(run.slos) or 'no SLOs were set'}"
+        f"<div><dt>{escape(run.name)}</dt><dd>{slo_list(run) or 'no SLOs were set'}"
         f'<p class="why">Bottleneck: {bottleneck_html(run)}</p></dd></div>'
         for run in found.runs
     )

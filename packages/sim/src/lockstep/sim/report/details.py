@@ -34,7 +34,7 @@ MODE_LEGEND = {
 
 def details(run: ReportRun, data: Json, key: int, *, alone: bool) -> str:
     """Everything about one run, as HTML; `data` is its payload."""
-    heading = "" if alone else f"<h2>{escape(run.name)}</h2>{slo_list(run.slos)}{limits(run)}"
+    heading = "" if alone else f"<h2>{escape(run.name)}</h2>{slo_list(run)}{limits(run)}"
     sections = (_cards(run), _latencies(data), _over_time(run, data), _timeline(data), _slowest(run), _facts(run))
     body = "\n".join(section for section in (heading, *sections) if section)
     return f'<div class="run" id="run-{key}">\n{body}\n</div>'
@@ -279,7 +279,7 @@ def _facts(run: ReportRun) -> str:
         else ""
     )
     facts = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        f"<div><dt>{escape(name).replace('_', '_<wbr>')}</dt><dd>{escape(str(value))}</dd></div>"
         for name, value in run.facts.items()
         if name != "command"
     )

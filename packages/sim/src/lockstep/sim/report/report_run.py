@@ -89,6 +89,12 @@ class Compared(Protocol):
     def interval(self, name: str) -> tuple[float, float] | None: ...
 
 
+def unsure(run: Compared, slo: SloRow) -> tuple[float, float] | None:
+    """The interval of what `slo` bounds, if the bound lies inside it: then the verdict may be the other one."""
+    ends = run.interval(f"{slo.metric}_us_{slo.statistic}")
+    return ends if ends is not None and slo.measured_us is not None and ends[0] <= slo.bound_us < ends[1] else None
+
+
 @dataclass(frozen=True)
 class ReportRun:
     """One run to report.

@@ -54,3 +54,12 @@ def span(low: str, high: str) -> str:
     """Two numbers with units as one range: `149 ms` and `370 ms` are `149 to 370 ms`."""
     number, _, unit = low.partition(" ")
     return f"{number} to {high}" if unit and unit == high.partition(" ")[2] else f"{low} to {high}"
+
+
+def setting(value: object) -> str:
+    """A setting as on a command line: `none`, `true`, `7,8`."""
+    if value is None or value in ("", (), []):
+        return "none"
+    if isinstance(value, list | tuple):
+        return ",".join(map(setting, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
