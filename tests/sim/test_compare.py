@@ -95,6 +95,16 @@ def test_only_settings_that_differ_are_named(folder: Path) -> None:
     assert not comparison.warnings
 
 
+def test_constants_are_named_where_nothing_else_explains_them(folder: Path) -> None:
+    def edit(metrics: dict[str, Any]) -> None:
+        metrics["about"]["cost_model"]["constants"]["weight_read_gbs"]["value"] = 1.0
+
+    edited(folder, "base", edit)
+    named = [row.name for row in found(folder, "base", "base-edited").settings]
+    assert named == ["cost.weight_read_gbs"]
+    assert not any(row.name.startswith(("cost.", "cpu.")) for row in found(folder, "base", "calibrated").settings)
+
+
 def test_figures_are_those_of_metrics_json_and_ratios_are_to_the_first(folder: Path) -> None:
     comparison = found(folder, "base", "narrow")
     metrics = [json.loads((folder / name / "metrics.json").read_text()) for name in ("base", "narrow")]

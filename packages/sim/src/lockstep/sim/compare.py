@@ -69,6 +69,7 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
 )
 
 PAIRED = ("ttft", "tpot", "e2e")
+EXPLAIN_CONSTANTS = ("model", "gpu", "tp", "weights_dtype", "kv_dtype", "cost model", "calibration")
 
 # ------------------------------------------------------------------------------------------------------- what is found
 
@@ -281,13 +282,19 @@ def settings_of(run: StoredRun) -> dict[str, Any]:
         "SLOs": ", ".join(slo["slo"] for slo in run.metrics["slos"]) or None,
         "lockstep version": about.get("version"),
         "lockstep commit": about.get("commit"),
+        **{f"cost.{name}": constant.get("value") for name, constant in cost.get("constants", {}).items()},
+        **{f"cpu.{name}": value for name, value in about.get("cpu_model", {}).items() if name != "sources"},
     }
 
 
 def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
     settings = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for each in settings for name in each)
+    # Constants follow from these; they are told only where nothing else explains them: a GPU file that was edited.
+    is_explained = any(each.get(name) != settings[0].get(name) for each in settings for name in EXPLAIN_CONSTANTS)
     for name in names:
+        if is_explained and name.startswith(("cost.", "cpu.")):
+            continue
         values = tuple(each.get(name) for each in settings)
         is_told = name == "workload digest" and len({str(each["workload"]) for each in settings}) > 1
         if any(value != values[0] for value in values) and not is_told:

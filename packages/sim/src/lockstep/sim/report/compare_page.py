@@ -29,7 +29,7 @@ from lockstep.sim.compare_text import show_ratio
 from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
 from lockstep.sim.report.comparison import comparison_charts, comparison_payload, comparison_table
 from lockstep.sim.report.page import fill_page, footer
-from lockstep.sim.report.parts import figure, legend, table
+from lockstep.sim.report.parts import figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span
@@ -305,7 +305,7 @@ def _figure_row(each: Figure, sure: IntervalRow | None) -> str:
     cells = ""
     for place, value in enumerate(each.values):
         ends = None if sure is None else sure.intervals[place]
-        small = f"<small>{span(_show(ends[0], each.kind), _show(ends[1], each.kind))}</small>" if ends else ""
+        small = f"<small>{unbroken(span(_show(ends[0], each.kind), _show(ends[1], each.kind)))}</small>" if ends else ""
         cells += f"<td>{_show(value, each.kind)}{small}</td>"
         if place == 0:
             continue

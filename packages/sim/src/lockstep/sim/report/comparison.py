@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 
 from lockstep.sim.report.answer import verdict
-from lockstep.sim.report.parts import figure, legend, table
+from lockstep.sim.report.parts import figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import Compared
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span
@@ -98,13 +98,12 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
     def answer(part: str, name: str, show: Callable[[float | None], str]) -> Callable[[Compared], str]:
         def cell(run: Compared) -> str:
             ends = run.interval(name)
-            sure = f"<small>{span(show(ends[0]), show(ends[1]))}</small>" if ends is not None else ""
+            sure = f"<small>{unbroken(span(show(ends[0]), show(ends[1])))}</small>" if ends is not None else ""
             return show(run.summary(part, name)) + sure
 
         return cell
 
     columns: list[tuple[str, str, Callable[[Compared], str]]] = [
-        ("completed", "requests", lambda run: count(run.summary("requests", "completed"))),
         ("output", "tokens/s", answer("throughput", "output_tokens_per_s", digits)),
         ("TTFT", "p50", answer("latency", "ttft_us_p50", duration)),
         ("TTFT", "p99", answer("latency", "ttft_us_p99", duration)),
@@ -121,9 +120,11 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
     for title, unit, part, name, show_value in rare:
         if any(run.summary(part, name) for run in runs):  # a column of zeros only takes room
             columns.append((title, unit, answer(part, name, show_value)))
+    if any(run.summary("requests", "completed") != run.summary("requests", "arrived") for run in runs):
+        columns.append(("completed", "requests", lambda run: count(run.summary("requests", "completed"))))
     if has_slos:
         goodput = ("goodput", "requests/s", lambda run: digits(run.summary("throughput", "goodput_requests_per_s")))
-        columns.insert(2, goodput)
+        columns.insert(1, goodput)
     head = '<th scope="col">run</th>' + ('<th scope="col" class="text">SLOs</th>' if has_slos else "")
     head += '<th scope="col" class="text">bottleneck</th>'
     head += "".join(f'<th scope="col">{name}<small>{unit}</small></th>' for name, unit, _ in columns)

@@ -34,3 +34,8 @@ def table(head: str, rows: Iterable[str], label: str) -> str:
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def unbroken(numbers: str) -> str:
+    """Numbers with their units, such as `149 ms to 1.2 s`, that may only be broken beside the `to`."""
+    return " to ".join(part.replace(" ", "&nbsp;") for part in numbers.split(" to "))
