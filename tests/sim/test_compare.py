@@ -37,6 +37,8 @@ RUNS = {
     "refusing": ["--workload", CHAT, "--max-running-requests", "2", "--max-queued-requests", "4"],
     "calibrated": ["--workload", CHAT, "--calibration", "vllm-h100"],
     "sessions": ["--workload", SESSIONS],
+    "double": ["--workload", CHAT, "--slo", "ttft_p99=500ms", "--slo", "tpot_p99=40ms", "--rate-scale", "2"],
+    "fourfold": ["--workload", CHAT, "--slo", "ttft_p99=500ms", "--slo", "tpot_p99=40ms", "--rate-scale", "4"],
     "few-sessions": ["--workload", SESSIONS, "--max-running-requests", "1"],
 }
 
@@ -439,6 +441,15 @@ def test_page_says_it_all_loads_nothing_and_keeps_words_words(folder: Path) -> N
     for words in ("The runs side by side", "Who felt the difference?", "Most changed", "Every figure", "intervals"):
         assert words in page
     assert len(page) < 400_000
+
+
+def test_runs_that_differ_in_load_alone_are_drawn_against_it(folder: Path) -> None:
+    page = render_comparison(found(folder, "fourfold", "base", "double"))
+    compared = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["compare"]
+    assert compared["x_label"] == "offered load (requests/s)"
+    assert compared["headings"] == ["base", "double", "fourfold"]
+    page = render_comparison(found(folder, "base", "double", "narrow"))
+    assert json.loads(page.partition('id="data">')[2].partition("</script>")[0])["compare"]["names"] is not None
 
 
 def test_distributions_of_several_runs_share_one_axis() -> None:

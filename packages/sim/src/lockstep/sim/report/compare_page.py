@@ -38,6 +38,8 @@ DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # those with one value per req
 COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the lines, in the order of the runs
 DASHED_FROM = len(COLOURS)  # beyond it colours come again, dashed
 POINTS = 200  # of each distribution
+SWEEP_MIN = 3  # runs
+LOAD_SETTINGS = ("workload", "workload digest", "rate", "rate_scale")
 
 Values = NDArray[np.float64]
 
@@ -57,7 +59,7 @@ def render_comparison(found: Comparison) -> str:
     data: Json = {
         "runs": [],
         "first": 0,
-        "compare": comparison_payload(found.runs, by_rate=False),
+        "compare": comparison_payload(found.runs, by_rate=_is_sweep(found)),
         "overlays": overlays + ratios,
     }
     title = " against ".join(run.name for run in reversed(found.runs)) if len(found.runs) == 2 else "Comparison of runs"
@@ -108,6 +110,11 @@ def _settings(found: Comparison) -> str:
     return table(head, rows, "Settings that differ")
 
 
+def _is_sweep(found: Comparison) -> bool:
+    """Whether the runs differ in their load alone, and are enough for a curve: then charts run against the load."""
+    return len(found.runs) >= SWEEP_MIN and all(row.name in LOAD_SETTINGS for row in found.settings)
+
+
 def _side_by_side(found: Comparison) -> str:
     verdicts = "".join(
         f"<div><dt>{escape(run.name)}</dt><dd>{slo_list(run) or 'no SLOs were set'}"
@@ -117,7 +124,7 @@ def _side_by_side(found: Comparison) -> str:
     return f"""<section id="compare">
 <h2>The runs side by side</h2>
 <p class="lead">{escape(found.intervals_note)}</p>
-{comparison_charts(found.runs, by_rate=False)}
+{comparison_charts(found.runs, by_rate=_is_sweep(found))}
 <dl class="limits">{verdicts}</dl>
 </section>"""
 
