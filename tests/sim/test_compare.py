@@ -22,6 +22,7 @@ from lockstep.sim.compare_cli import compare as command
 from lockstep.sim.compare_text import COLUMNS, comparison_lines
 from lockstep.sim.report.compare_page import overlay, render_comparison
 from lockstep.sim.report.text import setting, span
+from lockstep.sim.results import show_us
 from lockstep.sim.stored_run import read_run
 
 CHAT = "gen:n=40,rate=60,input=lognormal:300:0.8,output=lognormal:40:0.5"
@@ -291,7 +292,7 @@ def test_changes_are_said_in_words(
 
 
 def test_settings_are_said_as_on_a_command_line() -> None:
-    values = (None, "", [], True, [7, 8], 0, "fcfs")
+    values: tuple[object, ...] = (None, "", [], True, [7, 8], 0, "fcfs")
     assert [setting(value) for value in values] == ["none", "none", "none", "true", "7,8", "0", "fcfs"]
 
 
@@ -308,6 +309,14 @@ def test_text_is_at_most_100_columns_wide_and_says_no_nan(folder: Path, names: t
     assert not re.search(r"\b(nan|inf|None)\b", text)
     for name in names:
         assert str(folder / name)[-60:] in text.replace("\n   ", "")
+
+
+def test_headline_of_two_runs_has_both_values_and_the_change(folder: Path) -> None:
+    first, other = (json.loads((folder / name / "metrics.json").read_text()) for name in ("base", "narrow"))
+    values = [show_us(each["latency"]["ttft_us_p99"]) for each in (first, other)]
+    said = headline(found(folder, "base", "narrow"))
+    assert f"narrow against base: TTFT p99 {values[0]} -> {values[1]}, " in said
+    assert "x higher" in said
 
 
 def test_headline_of_many_runs_counts_who_meets_the_slos(folder: Path) -> None:

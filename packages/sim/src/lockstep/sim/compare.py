@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
+from lockstep.sim.results import show_rate, show_us
 from lockstep.sim.stored_run import StoredRun, read_run
 
 SAME = 0.01  # changes of less than this share are called the same
@@ -541,8 +542,17 @@ def headline(found: Comparison) -> str:
         return _ranking(found)
     other = others[0]
     names = ("ttft_us_p99", "tpot_us_p99", "output_tokens_per_s")
-    parts = [f"{figure.title} {figure.changes[0].words}" for figure in found.figures if figure.name in names]
-    return f"{other.name} against {first.name}: {', '.join(parts)}" if parts else "Neither run completed a request"
+    parts = [_moved(figure) for figure in found.figures if figure.name in names]
+    return f"{other.name} against {first.name}: {'; '.join(parts)}" if parts else "Neither run completed a request"
+
+
+def _moved(figure: Figure) -> str:
+    """`TTFT p99 1.66 s -> 410 ms, 4.0x lower`."""
+    moved = figure.changes[0]
+    if moved.verdict in ("same", "unknown"):
+        return f"{figure.title} {moved.words}"
+    first, other = map(show_us if figure.kind == "us" else show_rate, figure.values)
+    return f"{figure.title} {first} -> {other}, {moved.words}"
 
 
 def _ranking(found: Comparison) -> str:

@@ -27,7 +27,7 @@ def compare(folders: tuple[Path, ...], json_file: Path | None, html_file: Path |
     lockstep compare runs/h100 runs/h200 runs/b200 --html gpus.html
     """
     with refusals():
-        from lockstep.sim.compare import compare, headline, read_runs
+        from lockstep.sim.compare import compare, read_runs
         from lockstep.sim.compare_text import comparison_lines
 
         for file in (json_file, html_file):
@@ -42,7 +42,6 @@ def compare(folders: tuple[Path, ...], json_file: Path | None, html_file: Path |
             from lockstep.sim.report.compare_page import write_comparison
 
             write_comparison(html_file, found)
-    click.echo(headline(found))
     for line in comparison_lines(found):
         click.echo(line)
     for file in (json_file, html_file):

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
-from lockstep.sim.compare import Change, ChangedRequest, Comparison, Figure, IntervalRow, Kind, Pairs
+from lockstep.sim.compare import Change, ChangedRequest, Comparison, Figure, IntervalRow, Kind, Pairs, headline
 from lockstep.sim.report.report_run import unsure
 from lockstep.sim.report.text import setting
 from lockstep.sim.results import INTERVALS_SHOWN, NOTHING, show_rate, show_share, show_us
@@ -19,6 +19,8 @@ METRIC_TITLES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
 def comparison_lines(found: Comparison) -> Iterator[str]:
     """Everything that a person wants first, in order: who, is it fair, what was set, what came out, who felt it."""
     letters = letters_of(len(found.runs))
+    yield from _wrapped("", headline(found))
+    yield ""
     for letter, run in zip(letters, found.runs, strict=True):
         yield from _wrapped(f"{letter}  ", str(run.folder))
     for line in found.warnings:

@@ -7,6 +7,7 @@ Its parts are those of a report: the charts and table of `comparison.py`, and di
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -88,7 +89,7 @@ def _head(found: Comparison) -> str:
     return f"""<header id="answer">
 <p class="mark">{LOGO}<span><b>Lockstep</b> comparison of {len(found.runs)} simulated runs</span></p>
 <h1>{escape(", ".join(places))}</h1>
-<p class="answer compared">{escape(headline(found)).replace(" %", "&nbsp;%")}</p>
+<p class="answer compared">{re.sub(r"(?<=[0-9]) (?=(us|ms|s|min|%))", "&nbsp;", escape(headline(found).replace(" -> ", " → ")))}</p>
 {unfair}{f'<ul class="remarks">{notes}</ul>' if notes else ""}
 {comparison_table(found.runs, linked=False)}
 {_settings(found)}
