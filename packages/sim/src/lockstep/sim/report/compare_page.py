@@ -83,13 +83,14 @@ def _head(found: Comparison) -> str:
     places = sorted(
         {f"{run.about.get('model')} on {run.about.get('tp')} x {run.about.get('gpu')}" for run in found.runs}
     )
+    said = re.sub(r"(?<=[0-9]) (?=(us|ms|s|min|%))", "&nbsp;", escape(headline(found).replace(" -> ", " → ")))
     fair = "".join(f"<li>{escape(line)}</li>" for line in found.warnings)
     notes = "".join(f"<li>{escape(line)}</li>" for line in found.notes)
     unfair = f'<div class="unfair" role="note"><b>✕ Not a fair comparison</b><ul>{fair}</ul></div>' if fair else ""
     return f"""<header id="answer">
 <p class="mark">{LOGO}<span><b>Lockstep</b> comparison of {len(found.runs)} simulated runs</span></p>
 <h1>{escape(", ".join(places))}</h1>
-<p class="answer compared">{re.sub(r"(?<=[0-9]) (?=(us|ms|s|min|%))", "&nbsp;", escape(headline(found).replace(" -> ", " → ")))}</p>
+<p class="answer compared">{said}</p>
 {unfair}{f'<ul class="remarks">{notes}</ul>' if notes else ""}
 {comparison_table(found.runs, linked=False)}
 {_settings(found)}
