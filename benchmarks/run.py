@@ -26,6 +26,8 @@ NEEDS = {
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "profiles": ("LOCKSTEP_DATA",),
+    "rtx4090_truth": ("LOCKSTEP_DATA",),
+    "vllm_steps": ("LOCKSTEP_PEERS",),
     "serving_points": ("LOCKSTEP_DATA",),
 }
 

@@ -110,7 +110,9 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("chunk_target_us", _Or(_Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
+    ("chunk_unit", click.STRING, "what these two count in, and where a prompt may be split: page or token"),
     ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),
+    ("retracted_kv", click.STRING, "KV of who is retracted for pages: free, or cache (left to the radix cache)"),
     ("batching", click.STRING, "prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)"),
     ("reserve", click.STRING, "room left for running requests: ratio, on_demand or full"),
     ("retraction_policy", click.STRING, "who gives pages back: length (fewest outputs) or newest"),
@@ -177,10 +179,18 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
 @click.option("--gpu", required=True, help="catalogue name, such as h200, or the path of a JSON file")
-@click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
+@click.option(
+    "--workload",
+    "workloads",
+    required=True,
+    multiple=True,
+    metavar="PATH|gen:...",
+    help="a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
+)
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
+@click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 600..1200, 10m..1h")
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
@@ -203,6 +213,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--report/--no-report", default=True, help="write report.html")
 @click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
 def simulate(
+    workloads: tuple[str, ...],
     slos: tuple[str, ...],
     check: str,
     intervals: bool,
@@ -224,10 +235,11 @@ def simulate(
     with refusals():
         from lockstep.sim.intervals import intervals_of
         from lockstep.sim.metrics import Slo
+        from lockstep.sim.mix import mix_of
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
         settings = given_settings(options)
-        scenario = Scenario(settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        scenario = Scenario(workload=mix_of(workloads), settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         setup = assemble(scenario)
