@@ -237,8 +237,8 @@ class Setup:
         }
 
 
-def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Setup:
-    """Load and work out what the scenario names, cheapest first.
+def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
+    """Load and work out what the scenario names, cheapest first. A `workload` that is given is not read again.
 
     Raises: ConfigError, CatalogueError, CapacityError or WorkloadError, each with a message for people.
     """
@@ -248,14 +248,15 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     config, kv = _configure(scenario, model, gpu)
-    workload = open_workload(
-        scenario.workload,
-        seed=scenario.seed,
-        rate=scenario.rate,
-        rate_scale=scenario.rate_scale,
-        limit=scenario.limit,
-        skip_bad_rows=scenario.skip_bad_rows,
-    )
+    if workload is None:
+        workload = open_workload(
+            scenario.workload,
+            seed=scenario.seed,
+            rate=scenario.rate,
+            rate_scale=scenario.rate_scale,
+            limit=scenario.limit,
+            skip_bad_rows=scenario.skip_bad_rows,
+        )
     cost = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
     return Setup(
         scenario=scenario,
