@@ -95,6 +95,28 @@ class MetricsSink(Protocol):
         """Take in what the CPU lane did."""
 
 
+class RequestSource(Protocol):
+    """Where a lane's requests come from: `Arrivals`, or what a router sends it."""
+
+    next_us: int
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Those that arrived; its index is the request id."""
+
+    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+        """The next fact, due at `next_us`."""
+
+    def more(self, env: Environment) -> Event | None:
+        """What to wait for when nothing is due any more; None: nothing will come."""
+
+    def answered(self, request_id: RequestId, now_us: int) -> None:
+        """An answer ended."""
+
+    def broke_off(self, request_id: RequestId, now_us: int) -> None:
+        """A request was rejected, or its client left."""
+
+
 class Arrivals:
     """Turns to come. Those with a time of their own stand in a line; a follow-up joins when the answer before it ends.
 
@@ -165,6 +187,11 @@ class Arrivals:
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
         """A request was rejected, or its client left: its session does not go on."""
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether turns to come wait for the end of an answer."""
+        return bool(self._follow_ups)
 
     @property
     def never_sent(self) -> int:
@@ -318,7 +345,7 @@ class EngineHost:
         self,
         env: Environment,
         engine: Engine,
-        arrivals: Arrivals,
+        arrivals: RequestSource,
         cost: CostModel,
         cpu: CpuModel,
         journal: JournalSink,
@@ -360,7 +387,7 @@ class EngineHost:
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._adapter_load_us = adapter_load_us
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
-        self._wake_at_us: int | None = None
+        self.wake_at_us: int | None = None
         self._nothing_new = True  # since the last LaneReady that launched nothing
         self._others_us: float = NEVER_US  # when another process acts next
 
@@ -394,6 +421,8 @@ class EngineHost:
                         break
                     yield more
                     next_us = int(env.now)
+                elif next_us > self._others_us:
+                    next_us = int(self._others_us)  # who may bring an arrival before
                 now_us = max(now_us, next_us)
         if now_us > env.now:
             yield env.timeout(now_us - env.now)
@@ -410,7 +439,7 @@ class EngineHost:
                 self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
             elif self._loads and self._loads[0].time_us <= now_us:
                 self._fold(msgspec.structs.replace(self._loads.popleft(), time_us=now_us))
-            elif self._wake_at_us is not None and self._wake_at_us <= now_us:
+            elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
                 break
@@ -425,8 +454,8 @@ class EngineHost:
             next_us = self._compiling[0][0]
         if self._loads and self._loads[0].time_us < next_us:
             next_us = self._loads[0].time_us
-        if self._wake_at_us is not None and self._wake_at_us < next_us:
-            next_us = self._wake_at_us
+        if self.wake_at_us is not None and self.wake_at_us < next_us:
+            next_us = self.wake_at_us
         return next_us
 
     def _arrive(self, now_us: int) -> int:
@@ -530,7 +559,7 @@ class EngineHost:
             raise
         self.journal.append(event, step.digest)
         self.metrics.observe(event, step)
-        self._wake_at_us = step.wake_at_us
+        self.wake_at_us = step.wake_at_us
         self._nothing_new = False
         for command in step.commands:
             if type(command) is FinishRequest:

@@ -27,7 +27,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from simpy import Environment
@@ -412,7 +412,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         decode_runs=not setup.debug,
     )
     began_s = time.process_time()
-    with _stopping_on_interrupt(host):
+    with stopping_on_interrupt(host):
         host.env.process(host.run())
         host.env.run()
     data = metrics.result(setup.scenario.slos)
@@ -428,8 +428,14 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     )
 
 
+class Stoppable(Protocol):
+    """What ends before its next fact once `stop_requested` is set."""
+
+    stop_requested: bool
+
+
 @contextmanager
-def _stopping_on_interrupt(host: EngineHost) -> Iterator[None]:
+def stopping_on_interrupt(host: Stoppable) -> Iterator[None]:
     """Let the first Ctrl-C end the run between two events, so that engine and journal agree; a second one raises."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -476,16 +482,16 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
-    with _whole(folder / "metrics.json") as path:
+    with whole(folder / "metrics.json") as path:
         write_metrics_json(path, run.data, about)
     if requests:
-        with _whole(folder / "requests.parquet") as parquet, _whole(folder / "requests.csv") as csv:
+        with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)
     if trace:
-        with _whole(folder / "trace.json.gz") as path:
+        with whole(folder / "trace.json.gz") as path:
             write_trace(path, run.data, about={"seed": about["seed"], "command": about["command"]})
     if report and run.data.summary["requests"]["arrived"]:
-        with _whole(folder / "report.html") as path:
+        with whole(folder / "report.html") as path:
             write_report(
                 path,
                 [report_run(run)],
@@ -496,7 +502,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """Where to write `path`, so that it is there whole or not at all. An OSError names the file that was wanted."""
     part = path.with_name(f".part-{path.name}")
     try:
