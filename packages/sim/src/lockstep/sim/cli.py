@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from lockstep.sim.cluster import ClusterRun
     from lockstep.sim.simulate import Run, Setup
 
     ParamType = click.ParamType[Any]
@@ -170,14 +172,54 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+ROUTER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
+    ("load_bound", click.FLOAT, "under prefix_affinity: an engine's load over the mean, at most"),
+    ("load_floor", click.INT, "under prefix_affinity: open requests up to which no engine counts as loaded"),
+    ("block_tokens", click.INT, "under prefix_affinity: prompts are compared in blocks of so many tokens"),
+    ("sessions_max", click.INT, "under session_sticky: sessions remembered"),
+)
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of a cluster. Those of the router arrive together, as given, in `router`."""
+    from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+
+    defaults = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+
+    @functools.wraps(command)
+    def collecting(*args: Any, **options: Any) -> Any:
+        names = {"router": "policy", "router_hop_us": "hop_us"} | {
+            f"router_{name}": name for name, _, _ in ROUTER_OPTIONS
+        }
+        given = {short: options.pop(name) for name, short in names.items()}
+        return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
+
+    options = [
+        click.option("--replicas", type=click.INT, help="engines behind a router  [default: one, and no router]"),
+        click.option("--engines", metavar="SPEC", help="engines of several kinds: 4xh100:tp=2,2xh200; docs/routing.md"),
+        click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
+        click.option(
+            "--router-hop", "router_hop_us", type=_Duration(), help="router to engine, and back  [default: 0]"
+        ),
+    ]
+    for name, kind, text in ROUTER_OPTIONS:
+        flag = "--router-" + name.replace("_", "-")
+        options.append(click.option(flag, f"router_{name}", type=kind, help=f"{text}  [default: {defaults[name]}]"))
+    decorated: Callable[..., Any] = collecting
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated
+
+
 # ------------------------------------------------------------------------------------------------------------ simulate
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
-@click.option("--gpu", required=True, help="catalogue name, such as h200, or the path of a JSON file")
+@click.option("--gpu", help="catalogue name, such as h200, or the path of a JSON file")
 @click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
+@cluster_options
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
@@ -199,6 +241,10 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--report/--no-report", default=True, help="write report.html")
 @click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
 def simulate(
+    gpu: str | None,
+    replicas: int | None,
+    engines: str | None,
+    router: dict[str, Any],
     slos: tuple[str, ...],
     check: str,
     out: Path | None,
@@ -214,14 +260,37 @@ def simulate(
     \b
     lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --out runs/0192
     lockstep simulate --model llama-3.1-8b --gpu h100 --workload azure-code.csv --rate 6.5 --slo ttft_p99=500ms
+    lockstep simulate --model qwen3-32b --engines 4xh100:tp=2,2xh200 --router prefix_affinity --workload conv.jsonl.gz
     """
     check_every = _parse_check(check)
+    clustered = replicas is not None or engines is not None or bool(router)
+    if gpu is None and engines is None:
+        raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
+    if engines is not None and (gpu is not None or replicas is not None):
+        raise click.UsageError("'--engines' says how many of which GPU: leave out '--gpu' and '--replicas'.")
     with refusals():
         from lockstep.sim.metrics import Slo
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
         settings = given_settings(options)
-        scenario = Scenario(settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        scenario = Scenario(gpu=gpu or "", settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        if clustered:
+            from lockstep.sim.cluster_cli import run_cluster
+
+            done = run_cluster(
+                scenario,
+                replicas=replicas,
+                engines=engines,
+                router=router,
+                out=out,
+                overwrite=overwrite,
+                check_every=check_every,
+                write={"requests": requests, "trace": trace, "report": report},
+                as_json=as_json,
+            )
+            if done.interrupted:
+                sys.exit(EXIT_INTERRUPTED)
+            return
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         setup = assemble(scenario)
@@ -298,12 +367,12 @@ def _advance(bar: Progress, requests: int) -> Callable[[int], None]:
     return on_finish
 
 
-def show(run: Run, out: Path | None, as_json: bool) -> None:
+def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
     """Print the result on stdout, and where it lies on stderr."""
     if as_json:
         import json
 
-        metrics = {"about": run.about(), **run.data.summary}
+        metrics = {"about": run.about(), **run.summary()}
         click.echo(json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False))
     else:
         from rich.console import Console

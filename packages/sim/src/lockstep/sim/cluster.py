@@ -542,8 +542,11 @@ class Cluster:
 # ------------------------------------------------------------------------------------------------------- the run folder
 
 
-def write_cluster_run(folder: Path, run: ClusterRun, *, requests: bool = True, report: bool = True) -> None:
-    """Write what was measured beside the journals."""
+def write_cluster_run(
+    folder: Path, run: ClusterRun, *, requests: bool = True, trace: bool = True, report: bool = True
+) -> None:
+    """Write what was measured beside the journals; traces lie with their engines."""
+    from lockstep.sim.perfetto import write_trace
     from lockstep.sim.report import ReportRun, write_report
     from lockstep.sim.results import write_metrics_json, write_requests
     from lockstep.sim.simulate import report_run, whole, workload_line
@@ -555,6 +558,9 @@ def write_cluster_run(folder: Path, run: ClusterRun, *, requests: bool = True, r
     for engine, one in enumerate(run.engines):
         with whole(folder / "engines" / str(engine) / "metrics.json") as path:
             write_metrics_json(path, one.data, {**one.setup.about(), "command": about["command"], "engine": engine})
+        if trace:
+            with whole(folder / "engines" / str(engine) / "trace.json.gz") as path:
+                write_trace(path, one.data, about={"seed": about["seed"], "command": about["command"]})
     if requests:
         with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)

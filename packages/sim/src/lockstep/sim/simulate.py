@@ -56,7 +56,7 @@ from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
-OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
+OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 SEEDS = 2**63
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 
@@ -319,6 +319,10 @@ class Run:
     interrupted: bool
     cpu_s: float  # of this process, for the replay and its metrics alone
 
+    def summary(self) -> dict[str, Any]:
+        """For metrics.json."""
+        return self.data.summary
+
     def about(self) -> dict[str, Any]:
         """See Setup.about; and what must be known to read the numbers."""
         return {
@@ -463,15 +467,22 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     journal = folder / "journal"
-    if not folder.is_dir() or not (any(journal.glob("*.log")) or (folder / "metrics.json").is_file()):
+    journals = [journal, *sorted(folder.glob("engines/*/journal"))]
+    if not folder.is_dir() or not (any(any(j.glob("*.log")) for j in journals) or (folder / "metrics.json").is_file()):
         raise ConfigError(f"`{folder}` exists and is not a run folder\nhint: choose another --out")
     if not overwrite:
         raise ConfigError(f"`{folder}` already holds a run\nhint: choose another --out, or add --overwrite")
-    for pattern in ("*.log", "snapshot-*"):
-        for path in journal.glob(pattern):
+    for old in journals:
+        for path in [*old.glob("*.log"), *old.glob("snapshot-*")]:
             path.unlink()
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
+    for engine in folder.glob("engines/*"):
+        for name in ("metrics.json", "trace.json.gz"):
+            (engine / name).unlink(missing_ok=True)
+        for empty in (engine / "journal", engine):
+            if empty.is_dir() and not any(empty.iterdir()):
+                empty.rmdir()
 
 
 def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = True, report: bool = True) -> None:
