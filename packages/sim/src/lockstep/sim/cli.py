@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -230,6 +231,8 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--calibration", metavar="FILE", help="correct the times by measurements: see `lockstep calibrate`")
+@click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
@@ -247,6 +250,7 @@ def simulate(
     router: dict[str, Any],
     slos: tuple[str, ...],
     check: str,
+    intervals: bool,
     out: Path | None,
     overwrite: bool,
     requests: bool,
@@ -269,6 +273,7 @@ def simulate(
     if engines is not None and (gpu is not None or replicas is not None):
         raise click.UsageError("'--engines' says how many of which GPU: leave out '--gpu' and '--replicas'.")
     with refusals():
+        from lockstep.sim.intervals import intervals_of
         from lockstep.sim.metrics import Slo
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
@@ -285,6 +290,7 @@ def simulate(
                 out=out,
                 overwrite=overwrite,
                 check_every=check_every,
+                intervals=intervals,
                 write={"requests": requests, "trace": trace, "report": report},
                 as_json=as_json,
             )
@@ -297,6 +303,8 @@ def simulate(
         announce(setup, out)
         with progress_bar(len(setup.workload.turns)) as on_finish:
             run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
+        if intervals and not run.interrupted:
+            run = replace(run, intervals=intervals_of(run))
         if out is not None:
             write_run(out, run, requests=requests, trace=trace, report=report)
     show(run, out, as_json)
@@ -320,10 +328,10 @@ def refusals() -> Iterator[None]:
     except Exception as error:
         from lockstep.core.errors import ConfigError, PolicyError
         from lockstep.core.journal import JournalError
-        from lockstep.sim.cost import CapacityError, CatalogueError
+        from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload import WorkloadError
 
-        if isinstance(error, ConfigError | CatalogueError | CapacityError | WorkloadError):
+        if isinstance(error, ConfigError | CatalogueError | CapacityError | CalibrationError | WorkloadError):
             raise Refusal(error) from error
         if isinstance(error, JournalError | OSError | PolicyError):
             raise Failure(error) from error
@@ -372,14 +380,17 @@ def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
     if as_json:
         import json
 
-        metrics = {"about": run.about(), **run.summary()}
-        click.echo(json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False))
+        click.echo(json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False))
     else:
         from rich.console import Console
 
-        from lockstep.sim.results import summary_table
+        from lockstep.sim.results import intervals_table, summary_table
 
         Console().print(summary_table(run.data))
+        if run.intervals is not None:
+            Console().print(intervals_table(run.intervals))
+        else:
+            click.echo(f"calibration: {run.calibration.title}")
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"

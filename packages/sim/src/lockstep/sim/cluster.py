@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -44,10 +44,12 @@ from lockstep.core.router import (
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import combine
+from lockstep.sim.cost import Calibration
 from lockstep.sim.host import NEVER_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.simulate import (
+    FrontEnd,
     NoJournal,
     Run,
     Scenario,
@@ -58,6 +60,9 @@ from lockstep.sim.simulate import (
 )
 from lockstep.sim.token_runs import prompt_ids
 from lockstep.sim.workload import Workload
+
+if TYPE_CHECKING:
+    from lockstep.sim.intervals import Intervals
 
 HOP_US_MAX = 60_000_000
 REPLICAS_MAX = 1024
@@ -200,6 +205,10 @@ class ClusterSetup:
             ],
         }
 
+    def slowed(self, factor: float) -> ClusterSetup:
+        """The same with the time of every batch multiplied; routing weights stay what they were."""
+        return replace(self, engines=tuple(setup.slowed(factor) for setup in self.engines))
+
     def header(self, engine: int) -> JournalHeader:
         """Of one engine's journal."""
         header = self.engines[engine].header()
@@ -265,15 +274,22 @@ class ClusterRun:
     interrupted: bool
     stopped_early: bool  # by `give_up`
     cpu_s: float
+    intervals: Intervals | None = None  # see intervals_of
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.setup.engines[0].calibration
 
     @property
     def batches(self) -> int:
         return sum(run.batches for run in self.engines)
 
-    def summary(self) -> dict[str, Any]:
-        """For metrics.json: all engines together, then each."""
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds: all engines together, then each."""
         return {
+            "about": self.about(),
             **self.data.summary,
+            **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
             "router": {"routed_by_reason": dict(self.routed_by_reason)},
             "engines": [run.data.summary for run in self.engines],
         }
@@ -381,6 +397,7 @@ class Cluster:
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             feed, clock = Feed(engine, self.arrivals.turns, self._on_end), LaneClock()
             metrics = MetricsFold(kv_pages=one.config.pages)
+            frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(
                 clock,
                 Engine(one.config),
@@ -388,7 +405,7 @@ class Cluster:
                 one.cost,
                 one.cpu,
                 journal,
-                metrics,
+                FrontEnd(metrics, frontend_us) if frontend_us else metrics,
                 seed=scenario.seed,
                 name=f"engine{engine}",
                 max_new_tokens=scenario.max_new_tokens,
@@ -553,7 +570,7 @@ def write_cluster_run(
 
     about = run.about()
     with whole(folder / "metrics.json") as path:
-        text = json.dumps({"about": about, **run.summary()}, indent=2, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
     for engine, one in enumerate(run.engines):
         with whole(folder / "engines" / str(engine) / "metrics.json") as path:

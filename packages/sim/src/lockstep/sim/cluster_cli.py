@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.sim.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
+from lockstep.sim.intervals import intervals_of
 from lockstep.sim.results import show_rate, show_share, show_us
 from lockstep.sim.settings import parse_setting
 from lockstep.sim.simulate import Scenario, code_commit, code_version, prepare_folder, workload_line
@@ -33,6 +35,7 @@ def run_cluster(
     out: Path | None,
     overwrite: bool,
     check_every: int,
+    intervals: bool,
     write: Mapping[str, bool],
     as_json: bool,
 ) -> ClusterRun:
@@ -52,6 +55,8 @@ def run_cluster(
     announce(setup, out)
     with progress_bar(len(setup.workload.turns)) as on_finish:
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
+    if intervals and not run.interrupted:
+        run = replace(run, intervals=intervals_of(run))
     if out is not None:
         write_cluster_run(out, run, **write)
     show(run, out, as_json)
@@ -75,12 +80,13 @@ def announce(setup: ClusterSetup, out: Path | None) -> None:
 
 def engines_table(run: ClusterRun) -> Any:
     """One line per engine."""
+    from rich import box
     from rich.table import Table
 
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in run.routed_by_reason.items())
     title = f"Engines behind {run.setup.scenario.router.policy} (routed by: {reasons})"
-    table = Table(title=title, title_justify="left")
-    table.add_column("engine")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("engine", no_wrap=True)
     for heading in (
         "weight",
         "requests",

@@ -27,19 +27,22 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from simpy import Environment
 
 from lockstep.core import invariants
+from lockstep.core.commands import Step
 from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig, profile_settings
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import ObservedEvent
+from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
+    UNCALIBRATED,
+    Calibration,
     CapacityError,
     CostModel,
     CpuModel,
@@ -55,6 +58,9 @@ from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, Engine
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
+
+if TYPE_CHECKING:
+    from lockstep.sim.intervals import Intervals
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 SEEDS = 2**63
@@ -81,6 +87,7 @@ class Scenario:
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
+    calibration: str | None = None  # path of a calibration file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
@@ -97,6 +104,7 @@ class Scenario:
             "mem_fraction",
             "weights_dtype",
             "kv_dtype",
+            "calibration",
             "profile",
         ):
             value = getattr(self, name)
@@ -169,12 +177,17 @@ class Setup:
     cpu: CpuModel
     config: SchedConfig
     kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+    calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
     debug: int = 0  # how much of each step to print, see watch.py
     overridden: tuple[str, ...] = ()  # settings that the environment decided
 
     @property
     def title(self) -> str:
         return f"{self.model.name} on {self.scenario.tp} x {self.gpu.name}"
+
+    def slowed(self, factor: float) -> Setup:
+        """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
+        return replace(self, cost=UNCALIBRATED.cost_model(self.cost, factor), debug=0)
 
     def doubts(self) -> list[str]:
         """Settings beyond what the model and the GPU are: simulated as asked, and said."""
@@ -189,7 +202,7 @@ class Setup:
                 fits = 0
             if self.config.pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
-        return lines
+        return lines + self.calibration.doubts(self.model.name, self.gpu.name)
 
     def header(self) -> JournalHeader:
         """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
@@ -203,6 +216,7 @@ class Setup:
                 "gpu": self.gpu.name,
                 "tp": self.scenario.tp,
                 "cost": str(self.cost.describe()["kind"]),
+                "calibration": self.calibration.title,
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
             },
@@ -234,13 +248,14 @@ class Setup:
             "kv_capacity": self.kv.describe() if self.kv is not None else None,
             "cost_model": self.cost.describe(),
             "cpu_model": self.cpu.describe(),
+            "calibration": self.calibration.describe(),
         }
 
 
 def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
     """Load and work out what the scenario names, cheapest first. A `workload` that is given is not read again.
 
-    Raises: ConfigError, CatalogueError, CapacityError or WorkloadError, each with a message for people.
+    Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
     """
     if not 0 <= scenario.seed < SEEDS:
         raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{scenario.seed}`")
@@ -257,16 +272,18 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
             limit=scenario.limit,
             skip_bad_rows=scenario.skip_bad_rows,
         )
-    cost = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
+    base = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
+    calibration = UNCALIBRATED if scenario.calibration is None else Calibration.load(scenario.calibration)
     return Setup(
         scenario=scenario,
         model=model,
         gpu=gpu,
         workload=workload,
-        cost=cost,
-        cpu=CpuModel(),
+        cost=calibration.cost_model(base),
+        cpu=calibration.cpu_model(CpuModel()),
         config=config,
         kv=kv,
+        calibration=calibration,
         debug=debug_level(environ),
         overridden=tuple(overridden),
     )
@@ -318,10 +335,16 @@ class Run:
     never_sent: int  # turns of sessions that broke off
     interrupted: bool
     cpu_s: float  # of this process, for the replay and its metrics alone
+    intervals: Intervals | None = None  # see intervals_of
 
-    def summary(self) -> dict[str, Any]:
-        """For metrics.json."""
-        return self.data.summary
+    @property
+    def calibration(self) -> Calibration:
+        return self.setup.calibration
+
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds."""
+        intervals = {} if self.intervals is None else {"intervals": self.intervals.describe()}
+        return {"about": self.about(), **self.data.summary, **intervals}
 
     def about(self) -> dict[str, Any]:
         """See Setup.about; and what must be known to read the numbers."""
@@ -362,6 +385,22 @@ def _limit(config: SchedConfig) -> str:
     return f"KV pool {config.pool_tokens} tokens"
 
 
+class FrontEnd:
+    """Metrics as clients see them: a request has been under way for a while when the engine first hears of it."""
+
+    def __init__(self, metrics: MetricsFold, frontend_us: int) -> None:
+        self._metrics = metrics
+        self._frontend_us = frontend_us
+        self.gauge = metrics.gauge
+        self.cpu_interval = metrics.cpu_interval
+
+    def observe(self, event: ObservedEvent, step: Step) -> None:
+        """Take in one event and its Step."""
+        if type(event) is RequestArrived:
+            event = msgspec.structs.replace(event, time_us=event.time_us - self._frontend_us)
+        self._metrics.observe(event, step)
+
+
 class NoJournal:
     """For runs that are only measured."""
 
@@ -399,6 +438,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     arrivals = Arrivals(setup.workload.turns)
     engine = Engine(setup.config)
     metrics = WatchedMetrics(engine, setup.debug) if setup.debug else MetricsFold(kv_pages=setup.config.pages)
+    frontend_us = round(setup.calibration.correction.frontend_us)
     host = EngineHost(
         Environment(),
         engine,
@@ -406,7 +446,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         setup.cost,
         setup.cpu,
         journal,
-        metrics,
+        FrontEnd(metrics, frontend_us) if frontend_us else metrics,
         seed=setup.scenario.seed,
         max_new_tokens=setup.scenario.max_new_tokens,
         check=invariants.self_check if check_every else None,
@@ -494,7 +534,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
     with whole(folder / "metrics.json") as path:
-        write_metrics_json(path, run.data, about)
+        write_metrics_json(path, run.data, about, run.intervals)
     if requests:
         with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)
@@ -534,6 +574,7 @@ def _interrupted_headline(run: Run) -> str:
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
     """The run as a report takes it in."""
     from lockstep.sim.report import ReportRun
+    from lockstep.sim.results import interval_facts
 
     setup = run.setup
     facts = {
@@ -542,6 +583,8 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
         "workload": setup.workload.source,
         "workload digest": setup.workload.digest,
         "cost model": str(setup.cost.describe()["kind"]),
+        "calibration": setup.calibration.title,
+        **interval_facts(run.intervals),
         **{name: str(value) for name, value in msgspec.to_builtins(setup.config).items()},
         "seed": str(setup.scenario.seed),
         "version": code_version(),

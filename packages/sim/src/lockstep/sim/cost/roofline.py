@@ -64,6 +64,7 @@ class RooflineModel:
         self.constants: dict[str, Constant] = {}
         self.matrices = [m for m in model.matrices(tp) if m.name != "embedding"]
         self.all_reduce: AllReduce | None = all_reduce_of(gpu, tp) if tp > 1 else None
+        self.collectives = ALL_REDUCES_PER_LAYER * model.layers if tp > 1 else 0
         self._memory = 1.0 / self._us_rate("weight_read_gbs", 1e3)  # us per byte of weights and activations
         self._small_us = self._rate("small_kernel_us")
         self._prepare_gemms()
@@ -73,7 +74,7 @@ class RooflineModel:
         self._tokens_us: dict[int, float] = {}
         self._sampling_us: dict[int, float] = {}
         kernels = sum(self._gemm_kernels.values()) + self._small_kernels
-        kernels += model.attention_layers + (ALL_REDUCES_PER_LAYER * model.layers if tp > 1 else 0)
+        kernels += model.attention_layers + self.collectives
         self.kernels = kernels
         self._eager_floor_us = self.kernels * self._note("eager_kernel_us", EAGER_KERNEL_US)
         self._fixed_us = self._note("forward_fixed_us", FORWARD_FIXED_US)
@@ -100,6 +101,12 @@ class RooflineModel:
         if not graph and us < self._eager_floor_us:
             us = self._eager_floor_us
         return Duration(us + self._fixed_us)
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
+        if self.all_reduce is None:
+            return 0.0
+        return self.collectives * self._all_reduce_us(tokens * self.model.hidden * ACTIVATION_BYTES)
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the same time split by operator; the values sum to `batch_us`."""
@@ -231,8 +238,7 @@ class RooflineModel:
             )
         terms["small_kernels"] = self._small_kernels * self._small_us + tokens * self._small_token_us
         if self.all_reduce is not None:
-            message = tokens * self.model.hidden * ACTIVATION_BYTES
-            terms["all_reduce"] = ALL_REDUCES_PER_LAYER * self.model.layers * self._all_reduce_us(message)
+            terms["all_reduce"] = self.collectives_us(tokens)
         return terms
 
     def _all_reduce_us(self, message_bytes: float) -> float:
