@@ -76,7 +76,7 @@ class _Or(ParamType):
         return self.name.upper()
 
 
-class _Duration(ParamType):
+class Duration(ParamType):
     """A time with its unit, in whole microseconds."""
 
     name = "duration"
@@ -101,15 +101,15 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
     ("request_rows", _Or(click.INT, none=NONE), "rows of the request table"),
     ("max_queued_requests", _Or(click.INT, none=NONE), "waiting requests beyond this are rejected"),
-    ("waiting_timeout_us", _Or(_Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
-    ("running_timeout_us", _Or(_Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
+    ("waiting_timeout_us", _Or(Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
+    ("running_timeout_us", _Or(Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
     (
         "schedule_policy",
         click.STRING,
         "order of the waiting line: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md",
     ),
     ("schedule_conservativeness", click.FLOAT, "scales the output that running requests are expected to want"),
-    ("chunk_target_us", _Or(_Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
+    ("chunk_target_us", _Or(Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
     ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),
@@ -135,7 +135,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("bypass_limit", _Or(click.INT, none=NONE), "requests from behind that may go before one that waits"),
     ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
     ("max_sessions", click.INT, "sessions open at once"),
-    ("grammar_timeout_us", _Or(_Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
+    ("grammar_timeout_us", _Or(Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
     ("max_input_tokens", _Or(click.INT, none=NONE), "the longest prompt, in tokens"),
     ("truncate_input", click.STRING, "which end a longer prompt loses: left, right, or no (it is rejected)"),
     ("isolate_tenants", click.BOOL, "no tenant ever hits a prefix of another one"),
@@ -181,8 +181,13 @@ ROUTER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
 )
 
 
-def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of a cluster. Those of the router arrive together, as given, in `router`."""
+def cluster_options(*, engines: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of a cluster; of its router only, unless `engines`."""
+    return lambda command: _with_cluster_options(command, engines=engines)
+
+
+def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Callable[..., Any]:
+    """Those of the router arrive together, as given, in `router`."""
     from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 
     defaults = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
@@ -195,13 +200,17 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
         given = {short: options.pop(name) for name, short in names.items()}
         return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
 
-    options = [
-        click.option("--replicas", type=click.INT, help="engines behind a router  [default: one, and no router]"),
-        click.option("--engines", metavar="SPEC", help="engines of several kinds: 4xh100:tp=2,2xh200; docs/routing.md"),
+    options = []
+    if engines:
+        options += [
+            click.option("--replicas", type=click.INT, help="engines behind a router  [default: one, and no router]"),
+            click.option(
+                "--engines", metavar="SPEC", help="engines of several kinds: 4xh100:tp=2,2xh200; docs/routing.md"
+            ),
+        ]
+    options += [
         click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
-        click.option(
-            "--router-hop", "router_hop_us", type=_Duration(), help="router to engine, and back  [default: 0]"
-        ),
+        click.option("--router-hop", "router_hop_us", type=Duration(), help="router to engine, and back  [default: 0]"),
     ]
     for name, kind, text in ROUTER_OPTIONS:
         flag = "--router-" + name.replace("_", "-")
@@ -220,14 +229,14 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--gpu", help="catalogue name, such as h200, or the path of a JSON file")
 @click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
-@cluster_options
+@cluster_options(engines=True)
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
-@click.option("--grammar-compile", "grammar_compile_us", type=_Duration(), default="50ms", help="time for one grammar")
+@click.option("--grammar-compile", "grammar_compile_us", type=Duration(), default="50ms", help="time for one grammar")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")

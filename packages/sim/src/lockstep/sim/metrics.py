@@ -260,7 +260,7 @@ def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
     """
     good = requests.completed
     for slo in slos:
-        good &= ~(_per_request(slo.metric, requests) > slo.bound_us)
+        good &= ~(per_request(slo.metric, requests) > slo.bound_us)
     return good
 
 
@@ -270,7 +270,7 @@ def _measure(slo: Slo, requests: Requests, itl_us: Float64s) -> float | None:
     if slo.metric == "itl" and slo.percentile is not None:
         values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
     else:
-        values = _per_request(slo.metric, requests)[requests.completed]
+        values = per_request(slo.metric, requests)[requests.completed]
         values = values[~np.isnan(values)]
     count = len(values) + failures
     if count == 0:
@@ -284,7 +284,7 @@ def _measure(slo: Slo, requests: Requests, itl_us: Float64s) -> float | None:
     return float(ordered[low] + (ordered[high] - ordered[low]) * (rank - low))
 
 
-def _per_request(metric: SloMetric, requests: Requests) -> Float64s:
+def per_request(metric: SloMetric, requests: Requests) -> Float64s:
     """One value per request, NaN where there is none."""
     if metric == "tpot":
         return requests.tpot_us
