@@ -196,7 +196,7 @@ class Answer:
         return f"{on} sustains {best.rate:g}/s within {slos}{cost}"
 
     def _best_achievable(self) -> str:
-        """Without load: of the configuration that comes nearest."""
+        """At the lowest rate tried: of the configuration that comes nearest."""
         tried = [c for c in self.candidates if c.impossible is not None]
         if not tried:
             if any(c.setup is not None for c in self.candidates):
@@ -208,7 +208,8 @@ class Answer:
             f"{_slo_name(str(slo).partition('=')[0])} {show_us(_finite(interval.value))}"
             for slo, interval in zip(self.question.slos, remains.intervals, strict=True)
         )
-        return f"The best achievable, without load, is {values} on {nearest.configuration.name}."
+        at = f"{remains.rate:g}/s, the lowest rate tried"
+        return f"The best achievable, at {at}, is {values} on {nearest.configuration.name}."
 
     def remarks(self) -> list[str]:
         """What must be known to read the numbers, one line each."""
@@ -322,7 +323,7 @@ class Answer:
             "gpu_hours_per_million_output_tokens": None if best is None else gpu_hours_per_million(candidate),
             "best": _describe_evaluation(self.question, best),
             "nearest_missed": _describe_evaluation(self.question, candidate.missed),
-            "without_load": _describe_evaluation(self.question, candidate.impossible),
+            "lowest_rate": _describe_evaluation(self.question, candidate.impossible),
             "evaluations": [_describe_evaluation(self.question, one) for one in candidate.evaluations],
         }
 
@@ -349,7 +350,7 @@ def why_not(candidate: Candidate) -> str:
         pairs = zip(candidate.question.slos, remains.intervals, strict=True)
         beyond = [(slo, i.value) for slo, i in pairs if i.value > slo.bound_us]
         text = ", ".join(f"{_slo_name(str(s).partition('=')[0])} {show_us(_finite(v))}" for s, v in beyond)
-        return f"misses the SLO without load: {text}" if beyond else "not sure of the SLO at any rate"
+        return f"misses the SLO at {remains.rate:g}/s too: {text}" if beyond else "not sure of the SLO at any rate"
     return "does not serve the rate with any number of replicas tried"
 
 

@@ -116,7 +116,7 @@ class Candidate:
     narrow_met: float | None = None  # the largest rate that a short run sustained
     narrow_missed: float | None = None  # the smallest one that it did not
     pruned: str = ""  # why it was not confirmed
-    impossible: Evaluation | None = None  # the SLO is missed without load, too: this is what remains
+    impossible: Evaluation | None = None  # the SLO is missed at the lowest rate, too: this is what remains
     evaluations: list[Evaluation] = field(default_factory=list)  # long ones
     best: Evaluation | None = None  # the answer for this configuration
     missed: Evaluation | None = None  # the nearest one that was not sustained
@@ -254,7 +254,7 @@ class Searcher:
         """Find by long runs the largest rate that is sustained. Sets best and missed, or impossible."""
         precision = self.question.effort.precision
         if candidate.narrow_met is None:
-            yield from self._without_load(candidate)
+            yield from self._lowest_rate(candidate)
             return
         rate = candidate.narrow_met
         step = 1 + 2 * precision
@@ -277,14 +277,14 @@ class Searcher:
                 rate = rounded(rate / step if met is None else rate * step)
                 step = min(step * step, 4.0)
         if candidate.best is None:
-            yield from self._without_load(candidate)
+            yield from self._lowest_rate(candidate)
 
     def confirm_replicas(self, candidate: Candidate) -> Search:
         """Find by long runs how few replicas sustain the rate asked for. Sets best and missed, or impossible."""
         rate = self.question.rate
         assert rate is not None
         if candidate.narrow_met is None:
-            yield from self._without_load(candidate)
+            yield from self._lowest_rate(candidate)
             return
         first = math.ceil(rate / candidate.narrow_met)
         least = max(math.ceil(rate / candidate.estimated_rate), 1)
@@ -303,8 +303,8 @@ class Searcher:
                     return
                 replicas += 1
 
-    def _without_load(self, candidate: Candidate) -> Generator[list[Trial], list[TrialResult], None]:
-        """What remains when nobody waits for anybody: the best that can be had. Sets impossible."""
+    def _lowest_rate(self, candidate: Candidate) -> Generator[list[Trial], list[TrialResult], None]:
+        """What remains when hardly anybody comes: the best that can be had. A trace keeps its bursts. Sets impossible."""
         rate = rounded(candidate.estimated_rate * candidate.replicas * NARROW_LOWEST)
         trial = self.trial(candidate, rate, candidate.replicas, 0, short=True)
         (result,) = yield [msgspec.structs.replace(trial, give_up=False)]
