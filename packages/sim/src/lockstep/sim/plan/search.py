@@ -304,7 +304,7 @@ class Searcher:
                 replicas += 1
 
     def _lowest_rate(self, candidate: Candidate) -> Generator[list[Trial], list[TrialResult], None]:
-        """What remains when hardly anybody comes: the best that can be had. A trace keeps its bursts. Sets impossible."""
+        """What remains when hardly anybody comes: the best that can be had, bursts included. Sets impossible."""
         rate = rounded(candidate.estimated_rate * candidate.replicas * NARROW_LOWEST)
         trial = self.trial(candidate, rate, candidate.replicas, 0, short=True)
         (result,) = yield [msgspec.structs.replace(trial, give_up=False)]
