@@ -104,14 +104,17 @@ def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozens
 
 
 def limit_of(candidate: Candidate) -> str:
-    """What stands in the way of more: the SLO that is missed first, and which resource is full by then."""
-    missed = candidate.missed
-    if missed is None:
+    """What stands in the way of more: the SLO that is missed first, and which resource is full by then.
+
+    Where nothing was missed, because fewer replicas cannot do by the estimate alone: what is strained most.
+    """
+    nearest = candidate.missed or candidate.best
+    if nearest is None:
         return ""
-    number, _ = max(enumerate(_strain(candidate, missed)), key=lambda pair: (pair[1], -pair[0]))
+    number, _ = max(enumerate(_strain(candidate, nearest)), key=lambda pair: (pair[1], -pair[0]))
     slo = str(candidate.question.slos[number]).partition("=")[0]
     assert candidate.setup is not None
-    return f"{_slo_name(slo)}: {_full_resource(missed.results[0], candidate.setup.config.max_running_requests)}"
+    return f"{_slo_name(slo)}: {_full_resource(nearest.results[0], candidate.setup.config.max_running_requests)}"
 
 
 def _full_resource(result: TrialResult, rows_max: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class Interval(NamedTuple):
     high: float
 
 
+@lru_cache
 def student_t(probability: float, freedom: int) -> float:
     """The value that Student's t with so many degrees of freedom stays below with this probability, above one half."""
     if not 0.5 < probability < 1.0 or freedom < 1:

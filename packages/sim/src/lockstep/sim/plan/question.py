@@ -49,15 +49,15 @@ class Effort:
 
 
 FULL = Effort(
-    long=Length(3_000, 30_000, 120.0),
-    short=Length(400, 3_000, 15.0),
+    long=Length(3_000, 20_000, 120.0),
+    short=Length(400, 1_500, 15.0),
     precision=0.05,
     replications_min=3,
     replications_max=10,
 )
 QUICK = Effort(
-    long=Length(800, 6_000, 40.0),
-    short=Length(250, 1_500, 10.0),
+    long=Length(800, 2_500, 40.0),
+    short=Length(250, 600, 10.0),
     precision=0.15,
     replications_min=3,
     replications_max=5,

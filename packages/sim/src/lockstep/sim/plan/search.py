@@ -287,7 +287,7 @@ class Searcher:
             yield from self._lowest_rate(candidate)
             return
         first = math.ceil(rate / candidate.narrow_met)
-        least = max(math.ceil(rate / candidate.estimated_rate), 1)
+        least = max(math.ceil(rate / (candidate.estimated_rate * PRUNE_MARGIN)), 1)
         replicas = max(first, least)
         most = math.ceil(replicas * REPLICAS_MORE_MAX) + 1
         while least <= replicas <= most:

@@ -102,7 +102,7 @@ class OnRay:
     def __init__(self, address: str) -> None:
         ray = _ray()
         try:
-            ray.init(address=None if address == "local" else address, log_to_driver=False, configure_logging=False)
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             hint = "`local` starts one on this machine; `auto` or HOST:PORT joins one"
             raise ConfigError(f"no Ray cluster at `{address}`: {error}\nhint: {hint}") from None
