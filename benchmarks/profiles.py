@@ -1,4 +1,4 @@
-"""Which settings serve recorded traffic best: the profiles, and single deviations from the defaults of `lockstep`.
+"""Which settings serve recorded traffic best: the profiles, and single deviations from the defaults of SchedConfig.
 
 Each case is a workload on one GPU at three rates: comfortable, near the knee, beyond it. The profiles and the most
 promising deviations run at all three; those that are about one thing run near the knee. A request is good if its
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.config import SchedConfig, profile_settings
 from lockstep.sim.metrics import Slo, meets_every
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 
@@ -66,7 +67,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A profile and what deviates from it."""
+    """A profile, and settings that deviate from it."""
 
     profile: str = "lockstep"
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -74,18 +75,22 @@ class Variant:
     every_load: bool = False
 
 
+DEFAULTS = {name: getattr(SchedConfig(), name) for name in profile_settings("lockstep")}
+
+
 def only(**settings: Any) -> Variant:
-    """Near the knee only."""
-    return Variant(settings=settings)
+    """Deviations from the defaults, near the knee only."""
+    return Variant(settings=DEFAULTS | settings)
 
 
 def always(**settings: Any) -> Variant:
-    """At every load."""
-    return Variant(settings=settings, every_load=True)
+    """Deviations from the defaults, at every load."""
+    return Variant(settings=DEFAULTS | settings, every_load=True)
 
 
 VARIANTS = {
-    "lockstep": always(),
+    "defaults": always(),
+    "lockstep": Variant(profile="lockstep", every_load=True),
     "sglang": Variant(profile="sglang", every_load=True),
     "vllm": Variant(profile="vllm", every_load=True),
     "mixed": always(batching="mixed"),
@@ -100,7 +105,7 @@ VARIANTS = {
         batching="mixed", chunk_target_us=45_000, reserve="on_demand", schedule_policy="spf"
     ),
     # How much one per cent of load does: differences of that size mean nothing.
-    "1 % more load": Variant(rate_scale=1.01),
+    "1 % more load": Variant(settings=DEFAULTS, rate_scale=1.01),
     "prefill_first 4096": only(chunked_prefill_size=4096),
     "prefill_first 2048": only(chunked_prefill_size=2048),
     "mixed 4096": only(batching="mixed", chunked_prefill_size=4096),

@@ -27,6 +27,9 @@ NEEDS = {
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "cluster_speed": (),
     "profiles": ("LOCKSTEP_DATA",),
+    "rtx4090_truth": ("LOCKSTEP_DATA",),
+    "vllm_steps": ("LOCKSTEP_PEERS",),
+    "serving_points": ("LOCKSTEP_DATA",),
 }
 
 

@@ -34,6 +34,8 @@ from lockstep.sim.simulate import Scenario, Setup, assemble, simulate
 
 MODEL, GPU = "llama-3.1-8b", "a100"  # an 8B Llama on an A100: what Vidur's own example runs this workload on
 SETTINGS = {
+    "batching": "prefill_first",
+    "reserve": "ratio",
     "max_running_requests": 128,
     "chunked_prefill_size": 512,
     "max_prefill_tokens": 512,

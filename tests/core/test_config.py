@@ -14,6 +14,11 @@ from lockstep.core.errors import ConfigError
         ({"batching": "both"}, "`batching` must be prefill_first, mixed or running_first, got `both`"),
         ({"reserve": "none"}, "`reserve` must be ratio, on_demand or full, got `none`"),
         ({"retraction_policy": "oldest"}, "`retraction_policy` must be length, newest or priority, got `oldest`"),
+        (
+            {"radix_cache": False, "retracted_kv": "cache"},
+            "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off",
+        ),
+        ({"chunk_unit": "byte"}, "`chunk_unit` must be page or token, got `byte`"),
         ({"retracted_requeue": "middle"}, "`retracted_requeue` must be tail or front, got `middle`"),
         ({"prefill_max_requests": 0}, "`prefill_max_requests` must be a whole number of at least 1, got `0`"),
         ({"decode_look_ahead": 0}, "`decode_look_ahead` must be a whole number of at least 1, got `0`"),
@@ -53,8 +58,10 @@ def test_every_profile_is_a_valid_configuration(name: str) -> None:
     assert {field: getattr(config, field) for field in settings} == settings
 
 
-def test_the_lockstep_profile_is_the_defaults() -> None:
-    assert SchedConfig(**profile_settings("lockstep")) == SchedConfig()
+def test_the_lockstep_profile_leaves_the_defaults_only_where_it_was_shown_better() -> None:
+    better = {"batching": "mixed", "reserve": "on_demand", "chunked_prefill_size": 2048}  # docs/profiles.md
+    assert profile_settings("lockstep") == better
+    assert SchedConfig(**better).batching == "mixed"
 
 
 def test_a_profile_that_is_none_is_refused() -> None:

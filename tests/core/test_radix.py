@@ -350,15 +350,20 @@ class RadixMachine(RuleBasedStateMachine):
     def node(self, number: int) -> RadixNode:
         return next(node for node in self.cache.walk() if node.number == number)
 
-    @rule(namespace=namespaces, prompt=prompts, keep=st.booleans())
-    def insert(self, namespace: str, prompt: bytes, keep: bool) -> None:
+    @rule(namespace=namespaces, prompt=prompts, keep=st.booleans(), from_handle=st.booleans())
+    def insert(self, namespace: str, prompt: bytes, keep: bool, from_handle: bool) -> None:
         prompt = prompt[: len(prompt) // self.model.page_bytes * self.model.page_bytes]
         if not prompt:
             return
         epoch, count = self.cache.epoch, len(prompt) // self.model.page_bytes
         ids = np.arange(self.next_page, self.next_page + count, dtype=np.int32)
         self.next_page += count
-        node, already = self.cache.insert(namespace, prompt, ids)
+        behind = None
+        if from_handle:
+            path = self.model.path(namespace, prompt)
+            known = [handle for handle in self.held if handle.path == path[: len(handle.path)] and handle.path]
+            behind = self.node(known[-1].number) if known else None
+        node, already = self.cache.insert(namespace, prompt, ids, behind)
         assert already == self.model.insert(namespace, prompt, ids.tolist())
         assert (self.cache.epoch > epoch) == (already < count)
         path = self.model.path(namespace, prompt)

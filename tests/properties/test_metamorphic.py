@@ -61,6 +61,8 @@ def configs(draw: st.DrawFn) -> SchedConfig:
         max_running_requests=draw(st.sampled_from([1, 3, 16])),
         retracted_requeue=draw(st.sampled_from(["tail", "front"])),
         retract_every=draw(st.sampled_from([0, 3])),
+        retracted_kv=draw(st.sampled_from(["free", "cache"])) if radix else "free",
+        chunk_unit=draw(st.sampled_from(["page", "token"])),
         overlap_depth=draw(st.sampled_from([0, 1, 2])),
         stream_interval=draw(st.sampled_from([1, 3])),
     )

@@ -552,7 +552,7 @@ class Driver:
             self._sits_out(plan)
         if plan is not None and plan.extend_rows:
             new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
-            charged = int((-(-new_tokens // config.page_size) * config.page_size).sum())
+            charged = int((-(-new_tokens // config.chunk_unit_tokens) * config.chunk_unit_tokens).sum())
             decodes = len(plan.rows) - plan.extend_rows
             for limit in (config.chunked_prefill_size, config.max_prefill_tokens):
                 alone = (
@@ -789,6 +789,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         session_kv=rng.choice(["hold", "hold", "evictable"]),
         max_sessions=rng.choice([2, 1024]),
         max_loras=rng.choice([None, None, None, 1, 2, 3]),
+        **_beside(rng, radix),
     )
 
 
@@ -800,6 +801,16 @@ def _random_order(rng: random.Random, radix: bool, preempts: bool = False) -> di
         "default_priority_value": rng.choice([None, None, 0, 1]),
         "prefix_deduplication": rng.choice(["off", "last", "defer", "defer"]) if radix else "off",
         "bypass_limit": rng.choice([None, 1 if preempts else 0, 1, 2, 5, 256]),
+    }
+
+
+def _beside(rng: random.Random, radix: bool) -> dict[str, Any]:
+    """Later settings, drawn beside the others: a seed's other settings and its actions stay what they were."""
+    own = random.Random()
+    own.setstate(rng.getstate())
+    return {
+        "chunk_unit": own.choice(["page", "page", "token"]),
+        "retracted_kv": own.choice(["free", "free", "cache"]) if radix else "free",
     }
 
 
@@ -824,6 +835,7 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         schedule_policy="priority" if preempts else rng.choice(["fcfs", "lof", "priority", "spf"]),
         **_random_order(rng, radix, preempts),
         enable_priority_preemption=preempts,
+        **_beside(rng, radix),
     )
 
 

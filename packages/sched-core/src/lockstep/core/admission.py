@@ -7,7 +7,8 @@ Three budgets limit an extend, all in tokens:
     input    new tokens one extend may take (`max_prefill_tokens`)
     chunk    new tokens before a prompt is split (`chunked_prefill_size`)
 
-Decodes that run in the same pass take their token each out of the input and the chunk. The reserve is a policy:
+Input and chunk count in pages, or in tokens (`chunk_unit`). Decodes that run in the same pass take their token each out
+of both. The reserve is a policy:
 
     ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
                because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
@@ -70,7 +71,7 @@ def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32
 class PrefillBudget:
     """What one extend may still take. All in tokens but `set_aside`; `chunk` None means prompts are never split."""
 
-    __slots__ = ("align", "beyond", "chunk", "current", "input", "page_size", "policy", "set_aside", "total")
+    __slots__ = ("align", "beyond", "chunk", "current", "input", "page_size", "policy", "set_aside", "total", "unit")
 
     def __init__(self, config: SchedConfig, available: int, reserve: int) -> None:
         self.total = available - reserve
@@ -79,7 +80,8 @@ class PrefillBudget:
         self.chunk = config.chunked_prefill_size
         self.page_size = config.page_size
         self.policy = config.reserve
-        self.align = config.truncation_align_size or config.page_size  # a prompt is split at multiples of this
+        self.align = config.split_tokens  # a prompt is split at multiples of this
+        self.unit = config.chunk_unit_tokens  # `input` and `chunk` are charged in multiples of this
         self.beyond = config.decode_look_ahead - 1  # tokens that must fit beyond the one being computed
         self.set_aside = 0  # pages that are left to the decodes of the same pass
 
@@ -130,9 +132,10 @@ class PrefillBudget:
         if output_tokens and self.policy == "ratio":
             self.total -= self.page_size + min(output_tokens, CLIP_MAX_NEW_TOKENS)
         self.current -= pages
-        self.input -= pages
+        charged = ceil_to(new_tokens, self.unit)
+        self.input -= charged
         if self.chunk is not None:
-            self.chunk -= pages
+            self.chunk -= charged
 
     def wanted(self, new_tokens: int, remaining_output: int) -> int:
         """Tokens of `total` that a candidate needs to start: its whole prompt, and its output as the policy says."""
@@ -154,7 +157,7 @@ def chunk_tokens(start: int, new_tokens: int, budget: PrefillBudget, first: bool
 
     `first`: nothing is in the batch yet. `may_split`: no other request of the batch is split.
     """
-    whole = ceil_to(new_tokens, budget.page_size)
+    whole = ceil_to(new_tokens, budget.unit)
     if budget.chunk is None:
         return new_tokens if first or whole <= budget.input else 0
     limit = min(budget.chunk, budget.input)
@@ -168,6 +171,6 @@ def aligned(start: int, limit: int, align: int) -> int:
     return max((start + limit) // align * align - start, 0)
 
 
-def ceil_to(tokens: int, page_size: int) -> int:
-    """Tokens rounded up to whole pages."""
-    return -(-tokens // page_size) * page_size
+def ceil_to(tokens: int, unit: int) -> int:
+    """Tokens rounded up to whole units."""
+    return -(-tokens // unit) * unit

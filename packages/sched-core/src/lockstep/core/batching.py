@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.core.commands import BatchPlan
+from lockstep.core.commands import NO_ROWS, BatchPlan
 from lockstep.core.requests import Cohort, Int32s, Request
 
 
@@ -28,7 +28,11 @@ class InFlight:
         self.plan = plan
         self.requests = requests  # by position in the plan
         self.samplers = samplers  # the rows that sample, as columns
-        self.sampled_at: Int32s = plan.stops if plan.mode == "decode" else plan.stops[plan.sample_rows]
+        self.sampled_at: Int32s = NO_ROWS
+        if plan.mode == "decode":
+            self.sampled_at = plan.stops
+        elif samplers.size:
+            self.sampled_at = plan.stops[plan.sample_rows]
         self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
         if plan.mode == "decode" and plan.steps > 1:
             self.steps = plan.stops - plan.starts
@@ -72,4 +76,5 @@ class InFlight:
 
 def new_tokens_of(parts: list[Part]) -> Int32s:
     """The ids that the parts compute, end to end."""
-    return np.concatenate([np.frombuffer(p.request.tokens, np.int32)[p.start : p.stop] for p in parts])
+    ids = [np.frombuffer(p.request.tokens, np.int32, p.stop - p.start, 4 * p.start) for p in parts]
+    return ids[0] if len(ids) == 1 else np.concatenate(ids)

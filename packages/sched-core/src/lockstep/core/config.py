@@ -18,6 +18,8 @@ SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"
 
 TruncateInput = Literal["no", "left", "right"]
 Requeue = Literal["tail", "front"]
+RetractedKv = Literal["free", "cache"]
+ChunkUnit = Literal["page", "token"]
 Batching = Literal["prefill_first", "mixed", "running_first"]
 Reserve = Literal["ratio", "on_demand", "full"]
 RetractionPolicy = Literal["length", "newest", "priority"]
@@ -54,7 +56,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
     max_prefill_tokens: int = 16384  # new tokens one extend may take in all
     chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
+    chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
+    retracted_kv: RetractedKv = "free"  # KV of who is retracted for pages: freed (SGLang), or left to the radix cache
     batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with who runs coming first
     reserve: Reserve = "ratio"  # what admission leaves for running requests: see admission.py
     retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py
@@ -160,6 +164,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if not self.radix_cache and self.same_step_sharing:
             raise ConfigError("`same_step_sharing` is on but `radix_cache` is off\nhint: drop one of the two")
+        if not self.radix_cache and self.retracted_kv == "cache":
+            raise ConfigError(
+                "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off\n"
+                "hint: take retracted_kv free"
+            )
         if not self.radix_cache and self.radix_capacity_pages is not None:
             raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
         if not self.radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
@@ -177,6 +186,16 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def pool_tokens(self) -> int:
         """KV positions in the whole pool."""
         return self.pages * self.page_size
+
+    @property
+    def chunk_unit_tokens(self) -> int:
+        """What new tokens are rounded up to when an extend's budgets are charged with them."""
+        return self.page_size if self.chunk_unit == "page" else 1
+
+    @property
+    def split_tokens(self) -> int:
+        """A prompt is split at positions that are multiples of this."""
+        return self.truncation_align_size or self.chunk_unit_tokens
 
     @property
     def rows_max(self) -> int:
@@ -201,6 +220,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_deduplication": get_args(PrefixDeduplication),
     "session_kv": get_args(SessionKv),
     "retracted_requeue": get_args(Requeue),
+    "retracted_kv": get_args(RetractedKv),
+    "chunk_unit": get_args(ChunkUnit),
     "batching": get_args(Batching),
     "reserve": get_args(Reserve),
     "retraction_policy": get_args(RetractionPolicy),
@@ -208,7 +229,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {},
+    "lockstep": {  # one budget that prompts and decodes share, so that no burst holds up who decodes: docs/profiles.md
+        "batching": "mixed",
+        "reserve": "on_demand",
+        "chunked_prefill_size": 2048,
+    },
     "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
         "page_size": 1,
         "batching": "prefill_first",
@@ -229,6 +254,8 @@ PROFILES: dict[str, dict[str, Any]] = {
         "reserve": "on_demand",
         "retraction_policy": "newest",
         "retracted_requeue": "front",
+        "retracted_kv": "cache",
+        "chunk_unit": "token",
         "bypass_limit": None,
         "chunked_prefill_size": 2048,
         "max_prefill_tokens": 2048,
@@ -236,7 +263,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "overlap_depth": 1,
     },
 }
-"""Families of settings: those of other engines, as named policy values; `lockstep` is the defaults."""
+"""Families of settings, as named policy values. What a profile does not name is as SchedConfig has it."""
 
 
 def profile_settings(name: str) -> dict[str, Any]:

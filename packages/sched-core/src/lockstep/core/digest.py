@@ -116,9 +116,9 @@ def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
 
 
 def _decided_bytes(event: Decided) -> bytes:
-    values = list(msgspec.structs.astuple(event))
-    defaults = event.__struct_defaults__
-    required = len(values) - len(defaults)
-    while len(values) > required and values[-1] == defaults[len(values) - required - 1]:
-        values.pop()
-    return _encode((type(event).__name__, *values[1:]))
+    values = msgspec.structs.astuple(event)
+    size, defaults = len(values), event.__struct_defaults__
+    required = size - len(defaults)
+    while size > required and values[size - 1] == defaults[size - required - 1]:
+        size -= 1
+    return _encode((type(event).__name__, *values[1:size]))

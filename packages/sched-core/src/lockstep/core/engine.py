@@ -89,6 +89,10 @@ OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
+KV_STAYS_GOOD: frozenset[RetractReason] = frozenset({"pages", "forced", "pause", "preempted"})
+"""Reasons to retract that say nothing about the KV itself, so that it may be kept for whoever begins alike."""
+
+
 class Obstacle(NamedTuple):
     """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there were any."""
 
@@ -474,7 +478,7 @@ class Engine:
             reason,
             beneficiary,
         )
-        self.leave(request, step, publish=False)
+        self.leave(request, step, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_GOOD)
         request.advance(retracted)
         request.namespace = self.memory.keyed(request.namespace)
         request.waiting_since_us = self.now_us
@@ -650,8 +654,8 @@ class Engine:
         """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
         page_size, start = self.config.page_size, request.computed
         take = chunk_tokens(start, extend_stop(request) - start, budget, first=True, may_split=True)
-        room = (self.memory.available_pages - budget.set_aside) * page_size
-        return take if -(-take // page_size) * page_size <= room else aligned(start, room, budget.align)
+        room = (self.memory.available_pages - budget.set_aside) * page_size + -start % page_size  # and in its last page
+        return take if take <= room else aligned(start, room, budget.align)
 
     def _would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
@@ -764,15 +768,16 @@ class Engine:
     def _extend_batch(self, parts: list[Part], step: Step) -> InFlight:
         """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
         requests = [part.request for part in parts]
-        rows = np.array([request.row for request in requests], np.int32)
         request_ids = np.array([request.request_id for request in requests], np.int64)
-        starts = np.array([part.start for part in parts], np.int32)
-        stops = np.array([part.stop for part in parts], np.int32)
+        rows, starts, stops = np.array(
+            ([request.row for request in requests], [part.start for part in parts], [part.stop for part in parts]),
+            np.int32,
+        )
         done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
         pooled = [i for i in done if requests[i].prefill_only]
         sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
         prefilled = Cohort.of([requests[i] for i in sampling]) if sampling else EMPTY_COHORT
-        sample_rows = np.array(sampling, np.int32)
+        sample_rows = np.array(sampling, np.int32) if sampling else NO_ROWS
         decodes = self._decodes_along(requests, step)
         along = decodes.cohort
         mode: Mode = "mixed" if along.size else "extend"
@@ -800,17 +805,21 @@ class Engine:
             logprob_spans=special.logprob_spans,
             hidden_spans=special.hidden_spans,
         )
-        joining, positions = prefilled, stops[sample_rows[: prefilled.size]]
-        ends = positions + 1 >= prefilled.limits
-        ending: list[int] = ends.nonzero()[0].tolist()
-        if ending:
-            joining, positions = prefilled.only(~ends), positions[~ends]
-        if joining.size:
-            self._set_cohort(self.cohort.joined_by(joining), np.concatenate((self.positions, positions)))
+        ending = self._join_cohort(prefilled, stops[sampling]) if sampling else []
         ending += [prefilled.size + i for i in decodes.ending]
         return InFlight(
             plan, requests + along.requests, prefilled.joined_by(along) if along.size else prefilled, ending
         )
+
+    def _join_cohort(self, prefilled: Cohort, positions: Int32s) -> list[int]:
+        """Whose prompt ends here decodes next, from this position on. Returns those who end with their first token."""
+        ends = positions + ONE >= prefilled.limits
+        ending: list[int] = ends.nonzero()[0].tolist()
+        if ending:
+            prefilled, positions = prefilled.only(~ends), positions[~ends]
+        if prefilled.size:
+            self._set_cohort(self.cohort.joined_by(prefilled), np.concatenate((self.positions, positions)))
+        return ending
 
     def _decodes_along(self, extending: list[Request], step: Step) -> Decodes:
         """The cohort's next token as part of an extend; of nobody, if they cannot be mixed or a page is missing.
@@ -1044,7 +1053,7 @@ class Engine:
         if ends:
             self.break_ranks([samplers.requests[i] for i in ends])
         for i, reason in ends.items():
-            produced = None if counts is None else int(first[i] + counts[i])
+            produced = int(first[i]) + (1 if counts is None else int(counts[i]))
             self.finish(samplers.requests[i], reason, step, outputs=produced)
 
     def _fail(self, batch: InFlight, step: Step) -> None:

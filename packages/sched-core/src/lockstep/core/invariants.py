@@ -122,7 +122,7 @@ def _rows(engine: Engine) -> None:
 def _spans(engine: Engine) -> None:
     """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
     page_size = engine.config.page_size
-    align = engine.config.truncation_align_size or page_size
+    align = engine.config.split_tokens
     for request in engine.requests.values():
         _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
         if not 0 <= request.sent <= (engine.outputs_of(request) if request.watches_text else 0):

@@ -278,7 +278,7 @@ class Memory:
             if lease.publish and not stale and lease.computed // page_size > kept:
                 whole = lease.computed // page_size
                 tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
-                already = self.radix.insert(lease.namespace, tokens, pages[:whole]).already
+                already = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle).already
                 self.pool.free(pages[kept:already].copy())
                 kept = whole
             if lease.handle is not None:
@@ -322,7 +322,7 @@ class Memory:
             return
         mine = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
-        node, already = radix.insert(request.namespace, tokens, mine)
+        node, already = radix.insert(request.namespace, tokens, mine, behind=request.handle)
         if already > request.protected_pages:
             twice = slice(request.protected_pages, already)
             duplicates = mine[twice].copy()
@@ -416,6 +416,10 @@ def pages_only_held_by(handle: RadixNode | None) -> int:
 
 def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
     """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
+    if len(rewrites) == 1 and not deltas.rows.size:
+        row, first, pages = rewrites[0]
+        entries = np.arange(first, first + pages.size, dtype=np.int32)
+        return PageDeltas(np.full_like(entries, row), entries, pages, np.array((row, first, pages.size), np.int32))
     rows = np.array([rewrite.row for rewrite in rewrites], np.int32)
     runs = [number for r in rewrites for number in (r.row, r.first, r.pages.size)]
     sizes = [rewrite.pages.size for rewrite in rewrites]

@@ -246,11 +246,14 @@ class RadixCache:
 
     # ---- grow and shrink
 
-    def insert(self, namespace: str, tokens: bytes, pages: NDArray[np.int32]) -> Inserted:
+    def insert(
+        self, namespace: str, tokens: bytes, pages: NDArray[np.int32], behind: RadixNode | None = None
+    ) -> Inserted:
         """Make `tokens`, whose KV is in `pages`, the most recently used prefix of the namespace.
 
         Args:
             tokens: whole pages, at least one.
+            behind: a node of this namespace that is locked, if the caller knows `tokens` to begin with the path to it.
             pages: int32 [number of pages], read only; the missing tail is copied and from then on the tree's.
         Returns: Inserted; the first `already` pages were known, so the tree keeps its own and the caller frees his,
             unless they are the tree's.
@@ -259,7 +262,7 @@ class RadixCache:
         count = len(pages)
         if not count or count * self._page_bytes != len(tokens):
             raise ValueError(f"expected {count} pages of {self.page_tokens} tokens, got {len(tokens)} bytes")
-        node, already = self._descend(self._root(namespace), tokens, count)
+        node, already = self._descend(behind or self._root(namespace), tokens, count)
         node = self._end_at(node, already)
         if already < count:
             tail = tokens[already * self._page_bytes :]

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import LockstepError
-from lockstep.core.events import PromptSpan, RejectReason, RequestArrived, SamplingParams, TokenDigest
+from lockstep.core.events import PromptSpan, RejectReason, RequestArrived, SamplingParams, TokenDigest, TokenIds
 from lockstep.core.requests import BASE, TOKEN_IDS, VERSION_MARK, Adapter, Extras, prompt_bytes, prompt_length
 
 STOP_TOKENS_MAX = 64
@@ -58,7 +58,7 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     _refuse_inconsistent(event, length, config)
     most = _fitting_tokens(event, length, config)
     tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
-    if int(np.frombuffer(tokens, np.int32).min()) < 0:
+    if isinstance(event.prompt, TokenIds) and int(np.frombuffer(tokens, np.int32).min()) < 0:
         raise Refused("bad_request", "`prompt` holds a negative token id")
     if most < length:
         tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
@@ -132,12 +132,11 @@ def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
 
 
 def _refuse_unsupported(event: RequestArrived) -> None:
-    asked = (
+    for field, asked in (
         ("transfer_room", event.transfer_room is not None),
-        ("prompt", isinstance(event.prompt, TokenDigest)),
-    )
-    for field, is_asked in asked:
-        if is_asked:
+        ("prompt", type(event.prompt) is TokenDigest),
+    ):
+        if asked:
             value = getattr(event, field)
             raise Refused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
 

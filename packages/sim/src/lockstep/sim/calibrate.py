@@ -13,7 +13,7 @@ again by less than a percent (docs/validation.md) and takes a microsecond.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +22,18 @@ from numpy.typing import NDArray
 
 from lockstep.core.events import BatchFinished
 from lockstep.core.replay import fold
-from lockstep.sim.cost import CalibrationError, RooflineModel
+from lockstep.sim.cost import CalibrationError, RooflineModel, decode_shape, extend_shape
 from lockstep.sim.cost.calibration import (
     UNSEEN_MODELS,
     Calibration,
     Correction,
     Metric,
+    Population,
     Residuals,
     Source,
 )
 from lockstep.sim.cost.fit import correction_of, fit_weights, left_out, relative_shift
+from lockstep.sim.cost.tables import BaseModel, MeasuredModel, OperatorTables
 from lockstep.sim.host import extend_shape_of
 from lockstep.sim.serving_points import CLIENTS, Played, ServingPoint, parts_of, play
 
@@ -52,20 +54,19 @@ class Trial:
 
     points: Sequence[ServingPoint]
     played: Mapping[str, Sequence[Played]]  # by name of the client, one per point
+    base: str = "roofline"  # kind of the cost model
 
     @classmethod
-    def of(cls, points: Sequence[ServingPoint], on_point: Callable[[int], None] | None = None) -> Trial:
-        """Simulate. `on_point` is called with the number of points done, after each."""
+    def of(cls, points: Sequence[ServingPoint], *, operators: Path | None = None) -> Trial:
+        """Simulate on the roofline, or with a folder of operator tables on the measured model."""
         played: dict[str, list[Played]] = {name: [] for name in CLIENTS}
-        for number, point in enumerate(points, start=1):
+        for point in points:
             known: Played | None = None
             for name, client in CLIENTS.items():
                 if known is None or not point.lengths_known:
-                    known = play(point, client)
+                    known = play(point, client, operators=operators)
                 played[name].append(known)
-            if on_point is not None:
-                on_point(number)
-        return cls(points, played)
+        return cls(points, played, "roofline" if operators is None else "measured")
 
     def rows(self, engine: str) -> Rows:
         """Return the indices of an engine's points."""
@@ -168,18 +169,16 @@ def calibration_of_points(
     else:
         residuals += UNSEEN_MODELS
     client = CLIENTS[fit.client]
-    notes = (
-        [f"TTFT is that of a client that sends prompts of one length, and {client.why}"]
-        if not all(p.lengths_known for p in points)
-        else []
-    )
+    notes = []
+    if not all(point.lengths_known for point in points):
+        notes.append(f"TTFT is that of a client whose prompts are equally long, and whose {client.why}")
     return Calibration(
         engine=engine,
         engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),
         gpu=gpus[0],
         models=tuple(sorted(set(models))),
         date=date,
-        base="roofline",
+        base=trial.base,
         cpu="included",
         correction=fit.correction,
         residuals=tuple(residuals),
@@ -200,7 +199,7 @@ class TimedBatches:
     left_out: int  # batches without times, or sampled apart from their forward pass
 
 
-def timed_batches(folder: Path, base: RooflineModel) -> TimedBatches:
+def timed_batches(folder: Path, base: BaseModel) -> TimedBatches:
     """Fold a run's journal and pair every batch's shape with the time it took.
 
     A batch launched behind another one begins when that one ends: its time is what the device needed, not how long it
@@ -238,7 +237,7 @@ def timed_batches(folder: Path, base: RooflineModel) -> TimedBatches:
 
 
 def calibration_of_batches(
-    batches: TimedBatches, *, engine: str, engine_version: str, base: RooflineModel, date: str, source: Source
+    batches: TimedBatches, *, engine: str, engine_version: str, base: BaseModel, date: str, source: Source
 ) -> Calibration:
     """Fit single batches. The systematic error is that of tenths of the run, each predicted by the other nine."""
     weights = fit_weights(batches.parts, batches.took_us)
@@ -259,13 +258,72 @@ def calibration_of_batches(
         gpu=base.gpu.name,
         models=(base.model.name,),
         date=date,
-        base="roofline",
+        base=str(base.describe()["kind"]),
         cpu="separate",
         correction=correction_of(weights),
         spread=round(min(spread, 0.99), 5),
         residuals=(*residuals, *UNSEEN_MODELS),
         sources=(source,),
         notes=(f"of one run, on tp {base.tp}: other degrees of parallelism were not seen",),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ operator tables
+
+DECODES = [decode_shape(rows, context) for rows in (1, 4, 16, 64, 256) for context in (512, 2048, 8192)]
+EXTENDS = [extend_shape(tokens) for tokens in (64, 256, 1024, 4096, 8192)]
+
+
+def calibration_of_tables(
+    bases: Sequence[RooflineModel], tables: OperatorTables, *, engine: str, engine_version: str, date: str
+) -> Calibration:
+    """Fit the roofline's kernels and collectives to tables, over usual batches of some models on one GPU.
+
+    Batches for which the tables would have to be extrapolated are left out. Residuals are of models left out if there
+    are three, and of batches left out.
+    Raises: CalibrationError if fewer than POINTS_MIN batches are left.
+    """
+    parts, took_us, models = [], [], []
+    asked = 0
+    for base in bases:
+        measured = MeasuredModel(base, tables)
+        for shape in (*DECODES, *EXTENDS):
+            asked += 1
+            measured.forget()
+            us = measured.batch_us(shape).mean_us
+            if not measured.extrapolated:
+                parts.append(parts_of(base, [shape])[0] * [1.0, 1.0, 0.0, 0.0, 0.0])
+                took_us.append(us)
+                models.append(base.model.name)
+    if len(took_us) < POINTS_MIN:
+        raise CalibrationError(f"the tables of {tables.gpu} cover {len(took_us)} of {asked} batches of these models")
+    features, times_us = np.array(parts), np.array(took_us)
+
+    def left_out_residuals(groups: Sequence[object], population: Population, method: str) -> Residuals:
+        ratios = np.empty(len(times_us))
+        for mask, _ in left_out(groups):
+            ratios[mask] = times_us[mask] / (features[mask] @ fit_weights(features[~mask], times_us[~mask]))
+        return Residuals.of(ratios, metric="time", population=population, method=method)
+
+    residuals = [left_out_residuals(range(len(times_us)), "seen", "one batch left out")]
+    if len(set(models)) >= MODELS_MIN:
+        residuals.append(left_out_residuals(models, "unseen", "one model left out"))
+    else:
+        residuals += UNSEEN_MODELS
+    weights = fit_weights(features, times_us)
+    return Calibration(
+        engine=engine,
+        engine_version=engine_version,
+        gpu=tables.gpu,
+        models=tuple(sorted(set(models))),
+        date=date,
+        correction=correction_of(weights * [1.0, 1.0, 0.0, 0.0, 0.0]),
+        residuals=tuple(residuals),
+        sources=tuple(
+            Source(kind="operator_tables", file=t.file, sha256=t.sha256, rows_used=len(t.latency_us))
+            for t in tables.files
+        ),
+        notes=("kernels and collectives alone: what an engine does around them is not in it",),
     )
 
 

@@ -34,6 +34,12 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _operators(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "calibrate the cost model measured by these operator tables  [default: the roofline]"
+    option = click.option("--operators", type=click.Path(path_type=Path), metavar="DIR", help=text)
+    return option(command)
+
+
 def _checked_date(date: str) -> str:
     if not DATE.fullmatch(date):
         raise click.BadParameter(f"expected YYYY-MM-DD, got `{date}`", param_hint="--date")
@@ -68,8 +74,11 @@ def _write(calibration: Calibration, out: Path) -> None:
 @click.option("--engine", required=True, help="whose rows: vllm, sglang or trtllm")
 @click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
 @click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
+@_operators
 @_common
-def points(file: Path, engine: str, gpu: str | None, suspect: bool, date: str, out: Path) -> None:
+def points(
+    file: Path, engine: str, gpu: str | None, suspect: bool, operators: Path | None, date: str, out: Path
+) -> None:
     """From published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
 
     Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
@@ -88,12 +97,11 @@ def points(file: Path, engine: str, gpu: str | None, suspect: bool, date: str, o
             found = [point for point in found if point.gpu.name == name]
         engines = sorted({point.engine for point in found})
         if engine not in engines:
-            raise CalibrationError(
-                f"{file} has no rows of engine `{engine}`\nhint: {', '.join(engines) or 'none left'}"
-            )
+            known = ", ".join(engines) or "no row is left"
+            raise CalibrationError(f"{file} has no rows of engine `{engine}`\nhint: {known}")
         found = [point for point in found if point.engine == engine]
-        with click.progressbar(length=len(found), label="points", file=click.get_text_stream("stderr")) as bar:
-            trial = Trial.of(found, lambda _: bar.update(1))
+        click.echo(f"simulating {len(found)} points", err=True)
+        trial = Trial.of(found, operators=operators)
         reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in left_out.items())
         source = Source(
             kind="serving_points",
@@ -115,6 +123,7 @@ def points(file: Path, engine: str, gpu: str | None, suspect: bool, date: str, o
 @click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
 @click.option("--engine", default="lockstep", show_default=True, help="what ran it")
 @click.option("--engine-version", default="", help="of the engine  [default: of the core that wrote the journal]")
+@_operators
 @_common
 def journal(
     run: Path,
@@ -125,6 +134,7 @@ def journal(
     kv_dtype: Any,
     engine: str,
     engine_version: str,
+    operators: Path | None,
     date: str,
     out: Path,
 ) -> None:
@@ -133,8 +143,9 @@ def journal(
         from lockstep.core.journal import read_journal
         from lockstep.sim.calibrate import calibration_of_batches, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
-        from lockstep.sim.cost import CalibrationError, roofline
+        from lockstep.sim.cost import CalibrationError
         from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.cost.tables import base_cost_model
 
         date = _checked_date(date)
         header = read_journal(run).header
@@ -143,8 +154,13 @@ def journal(
             if not value:
                 raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
         ranks = tp if tp is not None else int(header.host.get("tp", 1))
-        base = roofline(
-            load_model(str(said["model"])), load_gpu(str(said["gpu"])), ranks, weights_dtype, kv_dtype=kv_dtype
+        base = base_cost_model(
+            load_model(str(said["model"])),
+            load_gpu(str(said["gpu"])),
+            ranks,
+            weights_dtype=weights_dtype,
+            kv_dtype=kv_dtype,
+            operators=operators,
         )
         batches = timed_batches(run, base)
         folder = run / "journal" if (run / "journal").is_dir() else run
@@ -164,4 +180,48 @@ def journal(
             date=date,
             source=source,
         )
+        _write(found, out)
+
+
+@calibrate.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--model", "models", multiple=True, required=True, help="whose shapes; give it once for each model")
+@click.option("--gpu", required=True, help="whose tables")
+@click.option("--tp", "ranks", type=click.INT, multiple=True, default=(1,), show_default=True, help="once for each")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
+@click.option("--engine", default="kernels", show_default=True, help="whose kernels they are")
+@click.option("--engine-version", default="", help="of the engine")
+@_common
+def operators(
+    folder: Path,
+    models: tuple[str, ...],
+    gpu: str,
+    ranks: tuple[int, ...],
+    weights_dtype: Any,
+    kv_dtype: Any,
+    engine: str,
+    engine_version: str,
+    date: str,
+    out: Path,
+) -> None:
+    """From operator tables: what kernels and collectives take, without what an engine does around them.
+
+    Their format: docs/cost-models.md, section 3. `lockstep simulate --operators DIR` uses the tables themselves.
+    """
+    with refusals():
+        from lockstep.sim.calibrate import calibration_of_tables
+        from lockstep.sim.catalogue import load_gpu, load_model
+        from lockstep.sim.cost import roofline
+        from lockstep.sim.cost.tables import read_operator_tables
+
+        date = _checked_date(date)
+        card = load_gpu(gpu)
+        tables = read_operator_tables(folder, card)
+        bases = [
+            roofline(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+            for name in models
+            for tp in ranks
+        ]
+        found = calibration_of_tables(bases, tables, engine=engine, engine_version=engine_version, date=date)
         _write(found, out)

@@ -112,7 +112,9 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("chunk_target_us", _Or(Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
+    ("chunk_unit", click.STRING, "what these two count in, and where a prompt may be split: page or token"),
     ("retracted_requeue", click.STRING, "where a retracted request waits: tail or front"),
+    ("retracted_kv", click.STRING, "KV of who is retracted for pages: free, or cache (left to the radix cache)"),
     ("batching", click.STRING, "prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)"),
     ("reserve", click.STRING, "room left for running requests: ratio, on_demand or full"),
     ("retraction_policy", click.STRING, "who gives pages back: length (fewest outputs) or newest"),
@@ -227,11 +229,19 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
 @click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
 @click.option("--gpu", help="catalogue name, such as h200, or the path of a JSON file")
-@click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
+@click.option(
+    "--workload",
+    "workloads",
+    required=True,
+    multiple=True,
+    metavar="PATH|gen:...",
+    help="a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
+)
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
 @cluster_options(engines=True)
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
+@click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 600..1200, 10m..1h")
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
@@ -240,7 +250,8 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
-@click.option("--calibration", metavar="FILE", help="correct the times by measurements: see `lockstep calibrate`")
+@click.option("--operators", metavar="DIR", help="measured operator tables of this GPU: docs/cost-models.md, section 3")
+@click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @scheduler_options
@@ -257,6 +268,7 @@ def simulate(
     replicas: int | None,
     engines: str | None,
     router: dict[str, Any],
+    workloads: tuple[str, ...],
     slos: tuple[str, ...],
     check: str,
     intervals: bool,
@@ -284,10 +296,13 @@ def simulate(
     with refusals():
         from lockstep.sim.intervals import intervals_of
         from lockstep.sim.metrics import Slo
+        from lockstep.sim.mix import mix_of
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
         settings = given_settings(options)
-        scenario = Scenario(gpu=gpu or "", settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        scenario = Scenario(
+            gpu=gpu or "", workload=mix_of(workloads), settings=settings, slos=tuple(map(Slo.parse, slos)), **options
+        )
         if clustered:
             from lockstep.sim.cluster_cli import run_cluster
 
@@ -398,8 +413,7 @@ def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
         Console().print(summary_table(run.data))
         if run.intervals is not None:
             Console().print(intervals_table(run.intervals))
-        else:
-            click.echo(f"calibration: {run.calibration.title}")
+        click.echo(f"calibration: {run.calibration.title}")
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"

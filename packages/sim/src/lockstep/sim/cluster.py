@@ -392,8 +392,9 @@ class Cluster:
         self._on_finish = on_finish
         self._eager = eager
         self._stop_requested = False
-        thinking = [turn.think_us for turn in setup.workload.turns if turn.after is not None]
-        self._think_us_min = min(thinking, default=0)
+        turns = setup.workload.turns
+        thinking = turns.think_us[turns.after >= 0]
+        self._think_us_min = int(thinking.min()) if len(thinking) else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             feed, clock = Feed(engine, self.arrivals.turns, self._on_end), LaneClock()
             metrics = MetricsFold(kv_pages=one.config.pages)

@@ -296,6 +296,8 @@ class Device:
         """The tokens of a plan's sampling rows."""
         if plan.steps > 1:
             return self._sample_steps(plan)
+        if not plan.sample_rows.size:
+            return NO_ROWS
         stops = plan.stops
         if plan.rows is self._decode_rows:
             rows, tokens = plan.rows, self._decode_token_base + stops
@@ -614,6 +616,6 @@ def extend_shape_of(plan: BatchPlan) -> BatchShape:
         extend_context_tokens=context_tokens,
         extend_pairs=pairs,
         decode_rows=len(plan.rows) - extending,
-        decode_context_tokens=int(plan.starts[extending:].sum()),
+        decode_context_tokens=int(plan.starts[extending:].sum()) if extending < len(plan.rows) else 0,
         sampled_rows=len(plan.sample_rows),
     )

@@ -37,11 +37,13 @@ from lockstep.core.events import (
     DecodeSkipped,
     Observed,
     PagesEvicted,
+    PrefillCompleted,
     Prompt,
     RequestAdmitted,
     RequestArrived,
     RequestFinished,
     RequestId,
+    RequestQueued,
     RequestRejected,
     RequestRetracted,
     TokenIds,
@@ -411,6 +413,8 @@ class MetricsFold:
 
     def _learn(self, decided: DecidedEvent) -> None:
         match decided:
+            case RequestQueued() | PrefillCompleted():
+                pass  # what they say is known from arrivals and messages
             case RequestAdmitted():
                 row = self._row(decided.request_id)
                 if self._admitted_us[row] < 0:  # later admissions follow a retraction
@@ -430,8 +434,6 @@ class MetricsFold:
                 self._deferred[decided.reason] += 1
             case DecodeSkipped():
                 self._decodes_skipped += 1
-            case _:
-                pass  # RequestQueued, PrefillCompleted: what they say is known from arrivals and messages
 
     def _end(self, request_id: RequestId, time_us: int, reason: str) -> None:
         row = self._row(request_id)

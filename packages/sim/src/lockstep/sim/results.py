@@ -105,8 +105,8 @@ def interval_facts(intervals: Intervals | None) -> dict[str, str]:
 
 
 def intervals_table(intervals: Intervals) -> Table:
-    """What the answers lie between, and by whose word."""
-    title = f"{100 * intervals.coverage:g} % intervals; calibration: {intervals.calibration}"
+    """What the answers lie between."""
+    title = f"{100 * intervals.coverage:g} % intervals"
     table = Table(title=title, title_justify="left")
     for heading in ("", "from", "to"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)

@@ -34,12 +34,11 @@ from lockstep.sim.cost import (
     Duration,
     GpuSpec,
     ModelSpec,
-    RooflineModel,
     WeightsDtype,
     kv_capacity,
-    roofline,
 )
 from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.tables import BaseModel, base_cost_model
 from lockstep.sim.host import Arrivals, EngineHost
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.simulate import NoJournal
@@ -240,9 +239,19 @@ class _Recorder:
         return self._cost.describe()
 
 
-def play(point: ServingPoint, client: Client, calibration: Calibration | None = None, seed: int = 7) -> Played:
-    """Simulate a point: its users in a closed loop on the engine's scheduler, with `calibration` or without."""
-    base = roofline(point.model, point.gpu, point.tp, weights_dtype=point.weights_dtype)
+def play(
+    point: ServingPoint,
+    client: Client,
+    calibration: Calibration | None = None,
+    *,
+    operators: Path | None = None,
+    seed: int = 7,
+) -> Played:
+    """Simulate a point: its users in a closed loop on the engine's scheduler, with `calibration` or without.
+
+    `operators` is a folder of operator tables; with it the cost model is the measured one.
+    """
+    base = base_cost_model(point.model, point.gpu, point.tp, weights_dtype=point.weights_dtype, operators=operators)
     cost = _Recorder(base if calibration is None else calibration.cost_model(base))
     settings = ENGINES[point.engine]
     config = SchedConfig(
@@ -293,7 +302,7 @@ def turns_of(point: ServingPoint, client: Client, seed: int) -> list[Turn]:
     return turns
 
 
-def _measure(run: RunData, shapes: list[BatchShape], base: RooflineModel, point: ServingPoint) -> Played:
+def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: ServingPoint) -> Played:
     requests, batches = run.requests, run.batches
     if not requests.completed.all():
         lost = int((~requests.completed).sum())
@@ -319,7 +328,7 @@ def _measure(run: RunData, shapes: list[BatchShape], base: RooflineModel, point:
     )
 
 
-def parts_of(base: RooflineModel, shapes: list[BatchShape]) -> Float64s:
+def parts_of(base: BaseModel, shapes: list[BatchShape]) -> Float64s:
     """Return the parts of each batch, float64 [batches, 5], in the order of FEATURES."""
     tokens = [shape.extend_tokens + shape.decode_rows for shape in shapes]
     total_us = np.array([base.batch_us(shape).mean_us for shape in shapes])

@@ -13,6 +13,7 @@ runs/0192/journal/           every observed event and the digest of its Step; `l
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -39,7 +40,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -52,8 +53,8 @@ from lockstep.sim.cost import (
     ModelSpec,
     WeightsDtype,
     kv_capacity,
-    roofline,
 )
+from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
@@ -75,10 +76,11 @@ class Scenario:
 
     model: str
     gpu: str
-    workload: str  # path of a trace, or gen:...
+    workload: str  # path of a trace or a fitted model, gen:..., or mix:...
     tp: int = 1
     rate: float | None = None  # arrivals per second; None: as recorded, or as the generator says
     rate_scale: float = 1.0
+    time_window: str | None = None  # FROM..TO, by the workload's own clock
     limit: int | None = None
     skip_bad_rows: bool = False
     seed: int = 7
@@ -87,7 +89,8 @@ class Scenario:
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
-    calibration: str | None = None  # path of a calibration file; None: the cost model as it is
+    operators: str | None = None  # folder of operator tables; None: the roofline
+    calibration: str | None = None  # catalogue name, or path of a file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
@@ -99,17 +102,19 @@ class Scenario:
             "tp",
             "rate",
             "rate_scale",
+            "time_window",
             "limit",
             "seed",
             "mem_fraction",
             "weights_dtype",
             "kv_dtype",
+            "operators",
             "calibration",
             "profile",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
-                words += [option_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
+                words += [option_of(name), _number_word(value) if isinstance(value, float) else str(value)]
         if self.max_new_tokens is not None:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
         if self.grammar_compile_us != GRAMMAR_COMPILE_US:
@@ -121,6 +126,16 @@ class Scenario:
         for slo in self.slos:
             words += ["--slo", str(slo)]
         return shlex.join(words)
+
+
+def _number_word(value: float) -> str:
+    """As short as it can be and still be the same number."""
+    return word if float(word := f"{value:g}") == value else repr(value)
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """JSON has no infinity; `inf` is what the command line calls it."""
+    return "inf" if value == math.inf else value
 
 
 def option_of(name: str) -> str:
@@ -239,6 +254,11 @@ class Setup:
                 "format": workload.format,
                 "digest": workload.digest,
                 "turns": len(workload.turns),
+                "tenants": [tenant for tenant in workload.turns.tenants if tenant],
+                "rate": _json_number(scenario.rate),
+                "rate_scale": scenario.rate_scale,
+                "time_window": scenario.time_window,
+                "limit": scenario.limit,
                 "skipped_rows": workload.skipped.count,
                 "notes": list(workload.notes),
             },
@@ -269,11 +289,19 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
             seed=scenario.seed,
             rate=scenario.rate,
             rate_scale=scenario.rate_scale,
+            time_window=scenario.time_window,
             limit=scenario.limit,
             skip_bad_rows=scenario.skip_bad_rows,
         )
-    base = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
-    calibration = UNCALIBRATED if scenario.calibration is None else Calibration.load(scenario.calibration)
+    base = base_cost_model(
+        model,
+        gpu,
+        scenario.tp,
+        weights_dtype=scenario.weights_dtype,
+        kv_dtype=scenario.kv_dtype,
+        operators=None if scenario.operators is None else Path(scenario.operators),
+    )
+    calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
     return Setup(
         scenario=scenario,
         model=model,
@@ -375,6 +403,9 @@ class Run:
             lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
         if workload.skipped.count:
             lines.append(f"left out {workload.skipped.count:,} bad rows: {workload.skipped.examples[0]}")
+        extrapolated = self.setup.cost.describe().get("extrapolated")
+        if extrapolated:
+            lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts()
         return lines + list(workload.notes)
 

@@ -27,7 +27,7 @@ PRIOR: dict[str, tuple[float, float]] = {
     "kernels": (1.0, 0.15),  # medians of kernels against others' shapes: tens of percent
     "collectives": (1.0, 0.5),  # measured back to back in a loop; between kernels they wait
     "step_us": (0.0, 1500.0),  # engines' loops take 0.1 to 3 ms
-    "row_us": (0.0, 20.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 3)
+    "row_us": (0.0, 20.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
     "collective_us": (0.0, 10.0),  # a kernel's launch or two
 }
 POINT_ERROR = 0.06  # typical relative error of a point that the correction cannot explain

@@ -223,7 +223,7 @@ class Answer:
         setups = [c.setup for c in self.candidates if c.setup is not None]
         if question.common.get("calibration") and setups:
             what = "replications and the calibration's systematic error together"
-        elif question.generated:
+        elif any(c.drawn for c in self.candidates):
             what = "replications with other seeds"
         else:
             what = "blocks of the trace drawn again"

@@ -54,7 +54,8 @@ EXIT_NONE_FOUND = 3
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
-@click.option("--calibration", metavar="FILE", help="correct the times by measurements: see `lockstep calibrate`")
+@click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
+@click.option("--operators", metavar="DIR", help="operator tables instead of the roofline's kernels")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @cluster_options(engines=False)
 @scheduler_options

@@ -16,6 +16,7 @@ from lockstep.sim.cost import GpuSpec
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
 from lockstep.sim.settings import field_of, parse_setting
+from lockstep.sim.workload import Workload
 
 CONFIGURATIONS_MAX = 2_000
 OWN_KEYS = ("tp", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
@@ -114,11 +115,6 @@ class Question:
                 f"the search spans {len(self.configurations()):,} configurations, the most is {CONFIGURATIONS_MAX:,}\n"
                 "hint: fewer values, or one search after another"
             )
-
-    @property
-    def generated(self) -> bool:
-        """Whether another seed makes another workload."""
-        return self.workload.startswith(PREFIX)
 
     def configurations(self) -> tuple[Configuration, ...]:
         """All of them, in the order of GPUs and searched values; numbered from 1."""
@@ -233,6 +229,13 @@ def price_of(question: Question, name: str, gpu: GpuSpec) -> tuple[float | None,
     if known is None:
         return None, f"the catalogue has no `{question.price_kind}` price of {gpu.name}"
     return known.value, f"{question.price_kind}: {known.source}"
+
+
+def is_drawn(workload: Workload) -> bool:
+    """Whether another seed makes another workload: not of a trace, nor of several mixed."""
+    if workload.format == "mix":
+        return PREFIX in workload.source or ".json@" in workload.source or workload.source.endswith(".json")
+    return workload.format in ("generated", "fitted", "servegen")
 
 
 def content_files(question: Question) -> list[Path]:

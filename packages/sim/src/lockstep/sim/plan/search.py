@@ -30,7 +30,7 @@ from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
-from lockstep.sim.plan.question import LIVES, Configuration, Question, content_files, price_of
+from lockstep.sim.plan.question import LIVES, Configuration, Question, content_files, is_drawn, price_of
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
 from lockstep.sim.simulate import Setup, assemble, code_commit, code_version
@@ -107,6 +107,7 @@ class Candidate:
     setup: Setup | None = None  # None: it cannot run, see `unfit`
     unfit: str = ""
     trial: Trial | None = None  # of one replica; rate, limit, seed and factor are filled in
+    drawn: bool = False  # another seed makes another workload
     estimate: CapacityEstimate | None = None  # of one engine
     session_s: float = 0.0  # that a session's users think, on average
     turns_per_arrival: float = 1.0  # a rate counts arrivals by the clock, sessions; each has so many requests
@@ -151,7 +152,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
     content = " ".join([code_version(), code_commit() or "", *(file_digest(path) for path in content_files(question))])
     candidates = []
     for configuration in question.configurations():
-        candidate = Candidate(configuration=configuration, question=question)
+        candidate = Candidate(configuration=configuration, question=question, drawn=is_drawn(workload))
         trial = _trial_of(question, configuration, content)
         try:
             setup = assemble(trial.scenario().base, {}, workload=workload)
@@ -163,7 +164,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             candidate.estimate = estimate_capacity(setup.cost, setup.config, summary)
             sessions = summary.turns - summary.follow_ups
             candidate.turns_per_arrival = summary.turns / sessions
-            candidate.session_s = sum(turn.think_us for turn in workload.turns) / sessions / 1e6
+            candidate.session_s = float(workload.turns.think_us.sum()) / sessions / 1e6
             price = price_of(question, configuration.gpu, setup.gpu)
             candidate.usd_per_gpu_hour, candidate.price_source = price
             if question.gpus_max is not None:
@@ -324,7 +325,7 @@ class Searcher:
     ) -> Generator[list[Trial], list[TrialResult], Evaluation]:
         """Run replications until the verdict is sure, or there are enough of them."""
         effort, question = self.question.effort, self.question
-        replicated = question.generated or self.systematic
+        replicated = candidate.drawn or self.systematic
         wanted = effort.replications_min if replicated else 1
         results: list[TrialResult] = []
         while True:
@@ -357,9 +358,9 @@ class Searcher:
             rate=rate,
             limit=limit,
             replicas=replicas,
-            seed=question.seed + (replication if question.generated else 0),
+            seed=question.seed + (replication if candidate.drawn else 0),
             factor=1.0 if self.factors is None or short else self.factors[replication],
-            resample=not short and not question.generated and not self.systematic,
+            resample=not short and not candidate.drawn and not self.systematic,
             give_up=True,
         )
 

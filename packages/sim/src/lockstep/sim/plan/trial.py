@@ -43,6 +43,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_new_tokens: int | None = None
     skip_bad_rows: bool = False
     calibration: str | None = None
+    operators: str | None = None
     router: RouterConfig = RouterConfig()
     hop_us: int = 0
     slos: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             max_new_tokens=self.max_new_tokens,
             profile=self.profile,
             calibration=self.calibration,
+            operators=self.operators,
             settings=self.settings,
             slos=tuple(map(Slo.parse, self.slos)),
         )
