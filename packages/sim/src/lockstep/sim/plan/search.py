@@ -41,7 +41,7 @@ NARROW_STEPS_MAX = 14
 NARROW_LOWEST = 1 / 300  # of the estimate: whoever misses the SLO there misses it always
 CONFIRM_STEPS_MAX = 12
 PRUNE_MARGIN = 1.15  # what short runs may be wrong by, in either direction
-REPLICAS_MORE_MAX = 1.6  # times what one replica's short runs suggest, before a rate counts as out of reach
+REPLICAS_MORE_MAX = 4  # times what one replica's short runs suggest, before a rate counts as out of reach
 
 Status = Literal["met", "missed", "undecided"]
 Search = Generator[list[Trial], list[TrialResult], None]
@@ -248,8 +248,10 @@ class Searcher:
                 if missed <= best_case * NARROW_LOWEST:
                     return
                 rate = rounded(missed / 3)
+            elif rate >= best_case:
+                return  # so short a run does not get to miss anything; long ones will
             else:
-                rate = rounded(rate * 1.6)
+                rate = rounded(min(rate * 1.6, best_case))
 
     def confirm_rate(self, candidate: Candidate) -> Search:
         """Find by long runs the largest rate that is sustained. Sets best and missed, or impossible."""
@@ -290,7 +292,7 @@ class Searcher:
         first = math.ceil(rate / candidate.narrow_met)
         least = max(math.ceil(rate / (candidate.estimated_rate * PRUNE_MARGIN)), 1)
         replicas = max(first, least)
-        most = math.ceil(replicas * REPLICAS_MORE_MAX) + 1
+        most = replicas * REPLICAS_MORE_MAX + REPLICAS_MORE_MAX
         while least <= replicas <= most:
             evaluation = yield from self._evaluate(candidate, rate, replicas)
             if evaluation.met:
@@ -390,6 +392,8 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
         )
         ceiling = cheapest.cost_per_hour(bounds[cheapest.configuration.number][1]) * PRUNE_MARGIN
         for candidate in running:
+            if candidate is cheapest:
+                continue
             if candidate.cost_per_hour(bounds[candidate.configuration.number][0]) > ceiling:
                 candidate.pruned = f"costs more than #{cheapest.configuration.number}"
         return
