@@ -11,15 +11,13 @@ TTFT also contains what happens outside the engine; its interval is at least as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from lockstep.sim.cost import UNCALIBRATED
+from lockstep.sim.cluster import ClusterRun, ClusterSetup, simulate_cluster
 from lockstep.sim.cost.calibration import COVERAGE
 from lockstep.sim.metrics import Summary
-
-if TYPE_CHECKING:
-    from lockstep.sim.simulate import Run
+from lockstep.sim.simulate import Run, Setup, simulate
 
 LATENCIES = tuple(
     f"{metric}_us_{statistic}"
@@ -58,21 +56,18 @@ def answers_of(summary: Summary) -> dict[str, float | None]:
     return found | {name: summary["throughput"][name] for name in RATES}
 
 
-def intervals_of(run: Run, coverage: float = COVERAGE) -> Intervals | None:
+def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals | None:
     """Simulate the run twice more, at both ends of the systematic error. None if interrupted."""
-    from lockstep.sim.simulate import simulate
-
-    setup = run.setup
-    calibration = setup.calibration
-    factors = calibration.interval("time", coverage, setup.model.name)
-    ttft_factors = calibration.interval("ttft", coverage, setup.model.name)
+    first = run.setup.engines[0] if isinstance(run.setup, ClusterSetup) else run.setup
+    calibration, model = first.calibration, first.model.name
+    factors = calibration.interval("time", coverage, model)
+    ttft_factors = calibration.interval("ttft", coverage, model)
     found = {name: [] if value is None else [value] for name, value in answers_of(run.data.summary).items()}
     for factor in factors:
-        # The calibration is in `cost` already; what is left to do is to multiply.
-        other = simulate(replace(setup, cost=UNCALIBRATED.cost_model(setup.cost, factor), debug=0))
-        if other.interrupted:
+        summary = _summary_at(run.setup, factor)
+        if summary is None:
             return None
-        for name, value in answers_of(other.data.summary).items():
+        for name, value in answers_of(summary).items():
             if value is not None:
                 found[name].append(value)
     answers: Answers = {}
@@ -84,3 +79,9 @@ def intervals_of(run: Run, coverage: float = COVERAGE) -> Intervals | None:
             nominal = values[0]
             answers[name] = min(ends[0], nominal * ttft_factors[0]), max(ends[1], nominal * ttft_factors[1])
     return Intervals(calibration.title, coverage, factors, ttft_factors, answers)
+
+
+def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:
+    """What comes of the same run with every time multiplied; None if it is interrupted."""
+    run = simulate_cluster(setup.slowed(factor)) if isinstance(setup, ClusterSetup) else simulate(setup.slowed(factor))
+    return None if run.interrupted else run.data.summary

@@ -262,7 +262,7 @@ def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
     """
     good = requests.completed
     for slo in slos:
-        good &= ~(_per_request(slo.metric, requests) > slo.bound_us)
+        good &= ~(per_request(slo.metric, requests) > slo.bound_us)
     return good
 
 
@@ -272,7 +272,7 @@ def _measure(slo: Slo, requests: Requests, itl_us: Float64s) -> float | None:
     if slo.metric == "itl" and slo.percentile is not None:
         values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
     else:
-        values = _per_request(slo.metric, requests)[requests.completed]
+        values = per_request(slo.metric, requests)[requests.completed]
         values = values[~np.isnan(values)]
     count = len(values) + failures
     if count == 0:
@@ -286,7 +286,7 @@ def _measure(slo: Slo, requests: Requests, itl_us: Float64s) -> float | None:
     return float(ordered[low] + (ordered[high] - ordered[low]) * (rank - low))
 
 
-def _per_request(metric: SloMetric, requests: Requests) -> Float64s:
+def per_request(metric: SloMetric, requests: Requests) -> Float64s:
     """One value per request, NaN where there is none."""
     if metric == "tpot":
         return requests.tpot_us
@@ -383,14 +383,14 @@ class MetricsFold:
         device = _Intervals.union(batches.started_us, batches.finished_us)
         summary = {
             "requests": self._count_requests(requests),
-            "latency": _describe_latency(requests, itl_us),
-            "throughput": _describe_throughput(requests, slos),
+            "latency": describe_latency(requests, itl_us),
+            "throughput": describe_throughput(requests, slos),
             "cache": self._describe_cache(requests),
             "kv": gauges.describe_kv(self._kv_pages, span_us),
             "scheduler": self._describe_scheduler(requests, gauges, span_us),
             "device": self._describe_device(requests, batches, device),
             "cpu": _describe_cpu(cpu),
-            "slos": [_describe_slo(slo, requests, itl_us) for slo in slos],
+            "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
         }
         series = _make_series(span_us, gauges, messages, batches, device)
         return RunData(requests, series, batches, cpu, itl_us, span_us, summary)
@@ -602,7 +602,7 @@ class MetricsFold:
         bubble_us = round(work_us - busy_at_work_us) if measured else None
         start_us, stop_us = makespan(requests) or (0, 0)
         busy_us = np.diff(device.covered_us(np.array([start_us, stop_us])))[0]
-        gaps, busy_after = _decode_gaps_us(batches)
+        gaps, busy_after = decode_gaps_us(batches)
         return {
             **out,
             "busy_us": device.total_us() if measured else None,
@@ -678,7 +678,8 @@ def describe(name: str, values: NDArray[Any]) -> dict[str, float | None]:
     return {f"{name}_us_{statistic}": round(number, 3) for statistic, number in zip(names, numbers, strict=True)}
 
 
-def _describe_latency(requests: Requests, itl_us: Float64s) -> Summary:
+def describe_latency(requests: Requests, itl_us: Float64s) -> Summary:
+    """The `latency` part of a summary: of completed requests."""
     done = requests.completed
 
     def known(column: NDArray[Any]) -> NDArray[Any]:
@@ -693,7 +694,8 @@ def _describe_latency(requests: Requests, itl_us: Float64s) -> Summary:
     }
 
 
-def _describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
+def describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
+    """The `throughput` part of a summary: completed requests and their tokens over the makespan."""
     done = requests.completed
     span = makespan(requests)
     makespan_us = span[1] - span[0] if span else None
@@ -722,7 +724,8 @@ def _describe_cpu(cpu: CpuIntervals) -> Summary:
     return {"busy_us": sum(busy_us.values()) if busy_us else None, "busy_us_by_work": busy_us}
 
 
-def _describe_slo(slo: Slo, requests: Requests, itl_us: Float64s) -> Summary:
+def describe_slo(slo: Slo, requests: Requests, itl_us: Float64s) -> Summary:
+    """An entry of the `slos` part of a summary."""
     measured_us = _measure(slo, requests, itl_us)
     finite = measured_us is not None and math.isfinite(measured_us)
     return {
@@ -733,7 +736,7 @@ def _describe_slo(slo: Slo, requests: Requests, itl_us: Float64s) -> Summary:
     }
 
 
-def _decode_gaps_us(batches: Batches) -> tuple[Int64s, int]:
+def decode_gaps_us(batches: Batches) -> tuple[Int64s, int]:
     """Idle times of the device between two decode batches in a row, and the time that the second ones took."""
     measured = np.flatnonzero(batches.finished_us >= 0)
     order = measured[np.argsort(batches.started_us[measured], kind="stable")]

@@ -28,7 +28,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from simpy import Environment
@@ -56,12 +56,14 @@ from lockstep.sim.cost import (
 )
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
-from lockstep.sim.intervals import Intervals
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
-OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
+if TYPE_CHECKING:
+    from lockstep.sim.intervals import Intervals
+
+OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 SEEDS = 2**63
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 
@@ -198,6 +200,10 @@ class Setup:
     def title(self) -> str:
         return f"{self.model.name} on {self.scenario.tp} x {self.gpu.name}"
 
+    def slowed(self, factor: float) -> Setup:
+        """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
+        return replace(self, cost=UNCALIBRATED.cost_model(self.cost, factor), debug=0)
+
     def doubts(self) -> list[str]:
         """Settings beyond what the model and the GPU are: simulated as asked, and said."""
         lines = []
@@ -270,8 +276,8 @@ class Setup:
         }
 
 
-def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Setup:
-    """Load and work out what the scenario names, cheapest first.
+def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
+    """Load and work out what the scenario names, cheapest first. A `workload` that is given is not read again.
 
     Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
     """
@@ -281,15 +287,16 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     config, kv = _configure(scenario, model, gpu)
-    workload = open_workload(
-        scenario.workload,
-        seed=scenario.seed,
-        rate=scenario.rate,
-        rate_scale=scenario.rate_scale,
-        time_window=scenario.time_window,
-        limit=scenario.limit,
-        skip_bad_rows=scenario.skip_bad_rows,
-    )
+    if workload is None:
+        workload = open_workload(
+            scenario.workload,
+            seed=scenario.seed,
+            rate=scenario.rate,
+            rate_scale=scenario.rate_scale,
+            time_window=scenario.time_window,
+            limit=scenario.limit,
+            skip_bad_rows=scenario.skip_bad_rows,
+        )
     base = base_cost_model(
         model,
         gpu,
@@ -361,6 +368,10 @@ class Run:
     interrupted: bool
     cpu_s: float  # of this process, for the replay and its metrics alone
     intervals: Intervals | None = None  # see intervals_of
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.setup.calibration
 
     def metrics(self) -> dict[str, Any]:
         """What metrics.json holds."""
@@ -480,7 +491,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         decode_runs=not setup.debug,
     )
     began_s = time.process_time()
-    with _stopping_on_interrupt(host):
+    with stopping_on_interrupt(host):
         host.env.process(host.run())
         host.env.run()
     data = metrics.result(setup.scenario.slos)
@@ -496,8 +507,14 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     )
 
 
+class Stoppable(Protocol):
+    """What ends before its next fact once `stop_requested` is set."""
+
+    stop_requested: bool
+
+
 @contextmanager
-def _stopping_on_interrupt(host: EngineHost) -> Iterator[None]:
+def stopping_on_interrupt(host: Stoppable) -> Iterator[None]:
     """Let the first Ctrl-C end the run between two events, so that engine and journal agree; a second one raises."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -525,15 +542,22 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     journal = folder / "journal"
-    if not folder.is_dir() or not (any(journal.glob("*.log")) or (folder / "metrics.json").is_file()):
+    journals = [journal, *sorted(folder.glob("engines/*/journal"))]
+    if not folder.is_dir() or not (any(any(j.glob("*.log")) for j in journals) or (folder / "metrics.json").is_file()):
         raise ConfigError(f"`{folder}` exists and is not a run folder\nhint: choose another --out")
     if not overwrite:
         raise ConfigError(f"`{folder}` already holds a run\nhint: choose another --out, or add --overwrite")
-    for pattern in ("*.log", "snapshot-*"):
-        for path in journal.glob(pattern):
+    for old in journals:
+        for path in [*old.glob("*.log"), *old.glob("snapshot-*")]:
             path.unlink()
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
+    for engine in folder.glob("engines/*"):
+        for name in ("metrics.json", "trace.json.gz"):
+            (engine / name).unlink(missing_ok=True)
+        for empty in (engine / "journal", engine):
+            if empty.is_dir() and not any(empty.iterdir()):
+                empty.rmdir()
 
 
 def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = True, report: bool = True) -> None:
@@ -544,16 +568,16 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
-    with _whole(folder / "metrics.json") as path:
+    with whole(folder / "metrics.json") as path:
         write_metrics_json(path, run.data, about, run.intervals)
     if requests:
-        with _whole(folder / "requests.parquet") as parquet, _whole(folder / "requests.csv") as csv:
+        with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)
     if trace:
-        with _whole(folder / "trace.json.gz") as path:
+        with whole(folder / "trace.json.gz") as path:
             write_trace(path, run.data, about={"seed": about["seed"], "command": about["command"]})
     if report and run.data.summary["requests"]["arrived"]:
-        with _whole(folder / "report.html") as path:
+        with whole(folder / "report.html") as path:
             write_report(
                 path,
                 [report_run(run)],
@@ -564,7 +588,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """Where to write `path`, so that it is there whole or not at all. An OSError names the file that was wanted."""
     part = path.with_name(f".part-{path.name}")
     try:

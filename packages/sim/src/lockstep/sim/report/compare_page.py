@@ -29,7 +29,7 @@ from lockstep.sim.compare import (
 from lockstep.sim.compare_text import show_ratio
 from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
 from lockstep.sim.report.comparison import comparison_charts, comparison_payload, comparison_table
-from lockstep.sim.report.page import fill_page, footer
+from lockstep.sim.report.page import whole_page
 from lockstep.sim.report.parts import figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
@@ -71,9 +71,9 @@ def render_comparison(found: Comparison) -> str:
         _requests(found, ratios),
         _figures(found),
         _commands(found),
-        footer(str(found.runs[0].about.get("version", ""))),
     )
-    return fill_page(title, [section for section in sections if section], data)
+    version = str(found.runs[0].about.get("version", ""))
+    return whole_page(title, [section for section in sections if section], data, version)
 
 
 # ---------------------------------------------------------------------------------------------------------------- head
