@@ -127,6 +127,11 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
     about = metrics.get("about") if isinstance(metrics, dict) else None
+    if isinstance(about, dict) and isinstance(about.get("engines"), list):
+        raise ConfigError(
+            f"`{folder}` is a run of {len(about['engines'])} engines behind a router, expected one engine\n"
+            f"hint: compare its engines, {folder}/engines/0 and so on"
+        )
     if not isinstance(about, dict) or about.get("format") != METRICS_FORMAT:
         raise ConfigError(
             f"`{path}` is not from `lockstep simulate`: its about.format is not `{METRICS_FORMAT}`\n{HINT}"
