@@ -239,8 +239,15 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
     assert found.interval("ttft", 0.9, "qwen3-32b") == pytest.approx((0.7, 2.0))  # none but those of seen models
     without = calibration(residuals=(residuals(), *UNSEEN_MODELS))
     assert without.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))  # time stands for it
-    assert found.doubts("qwen3-0.6b", "H200-SXM") == []
-    assert len(found.doubts("qwen3-32b", "H100-SXM")) == 2
+    assert found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=0) == []
+    assert len(found.doubts("qwen3-32b", "H100-SXM", overlap_depth=1)) == 2
+
+
+def test_overlap_cannot_be_judged_by_batches_that_have_the_cpu_in_them() -> None:
+    found = calibration(cpu="included")
+    assert found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=1) == []
+    [doubt] = found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=0)
+    assert "what overlap_depth 0 does is not seen" in doubt
 
 
 def test_few_predictions_do_not_mean_narrow_intervals() -> None:
@@ -363,7 +370,7 @@ def test_tables_and_report_say_the_same(tmp_path: Path) -> None:
     assert "90 % intervals" in result.stdout
     report = (tmp_path / "run" / "report.html").read_text()
     assert calibration().title in report
-    assert "TTFT p99, 90 % interval" in report
+    assert "90 % intervals stand below the answers" in report
     written = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert written["intervals"]["coverage"] == 0.9
     assert f"--calibration {tmp_path / 'c.json'}" in written["about"]["command"]

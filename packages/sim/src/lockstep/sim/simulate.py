@@ -217,7 +217,7 @@ class Setup:
                 fits = 0
             if self.config.pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
-        return lines + self.calibration.doubts(self.model.name, self.gpu.name)
+        return lines + self.calibration.doubts(self.model.name, self.gpu.name, self.config.overlap_depth)
 
     def header(self) -> JournalHeader:
         """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""

@@ -282,7 +282,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         low, high = self.residuals_of(metric, model).at([(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
         return float(low), float(high)
 
-    def doubts(self, model: str, gpu: str) -> list[str]:
+    def doubts(self, model: str, gpu: str, overlap_depth: int) -> list[str]:
         """Return where a simulation leaves what was measured, one sentence each."""
         if self.engine == "none":
             return []
@@ -291,6 +291,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: its intervals do not cover that")
         if self.models and model not in self.models:
             lines.append(f"the calibration has not seen {model}; intervals are those of models it had not seen")
+        if self.cpu == "included" and overlap_depth != 1:
+            lines.append(
+                f"the calibration has CPU time in its batches: what overlap_depth {overlap_depth} does is not seen"
+            )
         return lines
 
     def describe(self) -> dict[str, Any]:

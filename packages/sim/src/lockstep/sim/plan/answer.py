@@ -240,7 +240,7 @@ class Answer:
         else:
             lines += [f"Price of {gpu}: {why}" for gpu, why in prices]
         if setups:
-            lines += setups[0].calibration.doubts(setups[0].model.name, setups[0].gpu.name)
+            lines += dict.fromkeys(line for setup in setups for line in setup.doubts())
         return lines
 
     def table(self) -> Table:
