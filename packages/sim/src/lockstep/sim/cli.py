@@ -178,10 +178,18 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
 @click.option("--gpu", required=True, help="catalogue name, such as h200, or the path of a JSON file")
-@click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
+@click.option(
+    "--workload",
+    "workloads",
+    required=True,
+    multiple=True,
+    metavar="PATH|gen:...",
+    help="a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
+)
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
+@click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 600..1200, 10m..1h")
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
@@ -201,6 +209,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--report/--no-report", default=True, help="write report.html")
 @click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
 def simulate(
+    workloads: tuple[str, ...],
     slos: tuple[str, ...],
     check: str,
     out: Path | None,
@@ -220,10 +229,11 @@ def simulate(
     check_every = _parse_check(check)
     with refusals():
         from lockstep.sim.metrics import Slo
+        from lockstep.sim.mix import mix_of
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
         settings = given_settings(options)
-        scenario = Scenario(settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        scenario = Scenario(workload=mix_of(workloads), settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         setup = assemble(scenario)

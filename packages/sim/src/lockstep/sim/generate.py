@@ -14,7 +14,7 @@ from itertools import accumulate, count
 from random import Random
 from typing import Any, NamedTuple
 
-from lockstep.sim.arrivals import PROCESSES, RATE_MIN, arrival_times_us
+from lockstep.sim.arrivals import PROCESSES, arrival_times_us
 from lockstep.sim.lengths import (
     Distribution,
     Fixed,
@@ -23,10 +23,11 @@ from lockstep.sim.lengths import (
     draw_tokens,
     parse_distribution,
     parse_duration_us,
+    parse_rate,
     parse_tokens,
 )
 from lockstep.sim.token_runs import TOKEN_IDS, FreshTokens, append_run
-from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turn, WorkloadError
+from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns, TurnsBuilder, WorkloadError
 
 PREFIX = "gen:"
 _DRAWS_MAX = 1_000  # of the lengths of one request, until they fit `max_total`
@@ -101,14 +102,6 @@ def _check_together(text: str, values: dict[str, Any]) -> None:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def _parse_rate(text: str) -> float:
-    """Read arrivals per second: above 0, `inf` for all at once."""
-    rate = _number(text)
-    if not rate >= RATE_MIN:
-        raise ValueError(f"expected arrivals per second, at least {RATE_MIN:g}, or inf")
-    return rate
-
-
 def _parse_arrivals(text: str) -> str:
     if text not in PROCESSES:
         raise ValueError(f"expected one of {', '.join(PROCESSES)}")
@@ -168,7 +161,7 @@ def _number(text: str) -> float:
 
 _KEYS: dict[str, Callable[[str], object]] = {
     "n": parse_tokens,
-    "rate": _parse_rate,
+    "rate": parse_rate,
     "arrivals": _parse_arrivals,
     "cv": _parse_cv,
     "input": _parse_lengths,
@@ -201,7 +194,7 @@ _EXAMPLES = {
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> list[Turn]:
+def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Turns:
     """Draw the turns of a spec, session by session in order of their start; `limit` gives the first so many of them.
 
     The tokens of a session are numbered consecutively, so that a prompt is one run, or two behind a system prompt:
@@ -215,7 +208,8 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> lis
     choose_prefix = _prefix_chooser(spec, streams.prefix)
     arrivals = arrival_times_us(spec.arrivals, spec.rate, spec.cv, streams.arrivals)
     turns_max = min(_turns_max(spec), math.inf if limit is None else limit)
-    turns: list[Turn] = []
+    label_form = "r{0}" if spec.turns == Fixed(1) else "s{0}t{1}"
+    turns = TurnsBuilder()
     for session in count() if spec.sessions is None else range(spec.sessions):
         if len(turns) >= turns_max:
             break
@@ -232,24 +226,22 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> lis
             new_tokens, output_tokens = lengths
             append_run(prompt, fresh.take(new_tokens), new_tokens)
             output_first_token = fresh.take(output_tokens)
-            index = len(turns)
             turns.append(
-                Turn(
-                    index=index,
-                    arrival_us=0 if turn else arrival_us,
-                    prompt=tuple(prompt),
-                    prompt_tokens=history_tokens + new_tokens,
-                    output_tokens=output_tokens,
-                    output_first_token=output_first_token,
-                    label=f"r{index}" if spec.turns == Fixed(1) else f"s{session}t{turn}",
-                    after=index - 1 if turn else None,
-                    think_us=draw_think_us(spec.think, streams.think) if turn else 0,
-                    grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
-                )
+                arrival_us=0 if turn else arrival_us,
+                prompt=prompt,
+                prompt_tokens=history_tokens + new_tokens,
+                output_tokens=output_tokens,
+                output_first_token=output_first_token,
+                label_form=label_form,
+                label_number=session,
+                label_part=turn,
+                after=len(turns) - 1 if turn else -1,
+                think_us=draw_think_us(spec.think, streams.think) if turn else 0,
+                grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
             )
             append_run(prompt, output_first_token, output_tokens)
             history_tokens += new_tokens + output_tokens
-    return turns
+    return turns.build()
 
 
 class _Streams:

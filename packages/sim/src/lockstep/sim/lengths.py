@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from lockstep.sim.arrivals import RATE_MIN
 from lockstep.sim.turns import LENGTH_TOKENS_MAX
 
 SIGMA_MAX = 5.0  # exp(5) is a factor of 148 at one standard deviation: more is a typing error
@@ -104,6 +105,16 @@ def parse_duration_us(text: str) -> int:
     except ValueError:
         pass
     raise ValueError("expected durations with a unit (us, ms, s, min), at most a week, such as 5s or 250ms")
+
+
+def parse_rate(text: str) -> float:
+    """Read arrivals per second: above 0, `inf` for all at once."""
+    try:
+        if (rate := float(text)) >= RATE_MIN:
+            return rate
+    except ValueError:
+        pass
+    raise ValueError(f"expected arrivals per second, at least {RATE_MIN:g}, or inf")
 
 
 def _parse_sigma(text: str) -> float:

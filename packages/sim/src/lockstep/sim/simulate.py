@@ -13,6 +13,7 @@ runs/0192/journal/           every observed event and the digest of its Step; `l
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -69,10 +70,11 @@ class Scenario:
 
     model: str
     gpu: str
-    workload: str  # path of a trace, or gen:...
+    workload: str  # path of a trace or a fitted model, gen:..., or mix:...
     tp: int = 1
     rate: float | None = None  # arrivals per second; None: as recorded, or as the generator says
     rate_scale: float = 1.0
+    time_window: str | None = None  # FROM..TO, by the workload's own clock
     limit: int | None = None
     skip_bad_rows: bool = False
     seed: int = 7
@@ -92,6 +94,7 @@ class Scenario:
             "tp",
             "rate",
             "rate_scale",
+            "time_window",
             "limit",
             "seed",
             "mem_fraction",
@@ -101,7 +104,7 @@ class Scenario:
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
-                words += [option_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
+                words += [option_of(name), _number_word(value) if isinstance(value, float) else str(value)]
         if self.max_new_tokens is not None:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
         if self.grammar_compile_us != GRAMMAR_COMPILE_US:
@@ -113,6 +116,16 @@ class Scenario:
         for slo in self.slos:
             words += ["--slo", str(slo)]
         return shlex.join(words)
+
+
+def _number_word(value: float) -> str:
+    """As short as it can be and still be the same number."""
+    return word if float(word := f"{value:g}") == value else repr(value)
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """JSON has no infinity; `inf` is what the command line calls it."""
+    return "inf" if value == math.inf else value
 
 
 def option_of(name: str) -> str:
@@ -225,6 +238,11 @@ class Setup:
                 "format": workload.format,
                 "digest": workload.digest,
                 "turns": len(workload.turns),
+                "tenants": [tenant for tenant in workload.turns.tenants if tenant],
+                "rate": _json_number(scenario.rate),
+                "rate_scale": scenario.rate_scale,
+                "time_window": scenario.time_window,
+                "limit": scenario.limit,
                 "skipped_rows": workload.skipped.count,
                 "notes": list(workload.notes),
             },
@@ -253,6 +271,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
         seed=scenario.seed,
         rate=scenario.rate,
         rate_scale=scenario.rate_scale,
+        time_window=scenario.time_window,
         limit=scenario.limit,
         skip_bad_rows=scenario.skip_bad_rows,
     )

@@ -28,6 +28,17 @@ def append_run(runs: list[int], first_token: int, count: int) -> None:
         runs += (first_token, count)
 
 
+def cut_runs(runs: Sequence[int], tokens: int) -> list[int]:
+    """The first so many tokens of a prompt, as runs."""
+    kept: list[int] = []
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        if tokens <= 0:
+            break
+        append_run(kept, first, min(count, tokens))
+        tokens -= count
+    return kept
+
+
 def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
     """Spell out the token ids of `runs` (first_token, count, ...): int32 [sum of the counts], newly allocated."""
     if len(runs) == 2:
@@ -60,3 +71,15 @@ class FreshTokens:
         first_token = self._next
         self._next += count
         return first_token
+
+
+def fresh_tokens(start: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `FreshTokens(start)` would hand out for each of `counts`, [n]: the first id of each."""
+    firsts = np.empty(len(counts), np.int64)
+    done = 0
+    while done < len(counts):
+        stops = start + np.cumsum(counts[done:])
+        fitting = max(1, int(np.searchsorted(stops, TOKEN_IDS, side="right")))
+        firsts[done : done + fitting] = (stops - counts[done:])[:fitting]
+        done += fitting
+    return firsts
