@@ -123,7 +123,7 @@ def test_one_request_drawn_by_hand() -> None:
         "e2e_us": 260, "ended_us": 360, "prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 3, "retractions": 0,
         "finish_reason": "stop", "label": "q7", "tenant": "acme",
     }  # fmt: skip
-    assert data.itl_us.tolist() == [20.0, 40.0]
+    assert data.itl_us.expand().tolist() == [20.0, 40.0]
     latency = data.summary["latency"]
     assert (latency["ttft_us_p99"], latency["itl_us_mean"], latency["tpot_us_p50"]) == (200.0, 30.0, 30.0)
     assert data.span_us == (100, 360)
@@ -137,7 +137,7 @@ def test_tokens_of_one_message_share_its_gap() -> None:
     run.stream(170, {1: (5, 1)})
     run.finish(170, 1)
     data = run.result()
-    assert data.itl_us.tolist() == [20.0, 20.0, 20.0, 10.0]
+    assert data.itl_us.expand().tolist() == [10.0, 20.0, 20.0, 20.0]
     assert data.requests.tpot_us.tolist() == [70 / 5]
     assert data.requests.output_tokens.tolist() == [6]
 
@@ -167,7 +167,7 @@ def test_tokens_sent_again_after_a_restart_count_once_and_when_first_seen() -> N
     run.finish(310, 2)
     data = run.result()
     assert data.requests.output_tokens.tolist() == [4, 2]
-    assert data.itl_us.tolist() == [100.0, 100.0, 210.0]
+    assert data.itl_us.expand().tolist() == [100.0, 100.0, 210.0]
     assert data.requests.ttft_us.tolist() == [100, 100]
 
 
@@ -193,7 +193,7 @@ def test_latencies_are_those_of_completed_requests_and_columns_hold_the_rest() -
     assert data.requests.ttft_us.tolist() == [10, 500]
     assert data.requests.e2e_us.tolist() == [20, 900]
     assert data.summary["latency"]["ttft_us_max"] == 10.0
-    assert data.itl_us.tolist() == [10.0]
+    assert data.itl_us.expand().tolist() == [10.0]
     assert data.summary["throughput"]["output_tokens"] == 2
 
 
@@ -643,7 +643,7 @@ def test_the_fold_equals_a_walk_over_every_token(told: list[Story], data: st.Dat
         gaps += [gap for gap in message_gaps(story) if not math.isnan(gap)]
         assert run.requests.e2e_us[row] == story.finish_us - story.arrival_us
 
-    assert sorted(run.itl_us.tolist()) == pytest.approx(sorted(gaps))
+    assert sorted(run.itl_us.expand().tolist()) == pytest.approx(sorted(gaps))
     assert run.summary["throughput"]["good_requests"] == good
     assert run.summary["throughput"]["output_tokens"] == output_tokens
     if gaps:
