@@ -552,7 +552,9 @@ class MetricsFold:
         rows, gaps_us, tokens = (np.concatenate(column) for column in zip(*gaps, strict=True))
         reasons = np.frombuffer(self._finish_codes, np.uint16)[rows]
         completed = np.array([reason in COMPLETED for reason in self._finish_reasons], np.bool_)[reasons]
-        self._itl_us.add(gaps_us[completed], tokens[completed])
+        single, several = completed & (tokens == 1), completed & (tokens > 1)
+        self._itl_us.add(gaps_us[single])  # nearly all; without counts they are sorted much faster
+        self._itl_us.add(gaps_us[several], tokens[several])
         is_open = reasons == 0
         self._open_gaps = rows[is_open], gaps_us[is_open], tokens[is_open]
         self._ended.clear()

@@ -81,8 +81,12 @@ class ValueCountsBuilder:
         """Take in values, each so many times, or once."""
         if len(values) == 0:
             return
-        weights = np.ones(len(values), np.int64) if counts is None else counts
-        self._later.append(_merged(np.asarray(values, np.float64), weights))
+        if counts is None:
+            ordered = np.sort(np.asarray(values, np.float64))
+            starts = _starts(ordered)
+            self._later.append((ordered[starts], np.diff(starts, append=len(ordered))))
+        else:
+            self._later.append(_merged(np.asarray(values, np.float64), counts))
         self._later_entries += len(self._later[-1][0])
         if self._later_entries >= max(MERGE_ENTRIES_MIN, len(self._values)):
             self._merge()
@@ -105,5 +109,10 @@ def _merged(values: Float64s, counts: NDArray[Any]) -> tuple[Float64s, Int64s]:
     """Equal values as one, in ascending order."""
     order = np.argsort(values, kind="stable")
     values = values[order]
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+    starts = _starts(values)
     return values[starts], np.add.reduceat(counts[order], starts, dtype=np.int64)
+
+
+def _starts(ordered: Float64s) -> Int64s:
+    """Where each distinct value begins."""
+    return np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
