@@ -433,16 +433,18 @@ class MetricsFold:
         """Say what the scheduler's CPU did in [start_us:stop_us), such as "plan" or "results"."""
         self._cpu.recent.extend((start_us, stop_us - start_us, self._works[what]))
 
-    def compact(self) -> None:
+    def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
 
+        Args:
+            part_rows: the long lists are packed when so many rows have come; fewer are not worth it.
         Raises: ContractError if a message went to a request that was not open.
         """
         self._settle_messages()
         self._settle_batches()
         for rows in (self._messages, self._batches, self._gauges, self._cpu):
-            rows.pack()
-        if len(self._recent_labels) >= PART_ROWS:
+            rows.pack(part_rows)
+        if len(self._recent_labels) >= part_rows:
             self._labels.append(_texts(self._recent_labels))
             self._recent_labels.clear()
 
