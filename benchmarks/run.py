@@ -26,7 +26,11 @@ NEEDS = {
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "memory_growth": ("LOCKSTEP_PEERS",),
+    "cluster_speed": (),
     "profiles": ("LOCKSTEP_DATA",),
+    "rtx4090_truth": ("LOCKSTEP_DATA",),
+    "vllm_steps": ("LOCKSTEP_PEERS",),
+    "serving_points": ("LOCKSTEP_DATA",),
 }
 
 

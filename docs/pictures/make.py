@@ -1,16 +1,17 @@
-"""Draw the pictures of docs/scheduling.md and docs/profiles.md, each from simulations made here.
+"""Draw the pictures of docs/scheduling.md, docs/profiles.md and docs/validation.md, each from simulations made here.
 
     pip install matplotlib                 for this script only; no package depends on it
     python docs/pictures/make.py           all of them, beside this file; about a minute
     python docs/pictures/make.py overlap   or some, by name
 
-Equal code gives equal files: seeds are fixed, and the files hold no dates and no random ids. The one picture that is
-not simulated here, `profiles`, is drawn from benchmarks/results/profiles.json.
+Equal code gives equal files: seeds are fixed, and the files hold no dates and no random ids. The two pictures that are
+not simulated here, `profiles` and `validation`, are drawn from files in benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import io
 import json
 import re
@@ -36,6 +37,7 @@ from lockstep.sim.simulate import NoJournal, Scenario, assemble, simulate
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results" / "profiles.json"
+SERIES = RESULTS.with_name("rtx4090_truth.csv")
 
 STYLE = {
     "svg.fonttype": "none",
@@ -478,6 +480,23 @@ def profiles() -> Figure:
     return page
 
 
+def validation() -> Figure:
+    """A real run and its replays, second by second."""
+    with SERIES.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    series = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+    page, axes = figure(3, width=10)
+    panels = (("running", "requests running"), ("waiting", "requests waiting"), ("kv_percent", "used KV, %"))
+    shown = (("measured", GREY), ("catalogue", ORANGE), ("calibrated", BLUE))
+    for panel, (name, title) in zip(axes[0], panels, strict=True):
+        for cost, colour in shown:
+            panel.plot(series["t_s"], series[f"{name}_{cost}"], color=colour, label=cost, linewidth=1.1)
+        panel.set_ylim(bottom=0)
+        label(panel, "seconds", "", title)
+    page.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(shown))
+    return page
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     draw.__name__: draw
     for draw in (
@@ -491,6 +510,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         overlap,
         multi_step,
         profiles,
+        validation,
     )
 }
 

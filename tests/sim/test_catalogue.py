@@ -147,7 +147,8 @@ def test_unknown_names_say_what_is_known_and_what_is_close() -> None:
         ("sliding_window", 4096, "`sliding_window` 4096 without `layer_types`"),
         ("layer_types", ["full_attention"], "`layer_types` must be a list of 3 kinds"),
         ("layer_types", ["mamba"] * 3, "`layer_types` `mamba`"),
-        ("quantization_config", {"quant_method": "awq"}, "`quantization_config.quant_method` `awq`"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "`quantization_config.quant_method` `bitsandbytes`"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 8}, "`quantization_config.bits` `8` of gptq"),
         ("rope_scaling", {"rope_type": "new"}, "`rope_scaling.rope_type` `new`"),
         ("rope_scaling", {"rope_type": "yarn", "factor": "4"}, "`rope_scaling.factor` must be a number"),
         ("torch_dtype", "int8", "`torch_dtype` must be one of"),
@@ -197,7 +198,8 @@ def test_checkpoint_dtype_sets_the_weight_bytes() -> None:
     assert load_model("deepseek-v3").weights_bytes() == pytest.approx(671.0e9, rel=0.01)
     assert load_model("gpt-oss-120b").weights_bytes() == pytest.approx(65e9, rel=0.03)  # the checkpoint is 65 GB
     assert load_model("llama-3.1-8b").weights_bytes("fp8") == pytest.approx(9.08e9, rel=0.01)
-    with pytest.raises(CatalogueError, match="`weights_dtype` must be one of bf16, fp8, mxfp4, got `int3`"):
+    assert load_model("llama-3.1-8b").weights_bytes("int4") == pytest.approx(5.73e9, rel=0.01)  # AWQ checkpoints
+    with pytest.raises(CatalogueError, match="`weights_dtype` must be one of bf16, fp8, mxfp4, int4, got `int3`"):
         load_model("qwen3-8b").weights_bytes("int3")  # type: ignore[arg-type]
 
 

@@ -141,7 +141,7 @@ def test_sliding_layers_stop_growing_at_the_window() -> None:
 def test_linear_attention_decodes_from_a_fixed_state() -> None:
     model, gpu = load_model("qwen3-next-80b-a3b"), load_gpu("h200")
     cost = roofline(model, gpu)
-    one, many = (cost.terms_us(decode_shape(rows, 1))["attention_decode"] for rows in (1, 65))
+    one, many = (cost.terms_us(decode_shape(rows, 1))["linear_attention"] for rows in (1, 65))
     state_us = 64 * 2 * model.state_bytes_per_request() / (gpu.measured["weight_read_gbs"].value * 1e3)
     assert many - one == pytest.approx(state_us, rel=0.01)
 

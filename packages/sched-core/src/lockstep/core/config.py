@@ -58,7 +58,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
     chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
-    retracted_kv: RetractedKv = "free"  # the KV of who is retracted for pages: freed (SGLang) or left to the radix cache
+    retracted_kv: RetractedKv = "free"  # KV of who is retracted for pages: freed (SGLang), or left to the radix cache
     batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with who runs coming first
     reserve: Reserve = "ratio"  # what admission leaves for running requests: see admission.py
     retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py

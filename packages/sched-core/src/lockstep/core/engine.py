@@ -632,7 +632,7 @@ class Engine:
             return pages_to_come(positions, cohort.limits, config.page_size) * config.page_size
         if config.reserve == "on_demand":
             return self.next_pages(cohort, positions) * config.page_size
-        return reserve_by_ratio(cohort.limits - positions - 1, cohort.ignores_eos, self.ratio.value)
+        return reserve_by_ratio(cohort.limits - positions - ONE, cohort.ignores_eos, self.ratio.value)
 
     def set_aside(self, cohort: Cohort, positions: Int32s) -> int:
         """Pages that the decodes of a cohort get before any prompt of the same pass does."""
@@ -982,9 +982,10 @@ class Engine:
         if not cohort.size:
             return
         table = self.memory.table
-        furthest, outputs = int(positions.max()), int((positions - cohort.prompts).max())
+        # reduce is what max and min call, without two Python calls on the way
+        furthest, outputs = int(np.maximum.reduce(positions)), int(np.maximum.reduce(positions - cohort.prompts))
         table.reserve((furthest >> self.page_shift) + 1, outputs + 2)
-        to_length = int((cohort.limits - positions).min()) - 1
+        to_length = int(np.minimum.reduce(cohort.limits - positions)) - 1
         to_width = min(table.pages.shape[1] * self.config.page_size - furthest, table.outputs.shape[1] - 1 - outputs)
         self.horizon = min(to_length, to_width)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import msgspec
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from lockstep.sim.cluster import ClusterRun
     from lockstep.sim.simulate import Run, Setup
 
     ParamType = click.ParamType[Any]
@@ -73,7 +76,7 @@ class _Or(ParamType):
         return self.name.upper()
 
 
-class _Duration(ParamType):
+class Duration(ParamType):
     """A time with its unit, in whole microseconds."""
 
     name = "duration"
@@ -98,15 +101,15 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
     ("request_rows", _Or(click.INT, none=NONE), "rows of the request table"),
     ("max_queued_requests", _Or(click.INT, none=NONE), "waiting requests beyond this are rejected"),
-    ("waiting_timeout_us", _Or(_Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
-    ("running_timeout_us", _Or(_Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
+    ("waiting_timeout_us", _Or(Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
+    ("running_timeout_us", _Or(Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
     (
         "schedule_policy",
         click.STRING,
         "order of the waiting line: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md",
     ),
     ("schedule_conservativeness", click.FLOAT, "scales the output that running requests are expected to want"),
-    ("chunk_target_us", _Or(_Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
+    ("chunk_target_us", _Or(Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
     ("chunk_unit", click.STRING, "what these two count in, and where a prompt may be split: page or token"),
@@ -134,7 +137,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("bypass_limit", _Or(click.INT, none=NONE), "requests from behind that may go before one that waits"),
     ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
     ("max_sessions", click.INT, "sessions open at once"),
-    ("grammar_timeout_us", _Or(_Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
+    ("grammar_timeout_us", _Or(Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
     ("max_input_tokens", _Or(click.INT, none=NONE), "the longest prompt, in tokens"),
     ("truncate_input", click.STRING, "which end a longer prompt loses: left, right, or no (it is rejected)"),
     ("isolate_tenants", click.BOOL, "no tenant ever hits a prefix of another one"),
@@ -172,12 +175,60 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+ROUTER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
+    ("load_bound", click.FLOAT, "under prefix_affinity: an engine's load over the mean, at most"),
+    ("load_floor", click.INT, "under prefix_affinity: open requests up to which no engine counts as loaded"),
+    ("block_tokens", click.INT, "under prefix_affinity: prompts are compared in blocks of so many tokens"),
+    ("sessions_max", click.INT, "under session_sticky: sessions remembered"),
+)
+
+
+def cluster_options(*, engines: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of a cluster; of its router only, unless `engines`."""
+    return lambda command: _with_cluster_options(command, engines=engines)
+
+
+def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Callable[..., Any]:
+    """Those of the router arrive together, as given, in `router`."""
+    from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+
+    defaults = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+
+    @functools.wraps(command)
+    def collecting(*args: Any, **options: Any) -> Any:
+        names = {"router": "policy", "router_hop_us": "hop_us"} | {
+            f"router_{name}": name for name, _, _ in ROUTER_OPTIONS
+        }
+        given = {short: options.pop(name) for name, short in names.items()}
+        return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
+
+    options = []
+    if engines:
+        options += [
+            click.option("--replicas", type=click.INT, help="engines behind a router  [default: one, and no router]"),
+            click.option(
+                "--engines", metavar="SPEC", help="engines of several kinds: 4xh100:tp=2,2xh200; docs/routing.md"
+            ),
+        ]
+    options += [
+        click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
+        click.option("--router-hop", "router_hop_us", type=Duration(), help="router to engine, and back  [default: 0]"),
+    ]
+    for name, kind, text in ROUTER_OPTIONS:
+        flag = "--router-" + name.replace("_", "-")
+        options.append(click.option(flag, f"router_{name}", type=kind, help=f"{text}  [default: {defaults[name]}]"))
+    decorated: Callable[..., Any] = collecting
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated
+
+
 # ------------------------------------------------------------------------------------------------------------ simulate
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
-@click.option("--gpu", required=True, help="catalogue name, such as h200, or the path of a JSON file")
+@click.option("--gpu", help="catalogue name, such as h200, or the path of a JSON file")
 @click.option(
     "--workload",
     "workloads",
@@ -187,6 +238,7 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
     help="a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
 )
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
+@cluster_options(engines=True)
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
 @click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 600..1200, 10m..1h")
@@ -194,10 +246,13 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
-@click.option("--grammar-compile", "grammar_compile_us", type=_Duration(), default="50ms", help="time for one grammar")
+@click.option("--grammar-compile", "grammar_compile_us", type=Duration(), default="50ms", help="time for one grammar")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--operators", metavar="DIR", help="measured operator tables of this GPU: docs/cost-models.md, section 3")
+@click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
+@click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
@@ -209,9 +264,14 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--report/--no-report", default=True, help="write report.html")
 @click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
 def simulate(
+    gpu: str | None,
+    replicas: int | None,
+    engines: str | None,
+    router: dict[str, Any],
     workloads: tuple[str, ...],
     slos: tuple[str, ...],
     check: str,
+    intervals: bool,
     out: Path | None,
     overwrite: bool,
     requests: bool,
@@ -225,21 +285,50 @@ def simulate(
     \b
     lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --out runs/0192
     lockstep simulate --model llama-3.1-8b --gpu h100 --workload azure-code.csv --rate 6.5 --slo ttft_p99=500ms
+    lockstep simulate --model qwen3-32b --engines 4xh100:tp=2,2xh200 --router prefix_affinity --workload conv.jsonl.gz
     """
     check_every = _parse_check(check)
+    clustered = replicas is not None or engines is not None or bool(router)
+    if gpu is None and engines is None:
+        raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
+    if engines is not None and (gpu is not None or replicas is not None):
+        raise click.UsageError("'--engines' says how many of which GPU: leave out '--gpu' and '--replicas'.")
     with refusals():
+        from lockstep.sim.intervals import intervals_of
         from lockstep.sim.metrics import Slo
         from lockstep.sim.mix import mix_of
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
         settings = given_settings(options)
-        scenario = Scenario(workload=mix_of(workloads), settings=settings, slos=tuple(map(Slo.parse, slos)), **options)
+        scenario = Scenario(
+            gpu=gpu or "", workload=mix_of(workloads), settings=settings, slos=tuple(map(Slo.parse, slos)), **options
+        )
+        if clustered:
+            from lockstep.sim.cluster_cli import run_cluster
+
+            done = run_cluster(
+                scenario,
+                replicas=replicas,
+                engines=engines,
+                router=router,
+                out=out,
+                overwrite=overwrite,
+                check_every=check_every,
+                intervals=intervals,
+                write={"requests": requests, "trace": trace, "report": report},
+                as_json=as_json,
+            )
+            if done.interrupted:
+                sys.exit(EXIT_INTERRUPTED)
+            return
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         setup = assemble(scenario)
         announce(setup, out)
         with progress_bar(len(setup.workload.turns)) as on_finish:
             run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
+        if intervals and not run.interrupted:
+            run = replace(run, intervals=intervals_of(run))
         if out is not None:
             write_run(out, run, requests=requests, trace=trace, report=report)
     show(run, out, as_json)
@@ -263,10 +352,10 @@ def refusals() -> Iterator[None]:
     except Exception as error:
         from lockstep.core.errors import ConfigError, PolicyError
         from lockstep.core.journal import JournalError
-        from lockstep.sim.cost import CapacityError, CatalogueError
+        from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload import WorkloadError
 
-        if isinstance(error, ConfigError | CatalogueError | CapacityError | WorkloadError):
+        if isinstance(error, ConfigError | CatalogueError | CapacityError | CalibrationError | WorkloadError):
             raise Refusal(error) from error
         if isinstance(error, JournalError | OSError | PolicyError):
             raise Failure(error) from error
@@ -310,19 +399,21 @@ def _advance(bar: Progress, requests: int) -> Callable[[int], None]:
     return on_finish
 
 
-def show(run: Run, out: Path | None, as_json: bool) -> None:
+def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
     """Print the result on stdout, and where it lies on stderr."""
     if as_json:
         import json
 
-        metrics = {"about": run.about(), **run.data.summary}
-        click.echo(json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False))
+        click.echo(json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False))
     else:
         from rich.console import Console
 
-        from lockstep.sim.results import summary_table
+        from lockstep.sim.results import intervals_table, summary_table
 
         Console().print(summary_table(run.data))
+        if run.intervals is not None:
+            Console().print(intervals_table(run.intervals))
+        click.echo(f"calibration: {run.calibration.title}")
         for line in run.remarks():
             click.echo(line)
     counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"

@@ -109,5 +109,8 @@ def _show(runs: dict[int, Run], headline: str, report: Path) -> None:
     title = next(iter(runs.values())).setup.title
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(rates_table([(rate, run.data.summary) for rate, run in runs.items()], title=title))
+    setup = next(iter(runs.values())).setup
+    low, high = setup.calibration.interval("time", model=setup.model.name)
+    click.echo(f"calibration: {setup.calibration.title}; batches may take {low:.2f} to {high:.2f} times as long (90 %)")
     click.echo(headline)
     click.echo(f"report: {report}")

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-from simpy import Environment, Timeout
+from simpy import Environment, Event
 
 from lockstep.core.commands import (
     NO_ROWS,
@@ -95,6 +95,28 @@ class MetricsSink(Protocol):
         """Take in what the CPU lane did."""
 
 
+class RequestSource(Protocol):
+    """Where a lane's requests come from: `Arrivals`, or what a router sends it."""
+
+    next_us: int
+
+    @property
+    def open_turns(self) -> Mapping[RequestId, Turn]:
+        """Those that arrived and have not ended."""
+
+    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+        """The next fact, due at `next_us`."""
+
+    def more(self, env: Environment) -> Event | None:
+        """What to wait for when nothing is due any more; None: nothing will come."""
+
+    def answered(self, request_id: RequestId, now_us: int) -> None:
+        """An answer ended."""
+
+    def broke_off(self, request_id: RequestId, now_us: int) -> None:
+        """A request was rejected, or its client left."""
+
+
 class Arrivals:
     """Turns to come. Those with a time of their own stand in a line; a follow-up joins when the answer before it ends.
 
@@ -128,6 +150,10 @@ class Arrivals:
         self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
         self.next_us = NEVER_US  # the next arrival or cancel
         self._look_ahead()
+
+    def more(self, env: Environment) -> Event | None:
+        """What to wait for when nothing is due any more; None: nothing will come."""
+        return None
 
     def _look_ahead(self) -> None:
         next_us = self._next_by_clock.arrival_us if self._next_by_clock is not None else NEVER_US
@@ -179,9 +205,14 @@ class Arrivals:
             self.never_sent -= 1
         self._look_ahead()
 
-    def left(self, request_id: RequestId) -> None:
+    def broke_off(self, request_id: RequestId, now_us: int) -> None:
         """A request was rejected, or its client left: its session does not go on."""
         del self.open_turns[request_id]
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether turns to come wait for the end of an answer, or did when it broke off."""
+        return self.never_sent > 0
 
 
 class Running(NamedTuple):
@@ -332,7 +363,7 @@ class EngineHost:
         self,
         env: Environment,
         engine: Engine,
-        arrivals: Arrivals,
+        arrivals: RequestSource,
         cost: CostModel,
         cpu: CpuModel,
         journal: JournalSink,
@@ -374,16 +405,25 @@ class EngineHost:
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._adapter_load_us = adapter_load_us
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
-        self._wake_at_us: int | None = None
+        self.wake_at_us: int | None = None
         self._nothing_new = True  # since the last LaneReady that launched nothing
+        self._others_us: float = NEVER_US  # when another process acts next
 
-    def run(self) -> Generator[Timeout, None, None]:
-        """The CPU lane, a SimPy process: take in what is pending, launch if there is a slot, wait until more comes."""
+    def run(self) -> Generator[Event, None, None]:
+        """The CPU lane, a SimPy process: take in what is pending, launch if there is a slot, wait until more comes.
+
+        Whoever else acts by the time at which the lane stands goes first: it may bring another arrival.
+        """
         env, engine = self.env, self.engine
         slots = engine.config.overlap_depth + 1
         now_us = int(env.now)
         while not self.stop_requested:
-            now_us = self._take_in(now_us)
+            self._others_us = env.peek()
+            if self._others_us > now_us or now_us == env.now:
+                now_us = self._take_in(now_us)
+            if self._others_us <= now_us and now_us > env.now:
+                yield env.timeout(now_us - env.now)
+                continue
             launched_us = None
             if len(engine.in_flight) == slots:
                 launched_us = self._run_decodes(now_us)
@@ -394,17 +434,21 @@ class EngineHost:
             else:
                 next_us = self._next_fact_us()
                 if next_us == NEVER_US:
-                    break
+                    more = self.arrivals.more(env)
+                    if more is None:
+                        break
+                    yield more
+                    next_us = int(env.now)
+                elif next_us > self._others_us:
+                    next_us = int(self._others_us)  # who may bring an arrival before
                 now_us = max(now_us, next_us)
-            if env.peek() <= now_us and now_us > env.now:
-                yield env.timeout(now_us - env.now)
         if now_us > env.now:
             yield env.timeout(now_us - env.now)
 
     def _take_in(self, now_us: int) -> int:
         """Fold every fact up to `now_us`. Folding takes time, in which more may come; return when none is left."""
-        arrivals, finished = self.arrivals, self.device.queue
-        while not self.stop_requested:
+        arrivals, finished, woke_us = self.arrivals, self.device.queue, self.env.now
+        while not self.stop_requested and (now_us < self._others_us or now_us == woke_us):
             if arrivals.next_us <= now_us:
                 now_us = self._arrive(now_us)
             elif finished and finished[0].finished_us <= now_us:
@@ -413,7 +457,7 @@ class EngineHost:
                 self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
             elif self._loads and self._loads[0].time_us <= now_us:
                 self._fold(msgspec.structs.replace(self._loads.popleft(), time_us=now_us))
-            elif self._wake_at_us is not None and self._wake_at_us <= now_us:
+            elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
                 break
@@ -428,8 +472,8 @@ class EngineHost:
             next_us = self._compiling[0][0]
         if self._loads and self._loads[0].time_us < next_us:
             next_us = self._loads[0].time_us
-        if self._wake_at_us is not None and self._wake_at_us < next_us:
-            next_us = self._wake_at_us
+        if self.wake_at_us is not None and self.wake_at_us < next_us:
+            next_us = self.wake_at_us
         return next_us
 
     def _arrive(self, now_us: int) -> int:
@@ -477,7 +521,7 @@ class EngineHost:
 
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
-        queue, until_us = self.device.queue, min(self.arrivals.next_us, self.env.peek())
+        queue, until_us = self.device.queue, min(self.arrivals.next_us, self._others_us)
         if self._compiling:
             until_us = min(until_us, self._compiling[0][0])
         if self._loads:
@@ -533,17 +577,18 @@ class EngineHost:
             raise
         self.journal.append(event, step.digest)
         self.metrics.observe(event, step)
-        self._wake_at_us = step.wake_at_us
+        self.wake_at_us = step.wake_at_us
         self._nothing_new = False
         for command in step.commands:
             if type(command) is FinishRequest:
-                if command.reason == "cancelled":
-                    self.arrivals.left(command.request_id)
-                else:
+                if command.reason != "cancelled":
                     self.arrivals.answered(command.request_id, event.time_us)
+                else:
+                    self.arrivals.broke_off(command.request_id, event.time_us)
+                self._others_us = self.env.peek()  # somebody may act upon it
                 self._count_end()
             elif type(command) is RejectRequest:
-                self.arrivals.left(command.request_id)
+                self.arrivals.broke_off(command.request_id, event.time_us)
                 self.rejected[command.reason] += 1
                 self._count_end()
             elif type(command) is CompileGrammar:

@@ -209,7 +209,11 @@ class Batches(Columns):
 
 
 BATCH_COLUMNS = tuple(field.name for field in fields(Batches))
-_BATCH_ID, _MODE, _STARTED, _FINISHED = map(BATCH_COLUMNS.index, ("batch_id", "mode", "started_us", "finished_us"))
+_BATCH_ID, _MODE, _LAUNCHED, _STARTED, _FINISHED = map(
+    BATCH_COLUMNS.index, ("batch_id", "mode", "launched_us", "started_us", "finished_us")
+)
+CPU_COLUMNS = ("start_us", "took_us", "work")
+_WORK = CPU_COLUMNS.index("work")
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,15 +226,42 @@ class CpuIntervals(Columns):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
-    """The long lists of a run."""
+class Packed:
+    """The long lists of a run: rows of integers, and the texts that codes among them stand for."""
 
-    gauges: PackedRows
-    messages: PackedRows
-    batches: PackedRows
+    batches: PackedRows  # BATCH_COLUMNS
     modes: tuple[str, ...]
-    cpu: PackedRows
+    cpu: PackedRows  # CPU_COLUMNS
     works: tuple[str, ...]
+
+    @classmethod
+    def join(cls, parts: Sequence[Packed]) -> Packed:
+        """Those of several engines: batches by launch, CPU intervals engine by engine."""
+        modes, works = _Codes(), _Codes()
+        batches, cpu = PackedRows(*BATCH_COLUMNS), PackedRows(*CPU_COLUMNS)
+        launched = [
+            _recoded(columns, _MODE, np.array([modes[mode] for mode in part.modes], np.int64))
+            for part in parts
+            for columns in part.batches.parts()
+        ]
+        if launched:
+            columns = [np.concatenate(column) for column in zip(*launched, strict=True)]
+            order = np.argsort(columns[_LAUNCHED], kind="stable")
+            for start in range(0, len(order), PART_ROWS):
+                rows = order[start : start + PART_ROWS]
+                batches.add_columns(*(column[rows] for column in columns))
+                batches.pack()
+        for part in parts:
+            codes = np.array([works[work] for work in part.works], np.int64)
+            for done in part.cpu.parts():
+                cpu.add_columns(*_recoded(done, _WORK, codes))
+                cpu.pack()
+        return cls(batches, tuple(modes), cpu, tuple(works))
+
+
+def _recoded(columns: tuple[Int64s, ...], place: int, codes: Int64s) -> tuple[Int64s, ...]:
+    """The same columns with other numbers for the texts in one of them."""
+    return *columns[:place], codes[columns[place]], *columns[place + 1 :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +273,7 @@ class RunData:
     itl_us: ValueCounts  # every gap of every completed request
     span_us: tuple[int, int]  # first arrival, last event
     summary: Summary
-    packed: _Packed  # what `batches` and `cpu` are made from
+    packed: Packed  # what `batches` and `cpu` are made from
 
     @property
     def batches(self) -> Batches:
@@ -303,7 +334,7 @@ def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
     """
     good = requests.completed.copy()
     for slo in slos:
-        good &= ~(_per_request(slo.metric, requests) > slo.bound_us)
+        good &= ~(per_request(slo.metric, requests) > slo.bound_us)
     return good
 
 
@@ -313,7 +344,7 @@ def _measure(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | None:
     if slo.metric == "itl" and slo.percentile is not None:
         values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
     else:
-        known = _per_request(slo.metric, requests)[requests.completed]
+        known = per_request(slo.metric, requests)[requests.completed]
         values = ValueCounts.of(known[~np.isnan(known)])
     count = values.size + failures
     if count == 0:
@@ -326,7 +357,7 @@ def _measure(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | None:
     return float(low + (high - low) * (rank - math.floor(rank)))
 
 
-def _per_request(metric: SloMetric, requests: Requests) -> Float64s:
+def per_request(metric: SloMetric, requests: Requests) -> Float64s:
     """One value per request, NaN where there is none."""
     if metric == "tpot":
         return requests.tpot_us
@@ -393,7 +424,7 @@ class MetricsFold:
         self._batches = PackedRows(*BATCH_COLUMNS)
         self._modes = _Codes()
         self._gauges = PackedRows("time_us", "waiting", "running", "free_pages", "cached_pages")
-        self._cpu = PackedRows("start_us", "took_us", "work")
+        self._cpu = PackedRows(*CPU_COLUMNS)
         self._works = _Codes()
 
         # Counts.
@@ -453,31 +484,24 @@ class MetricsFold:
         self.compact()
         batches = self._batches.snapshot()
         batches.add_columns(*self._open_batches)
-        packed = _Packed(
-            gauges=self._gauges.snapshot(),
-            messages=self._messages.snapshot(),
-            batches=batches,
-            modes=tuple(self._modes),
-            cpu=self._cpu.snapshot(),
-            works=tuple(self._works),
-        )
+        packed = Packed(batches, tuple(self._modes), self._cpu.snapshot(), tuple(self._works))
         requests, itl_us = self._requests(), self._itl_us.build()
         span_us = (self._first_us or 0, self._last_us)
         edges_us = _edges_us(span_us)
-        gauges = _Gauges.of(packed.gauges, self._kv_pages, edges_us, span_us)
+        gauges = _Gauges.of(self._gauges, self._kv_pages, edges_us, span_us)
         device = _Device.of(packed)
         summary = {
             "requests": self._count_requests(requests),
-            "latency": _describe_latency(requests, itl_us),
-            "throughput": _describe_throughput(requests, slos),
+            "latency": describe_latency(requests, itl_us),
+            "throughput": describe_throughput(requests, slos),
             "cache": self._describe_cache(requests),
             "kv": gauges.describe_kv(self._kv_pages),
             "scheduler": self._describe_scheduler(requests, gauges),
             "device": self._describe_device(requests, device),
             "cpu": _describe_cpu(packed),
-            "slos": [_describe_slo(slo, requests, itl_us) for slo in slos],
+            "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
         }
-        series = _make_series(edges_us, gauges, packed, device.busy)
+        series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
         return RunData(requests, series, itl_us, span_us, summary, packed)
 
     # ------------------------------------------------------------------------------------------------- taking in
@@ -857,7 +881,8 @@ def describe(name: str, values: NDArray[Any] | ValueCounts) -> dict[str, float |
     return {f"{name}_us_{statistic}": round(number, 3) for statistic, number in zip(names, numbers, strict=True)}
 
 
-def _describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
+def describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
+    """The `latency` part of a summary: of completed requests."""
     done = requests.completed
 
     def known(column: NDArray[Any]) -> NDArray[Any]:
@@ -872,7 +897,8 @@ def _describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
     }
 
 
-def _describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
+def describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
+    """The `throughput` part of a summary: completed requests and their tokens over the makespan."""
     done = requests.completed
     span = makespan(requests)
     makespan_us = span[1] - span[0] if span else None
@@ -896,7 +922,7 @@ def _describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
     }
 
 
-def _describe_cpu(packed: _Packed) -> Summary:
+def _describe_cpu(packed: Packed) -> Summary:
     busy_us = [0] * len(packed.works)
     for _, took_us, work in packed.cpu.parts():
         for code in np.unique(work).tolist():
@@ -905,7 +931,8 @@ def _describe_cpu(packed: _Packed) -> Summary:
     return {"busy_us": sum(busy_us) if by_work else None, "busy_us_by_work": by_work}
 
 
-def _describe_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> Summary:
+def describe_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> Summary:
+    """An entry of the `slos` part of a summary."""
     measured_us = _measure(slo, requests, itl_us)
     finite = measured_us is not None and math.isfinite(measured_us)
     return {
@@ -960,7 +987,7 @@ class _Device:
     busy_after_decode_us: int  # what the second ones took
 
     @classmethod
-    def of(cls, packed: _Packed) -> _Device:
+    def of(cls, packed: Packed) -> _Device:
         mode_counts = np.zeros(len(packed.modes), np.int64)
         for columns in packed.batches.parts():
             mode_counts += np.bincount(columns[_MODE], minlength=len(packed.modes))
@@ -984,6 +1011,12 @@ class _Device:
             decode_gaps_us=gaps_us.build(),
             busy_after_decode_us=busy_after_us,
         )
+
+
+def decode_gaps_us(run: RunData) -> tuple[ValueCounts, int]:
+    """Idle times of one device between two decode batches in a row, and the time that the second ones took."""
+    device = _Device.of(run.packed)
+    return device.decode_gaps_us, device.busy_after_decode_us
 
 
 def _by_start(batches: PackedRows) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
@@ -1087,7 +1120,9 @@ def _edges_us(span_us: tuple[int, int]) -> Int64s:
     return np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
 
 
-def _make_series(edges_us: Int64s, gauges: _Gauges, packed: _Packed, busy: _Intervals) -> Series:
+def _make_series(
+    edges_us: Int64s, gauges: _Gauges, messages: PackedRows, batches: PackedRows, busy: _Intervals
+) -> Series:
     bins, widths_us = len(edges_us) - 1, np.diff(edges_us)
 
     def add_up(time_us: Int64s, amounts: Int64s) -> Int64s:
@@ -1095,12 +1130,12 @@ def _make_series(edges_us: Int64s, gauges: _Gauges, packed: _Packed, busy: _Inte
         return np.bincount(indices, weights=amounts, minlength=bins).astype(np.int64)
 
     prefill_tokens, decode_tokens, output_tokens = (np.zeros(bins, np.int64) for _ in range(3))
-    for columns in packed.batches.parts():
-        batches = dict(zip(packed.batches.names, columns, strict=True))
-        ended_us = np.where(batches["finished_us"] >= 0, batches["finished_us"], batches["launched_us"])
-        prefill_tokens += add_up(ended_us, batches["prefill_tokens"])
-        decode_tokens += add_up(ended_us, batches["new_tokens"] - batches["prefill_tokens"])
-    for time_us, new_tokens in packed.messages.parts():
+    for columns in batches.parts():
+        part = dict(zip(batches.names, columns, strict=True))
+        ended_us = np.where(part["finished_us"] >= 0, part["finished_us"], part["launched_us"])
+        prefill_tokens += add_up(ended_us, part["prefill_tokens"])
+        decode_tokens += add_up(ended_us, part["new_tokens"] - part["prefill_tokens"])
+    for time_us, new_tokens in messages.parts():
         output_tokens += add_up(time_us, new_tokens)
     return Series(
         t_us=edges_us[:-1],

@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.sim.intervals import Intervals
 from lockstep.sim.metrics import RunData, Summary
 
 if TYPE_CHECKING:
@@ -78,6 +79,42 @@ def _latency_table(summary: Summary) -> Table:
     for name, heading in LATENCIES.items():
         latency = summary["latency"]
         table.add_row(heading, *(show_us(latency[f"{name}_us_{statistic}"]) for statistic in STATISTICS))
+    return table
+
+
+INTERVALS_SHOWN = {
+    "TTFT p50": "ttft_us_p50", "TTFT p99": "ttft_us_p99", "TPOT p50": "tpot_us_p50", "TPOT p99": "tpot_us_p99",
+    "end to end p50": "e2e_us_p50", "end to end p99": "e2e_us_p99",
+    "requests per s": "requests_per_s", "output tokens per s": "output_tokens_per_s",
+    "goodput, requests per s": "goodput_requests_per_s",
+}  # fmt: skip
+"""Heading and name; metrics.json has more."""
+
+
+def interval_facts(intervals: Intervals | None) -> dict[str, str]:
+    """The intervals in words: `TPOT p50, 90 % interval` is `10.4 ms to 14.1 ms`."""
+    if intervals is None:
+        return {}
+    facts = {}
+    for heading, name in INTERVALS_SHOWN.items():
+        ends = intervals.answers[name]
+        if ends is not None:
+            show = show_us if "_us_" in name else show_rate
+            facts[f"{heading}, {100 * intervals.coverage:g} % interval"] = f"{show(ends[0])} to {show(ends[1])}"
+    return facts
+
+
+def intervals_table(intervals: Intervals) -> Table:
+    """What the answers lie between."""
+    title = f"{100 * intervals.coverage:g} % intervals"
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "from", "to"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for heading, name in INTERVALS_SHOWN.items():
+        ends = intervals.answers[name]
+        if ends is not None:
+            show = show_us if "_us_" in name else show_rate
+            table.add_row(heading, show(ends[0]), show(ends[1]))
     return table
 
 
@@ -172,9 +209,14 @@ def _three_digits(value: float) -> str:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def write_metrics_json(path: Path, run: RunData, about: Mapping[str, Any] | None = None) -> None:
+def write_metrics_json(
+    path: Path, run: RunData, about: Mapping[str, Any] | None = None, intervals: Intervals | None = None
+) -> None:
     """Write the summary, behind `about` (seed, commit, journal, cost model, ...). Raises ValueError for a NaN."""
-    text = json.dumps({"about": dict(about or {}), **run.summary}, indent=2, allow_nan=False, ensure_ascii=False)
+    metrics = {"about": dict(about or {}), **run.summary}
+    if intervals is not None:
+        metrics["intervals"] = intervals.describe()
+    text = json.dumps(metrics, indent=2, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -28,19 +28,22 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from simpy import Environment
 
 from lockstep.core import invariants
+from lockstep.core.commands import Step
 from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig, profile_settings
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import ObservedEvent
+from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cost import (
+    UNCALIBRATED,
+    Calibration,
     CapacityError,
     CostModel,
     CpuModel,
@@ -50,14 +53,17 @@ from lockstep.sim.cost import (
     ModelSpec,
     WeightsDtype,
     kv_capacity,
-    roofline,
 )
+from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
-OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html")
+if TYPE_CHECKING:
+    from lockstep.sim.intervals import Intervals
+
+OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 SEEDS = 2**63
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 
@@ -83,6 +89,8 @@ class Scenario:
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
+    operators: str | None = None  # folder of operator tables; None: the roofline
+    calibration: str | None = None  # catalogue name, or path of a file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
@@ -100,6 +108,8 @@ class Scenario:
             "mem_fraction",
             "weights_dtype",
             "kv_dtype",
+            "operators",
+            "calibration",
             "profile",
         ):
             value = getattr(self, name)
@@ -182,12 +192,17 @@ class Setup:
     cpu: CpuModel
     config: SchedConfig
     kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+    calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
     debug: int = 0  # how much of each step to print, see watch.py
     overridden: tuple[str, ...] = ()  # settings that the environment decided
 
     @property
     def title(self) -> str:
         return f"{self.model.name} on {self.scenario.tp} x {self.gpu.name}"
+
+    def slowed(self, factor: float) -> Setup:
+        """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
+        return replace(self, cost=UNCALIBRATED.cost_model(self.cost, factor), debug=0)
 
     def doubts(self) -> list[str]:
         """Settings beyond what the model and the GPU are: simulated as asked, and said."""
@@ -202,7 +217,7 @@ class Setup:
                 fits = 0
             if self.config.pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
-        return lines
+        return lines + self.calibration.doubts(self.model.name, self.gpu.name)
 
     def header(self) -> JournalHeader:
         """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
@@ -216,6 +231,7 @@ class Setup:
                 "gpu": self.gpu.name,
                 "tp": self.scenario.tp,
                 "cost": str(self.cost.describe()["kind"]),
+                "calibration": self.calibration.title,
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
             },
@@ -252,13 +268,14 @@ class Setup:
             "kv_capacity": self.kv.describe() if self.kv is not None else None,
             "cost_model": self.cost.describe(),
             "cpu_model": self.cpu.describe(),
+            "calibration": self.calibration.describe(),
         }
 
 
-def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Setup:
-    """Load and work out what the scenario names, cheapest first.
+def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
+    """Load and work out what the scenario names, cheapest first. A `workload` that is given is not read again.
 
-    Raises: ConfigError, CatalogueError, CapacityError or WorkloadError, each with a message for people.
+    Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
     """
     if not 0 <= scenario.seed < SEEDS:
         raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{scenario.seed}`")
@@ -266,25 +283,35 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ) -> Set
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     config, kv = _configure(scenario, model, gpu)
-    workload = open_workload(
-        scenario.workload,
-        seed=scenario.seed,
-        rate=scenario.rate,
-        rate_scale=scenario.rate_scale,
-        time_window=scenario.time_window,
-        limit=scenario.limit,
-        skip_bad_rows=scenario.skip_bad_rows,
+    if workload is None:
+        workload = open_workload(
+            scenario.workload,
+            seed=scenario.seed,
+            rate=scenario.rate,
+            rate_scale=scenario.rate_scale,
+            time_window=scenario.time_window,
+            limit=scenario.limit,
+            skip_bad_rows=scenario.skip_bad_rows,
+        )
+    base = base_cost_model(
+        model,
+        gpu,
+        scenario.tp,
+        weights_dtype=scenario.weights_dtype,
+        kv_dtype=scenario.kv_dtype,
+        operators=None if scenario.operators is None else Path(scenario.operators),
     )
-    cost = roofline(model, gpu, scenario.tp, weights_dtype=scenario.weights_dtype, kv_dtype=scenario.kv_dtype)
+    calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
     return Setup(
         scenario=scenario,
         model=model,
         gpu=gpu,
         workload=workload,
-        cost=cost,
-        cpu=CpuModel(),
+        cost=calibration.cost_model(base),
+        cpu=calibration.cpu_model(CpuModel()),
         config=config,
         kv=kv,
+        calibration=calibration,
         debug=debug_level(environ),
         overridden=tuple(overridden),
     )
@@ -336,6 +363,16 @@ class Run:
     never_sent: int  # turns of sessions that broke off
     interrupted: bool
     cpu_s: float  # of this process, for the replay and its metrics alone
+    intervals: Intervals | None = None  # see intervals_of
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.setup.calibration
+
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds."""
+        intervals = {} if self.intervals is None else {"intervals": self.intervals.describe()}
+        return {"about": self.about(), **self.data.summary, **intervals}
 
     def about(self) -> dict[str, Any]:
         """See Setup.about; and what must be known to read the numbers."""
@@ -366,6 +403,9 @@ class Run:
             lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
         if workload.skipped.count:
             lines.append(f"left out {workload.skipped.count:,} bad rows: {workload.skipped.examples[0]}")
+        extrapolated = self.setup.cost.describe().get("extrapolated")
+        if extrapolated:
+            lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
         lines += self.setup.doubts()
         return lines + list(workload.notes)
 
@@ -374,6 +414,22 @@ def _limit(config: SchedConfig) -> str:
     if config.request_tokens_max == config.context_tokens_max:
         return f"context {config.context_tokens_max} tokens"
     return f"KV pool {config.pool_tokens} tokens"
+
+
+class FrontEnd:
+    """Metrics as clients see them: a request has been under way for a while when the engine first hears of it."""
+
+    def __init__(self, metrics: MetricsFold, frontend_us: int) -> None:
+        self._metrics = metrics
+        self._frontend_us = frontend_us
+        self.gauge = metrics.gauge
+        self.cpu_interval = metrics.cpu_interval
+
+    def observe(self, event: ObservedEvent, step: Step) -> None:
+        """Take in one event and its Step."""
+        if type(event) is RequestArrived:
+            event = msgspec.structs.replace(event, time_us=event.time_us - self._frontend_us)
+        self._metrics.observe(event, step)
 
 
 class NoJournal:
@@ -413,6 +469,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     arrivals = Arrivals(setup.workload.turns)
     engine = Engine(setup.config)
     metrics = WatchedMetrics(engine, setup.debug) if setup.debug else MetricsFold(kv_pages=setup.config.pages)
+    frontend_us = round(setup.calibration.correction.frontend_us)
     host = EngineHost(
         Environment(),
         engine,
@@ -420,7 +477,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         setup.cost,
         setup.cpu,
         journal,
-        metrics,
+        FrontEnd(metrics, frontend_us) if frontend_us else metrics,
         seed=setup.scenario.seed,
         max_new_tokens=setup.scenario.max_new_tokens,
         check=invariants.self_check if check_every else None,
@@ -430,7 +487,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         decode_runs=not setup.debug,
     )
     began_s = time.process_time()
-    with _stopping_on_interrupt(host):
+    with stopping_on_interrupt(host):
         host.env.process(host.run())
         host.env.run()
     data = metrics.result(setup.scenario.slos)
@@ -446,8 +503,14 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     )
 
 
+class Stoppable(Protocol):
+    """What ends before its next fact once `stop_requested` is set."""
+
+    stop_requested: bool
+
+
 @contextmanager
-def _stopping_on_interrupt(host: EngineHost) -> Iterator[None]:
+def stopping_on_interrupt(host: Stoppable) -> Iterator[None]:
     """Let the first Ctrl-C end the run between two events, so that engine and journal agree; a second one raises."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -475,15 +538,22 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     journal = folder / "journal"
-    if not folder.is_dir() or not (any(journal.glob("*.log")) or (folder / "metrics.json").is_file()):
+    journals = [journal, *sorted(folder.glob("engines/*/journal"))]
+    if not folder.is_dir() or not (any(any(j.glob("*.log")) for j in journals) or (folder / "metrics.json").is_file()):
         raise ConfigError(f"`{folder}` exists and is not a run folder\nhint: choose another --out")
     if not overwrite:
         raise ConfigError(f"`{folder}` already holds a run\nhint: choose another --out, or add --overwrite")
-    for pattern in ("*.log", "snapshot-*"):
-        for path in journal.glob(pattern):
+    for old in journals:
+        for path in [*old.glob("*.log"), *old.glob("snapshot-*")]:
             path.unlink()
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
+    for engine in folder.glob("engines/*"):
+        for name in ("metrics.json", "trace.json.gz"):
+            (engine / name).unlink(missing_ok=True)
+        for empty in (engine / "journal", engine):
+            if empty.is_dir() and not any(empty.iterdir()):
+                empty.rmdir()
 
 
 def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = True, report: bool = True) -> None:
@@ -494,16 +564,16 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = run.about()
-    with _whole(folder / "metrics.json") as path:
-        write_metrics_json(path, run.data, about)
+    with whole(folder / "metrics.json") as path:
+        write_metrics_json(path, run.data, about, run.intervals)
     if requests:
-        with _whole(folder / "requests.parquet") as parquet, _whole(folder / "requests.csv") as csv:
+        with whole(folder / "requests.parquet") as parquet, whole(folder / "requests.csv") as csv:
             write_requests(run.data, parquet, csv)
     if trace:
-        with _whole(folder / "trace.json.gz") as path:
+        with whole(folder / "trace.json.gz") as path:
             write_trace(path, run.data, about={"seed": about["seed"], "command": about["command"]})
     if report and run.data.summary["requests"]["arrived"]:
-        with _whole(folder / "report.html") as path:
+        with whole(folder / "report.html") as path:
             write_report(
                 path,
                 [report_run(run)],
@@ -514,7 +584,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """Where to write `path`, so that it is there whole or not at all. An OSError names the file that was wanted."""
     part = path.with_name(f".part-{path.name}")
     try:
@@ -535,6 +605,7 @@ def _interrupted_headline(run: Run) -> str:
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
     """The run as a report takes it in."""
     from lockstep.sim.report import ReportRun
+    from lockstep.sim.results import interval_facts
 
     setup = run.setup
     facts = {
@@ -543,6 +614,8 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
         "workload": setup.workload.source,
         "workload digest": setup.workload.digest,
         "cost model": str(setup.cost.describe()["kind"]),
+        "calibration": setup.calibration.title,
+        **interval_facts(run.intervals),
         **{name: str(value) for name, value in msgspec.to_builtins(setup.config).items()},
         "seed": str(setup.scenario.seed),
         "version": code_version(),

@@ -34,6 +34,14 @@ class ValueCounts:
         distinct, counts = np.unique(values, return_counts=True)
         return cls(distinct.astype(np.float64), counts)
 
+    @classmethod
+    def join(cls, parts: Sequence[ValueCounts]) -> ValueCounts:
+        """That of several lists end to end."""
+        builder = ValueCountsBuilder()
+        for part in parts:
+            builder.add(part.values, part.counts)
+        return builder.build()
+
     @property
     def size(self) -> int:
         """How many numbers the list has, equal ones included."""

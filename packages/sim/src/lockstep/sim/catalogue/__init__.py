@@ -1,7 +1,8 @@
-"""The catalogue: public models and GPUs by name, each number with its source.
+"""The catalogue: public models, GPUs and calibrations by name, each number with its source.
 
 `models/<name>.json` holds the fields of a Hugging Face config.json; `gpus/<name>.json` holds data-sheet peaks, measured
-medians and prices. Anything else is a path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
+medians and prices; `calibrations/<name>.json` holds what public serving points said about an engine. Anything else is a
+path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from lockstep.sim.cost.errors import CatalogueError
+from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.errors import CalibrationError, CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
 from lockstep.sim.cost.models import ModelSpec, model_from_config
 
-__all__ = ["CatalogueError", "gpu_names", "load_gpu", "load_model", "model_names"]
+__all__ = [
+    "CatalogueError",
+    "calibration_names",
+    "gpu_names",
+    "load_calibration",
+    "load_gpu",
+    "load_model",
+    "model_names",
+]
 
 
 def model_names() -> tuple[str, ...]:
@@ -63,6 +73,28 @@ def load_gpu(name_or_path: str) -> GpuSpec:
     close_to = {alias: str(entry["name"]) for alias, entry in _gpus().items()}
     raise _unknown(
         "GPU", name_or_path, wanted, gpu_names(), "the path of a JSON file like catalogue/gpus/*.json", close_to
+    )
+
+
+def calibration_names() -> tuple[str, ...]:
+    """Return the names of the calibrations that are shipped, sorted."""
+    return tuple(sorted(_entries("calibrations")))
+
+
+def load_calibration(name_or_path: str) -> Calibration:
+    """Return a calibration by name, such as vllm-h100, or by the path of a file that `lockstep calibrate` wrote.
+
+    Raises: CalibrationError if it is unknown or malformed.
+    """
+    known = _entries("calibrations")
+    name = name_or_path.strip().lower()
+    if name in known:
+        return Calibration.from_bytes(known[name].read_bytes(), f"catalogue calibration {name}")
+    if name_or_path.endswith(".json") or Path(name_or_path).exists():
+        return Calibration.load(name_or_path)
+    raise CalibrationError(
+        f"unknown calibration `{name_or_path}`\nknown: {', '.join(calibration_names())}\n"
+        "hint: anything else can be given as the path of a file, which `lockstep calibrate` makes"
     )
 
 

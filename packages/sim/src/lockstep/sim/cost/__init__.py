@@ -6,16 +6,21 @@ cost.batch_us(decode_shape(rows=64, context_tokens=2000))      # Duration(mean_u
 kv_capacity(model, gpu).tokens
 """
 
+from lockstep.sim.cost.calibration import UNCALIBRATED, CalibratedModel, Calibration
 from lockstep.sim.cost.capacity import KvCapacity, kv_capacity
 from lockstep.sim.cost.cpu import CpuModel
-from lockstep.sim.cost.errors import CapacityError, CatalogueError
+from lockstep.sim.cost.errors import CalibrationError, CapacityError, CatalogueError
 from lockstep.sim.cost.hardware import Constant, GpuSpec
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration, decode_shape, extend_shape
 from lockstep.sim.cost.models import KvDtype, ModelSpec, WeightsDtype
 from lockstep.sim.cost.roofline import RooflineModel, roofline
 
 __all__ = [
+    "UNCALIBRATED",
     "BatchShape",
+    "CalibratedModel",
+    "Calibration",
+    "CalibrationError",
     "CapacityError",
     "CatalogueError",
     "Constant",

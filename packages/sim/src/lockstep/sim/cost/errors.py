@@ -9,3 +9,7 @@ class CatalogueError(ValueError):
 
 class CapacityError(ValueError):
     """A model that does not fit, or cannot be split the way that was asked."""
+
+
+class CalibrationError(ValueError):
+    """A calibration that cannot be read, or points that none can be made of."""

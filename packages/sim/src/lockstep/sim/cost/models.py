@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
 
-WeightsDtype = Literal["bf16", "fp8", "mxfp4"]
+WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
 KvDtype = Literal["bf16", "fp8"]
 
 KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
@@ -23,11 +23,13 @@ STATE_BYTES = 4  # the recurrent state of linear attention is float32 (`mamba_ss
 
 # Bytes per weight, by what the matrix is. Scales: fp8 has one float32 per 128 x 128 weights, which is 0.02 % and left
 # out; mxfp4 has one byte per 32 weights (4.25 bit). Only experts are stored as mxfp4 (gpt-oss,
-# `modules_to_not_convert`).
+# `modules_to_not_convert`). int4 is what AWQ and GPTQ store with groups of 128: a bf16 scale and a 4-bit zero each,
+# widened to bf16 in the kernel.
 WEIGHT_BYTES: dict[str, dict[str, float]] = {
     "bf16": {"linear": 2.0, "expert": 2.0, "plain": 2.0},
     "fp8": {"linear": 1.0, "expert": 1.0, "plain": 2.0},
     "mxfp4": {"linear": 2.0, "expert": 4.25 / 8, "plain": 2.0},
+    "int4": {"linear": (4 + 20 / 128) / 8, "expert": (4 + 20 / 128) / 8, "plain": 2.0},
 }
 
 
@@ -348,7 +350,8 @@ REFUSED = {
     "num_kv_shared_layers": "KV shared between layers",
     "hidden_size_per_layer_input": "per-layer embeddings",
 }
-NATIVE_DTYPES: dict[str, WeightsDtype] = {"fp8": "fp8", "mxfp4": "mxfp4"}
+NATIVE_DTYPES: dict[str, WeightsDtype] = {"fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4"}
+INT4_BITS, INT4_GROUP = 4, 128  # the one kind of AWQ and GPTQ whose bytes are counted
 TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are served in bf16
 
 
@@ -538,6 +541,15 @@ def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
                 f"{f.where}: `quantization_config.quant_method` `{method}` is not modelled\n"
                 f"hint: {', '.join(NATIVE_DTYPES)}, or remove the field and choose --weights-dtype"
             )
+        if NATIVE_DTYPES[method] == "int4":
+            quantization = f.table("quantization_config")
+            for field, modelled in (("bits", INT4_BITS), ("group_size", INT4_GROUP)):
+                if quantization.get(field, modelled) != modelled:
+                    raise CatalogueError(
+                        f"{f.where}: `quantization_config.{field}` `{quantization[field]}` of {method} "
+                        "is not modelled\n"
+                        f"hint: {modelled} is; or remove the field and choose --weights-dtype"
+                    )
         return NATIVE_DTYPES[method]
     dtype = f.data.get("torch_dtype") or f.data.get("dtype") or "bfloat16"
     if dtype not in TORCH_DTYPES:

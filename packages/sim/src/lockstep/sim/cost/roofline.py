@@ -8,7 +8,10 @@ on contexts (attention) is a few multiplications. docs/cost-models.md has one li
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.sim.cost.hardware import AllReduce, Constant, GpuSpec, achieved, all_reduce_of
 from lockstep.sim.cost.model import BatchShape, Duration
@@ -19,12 +22,16 @@ from lockstep.sim.cost.models import (
     Attention,
     KvDtype,
     LatentAttention,
+    Matrix,
     ModelSpec,
     WeightsDtype,
     ceil_div,
     checked_kv_dtype,
     checked_weights_dtype,
 )
+
+Float64s = NDArray[np.float64]
+Precision = Literal["bf16", "fp8"]
 
 # Estimates, used as they are; a calibration replaces them.
 EAGER_KERNEL_US = Constant(5.0, "estimate: CPU time to launch one kernel from Python, 4 to 6 us in PyTorch eager mode")
@@ -64,6 +71,7 @@ class RooflineModel:
         self.constants: dict[str, Constant] = {}
         self.matrices = [m for m in model.matrices(tp) if m.name != "embedding"]
         self.all_reduce: AllReduce | None = all_reduce_of(gpu, tp) if tp > 1 else None
+        self.collectives = ALL_REDUCES_PER_LAYER * model.layers if tp > 1 else 0
         self._memory = 1.0 / self._us_rate("weight_read_gbs", 1e3)  # us per byte of weights and activations
         self._small_us = self._rate("small_kernel_us")
         self._prepare_gemms()
@@ -73,7 +81,7 @@ class RooflineModel:
         self._tokens_us: dict[int, float] = {}
         self._sampling_us: dict[int, float] = {}
         kernels = sum(self._gemm_kernels.values()) + self._small_kernels
-        kernels += model.attention_layers + (ALL_REDUCES_PER_LAYER * model.layers if tp > 1 else 0)
+        kernels += model.attention_layers + self.collectives
         self.kernels = kernels
         self._eager_floor_us = self.kernels * self._note("eager_kernel_us", EAGER_KERNEL_US)
         self._fixed_us = self._note("forward_fixed_us", FORWARD_FIXED_US)
@@ -86,33 +94,49 @@ class RooflineModel:
             return Duration(0.0)
         us = self._tokens_us.get(tokens)
         if us is None:
-            us = self._tokens_us[tokens] = sum(self._tokens_terms_us(tokens).values())
+            us = self._tokens_us[tokens] = sum(self.tokens_terms_us(tokens).values())
         if decode_rows:
-            us += self._decode_attention_us(decode_rows, shape.decode_context_tokens)
+            us += self.decode_attention_us(decode_rows, shape.decode_context_tokens)
         if extend_tokens:
-            us += self._extend_attention_us(shape)
+            us += self.extend_attention_us(shape)
+        if self._delta_row_us:
+            us += self.delta_us(shape)
         if shape.sampled_rows:
             sampling_us = self._sampling_us.get(shape.sampled_rows)
-            if sampling_us is None:
-                sampling_us = self._sampling_us[shape.sampled_rows] = self._sampling_terms_us(shape.sampled_rows)
-            us += sampling_us
+            us += self.sampling_us(shape.sampled_rows) if sampling_us is None else sampling_us
+        # What follows is `launched_us`, without the call: this is asked once or twice a batch.
         graph = self.cuda_graph and not extend_tokens and decode_rows <= self.graph_rows_max
         if not graph and us < self._eager_floor_us:
             us = self._eager_floor_us
         return Duration(us + self._fixed_us)
+
+    def launched_us(self, shape: BatchShape, us: float) -> float:
+        """Return the time of kernels that take `us`, launched as a graph or one by one."""
+        graph = self.cuda_graph and not shape.extend_tokens and shape.decode_rows <= self.graph_rows_max
+        if not graph and us < self._eager_floor_us:
+            us = self._eager_floor_us
+        return us + self._fixed_us
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
+        if self.all_reduce is None:
+            return 0.0
+        return self.collectives * self.all_reduce_us(self.all_reduce_bytes(tokens))
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the same time split by operator; the values sum to `batch_us`."""
         tokens = shape.extend_tokens + shape.decode_rows
         if not tokens:
             return {}
-        terms = self._tokens_terms_us(tokens)
+        terms = self.tokens_terms_us(tokens)
         if shape.decode_rows:
-            terms["attention_decode"] = self._decode_attention_us(shape.decode_rows, shape.decode_context_tokens)
+            terms["attention_decode"] = self.decode_attention_us(shape.decode_rows, shape.decode_context_tokens)
         if shape.extend_tokens:
-            terms["attention_prefill"] = self._extend_attention_us(shape)
+            terms["attention_prefill"] = self.extend_attention_us(shape)
+        if self._delta_row_us:
+            terms["linear_attention"] = self.delta_us(shape)
         if shape.sampled_rows:
-            terms["logits_and_sampling"] = self._sampling_terms_us(shape.sampled_rows)
+            terms["logits_and_sampling"] = self.sampling_us(shape.sampled_rows)
         terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
         return terms
 
@@ -149,16 +173,44 @@ class RooflineModel:
 
     # --- projections, experts, norms, all-reduce: functions of the number of tokens -----------------------------------
 
+    def precision_of(self, m: Matrix) -> Precision:
+        """Return the precision a dense matrix is multiplied in: low-precision weights are widened where need be."""
+        return "fp8" if self.weights_dtype == "fp8" and self.gpu.has_fp8 and m.kind == "linear" else "bf16"
+
+    def gemm_us(self, precision: Precision, m: Float64s, k: Float64s, n: Float64s, weight_bytes: float) -> Float64s:
+        """Return the time of GEMMs [m, k] x [k, n], each float64 [shapes]; what `tokens_terms_us` charges a matrix."""
+        compute = 2.0 * m * k * n / (achieved(self.gpu, f"{precision}_gemm_tflops").value * 1e6)
+        memory = (k * n * weight_bytes + m * (k + n) * ACTIVATION_BYTES) * self._memory
+        return achieved(self.gpu, f"{precision}_gemm_latency_us").value + np.maximum(compute, memory)
+
+    def experts_us(
+        self, tokens: Float64s, hidden: Float64s, ffn: Float64s, per_token: Float64s, count: Float64s
+    ) -> Float64s:
+        """Return the time of the grouped GEMMs of one layer, each float64 [shapes]; what `tokens_terms_us` charges."""
+        low = self.weights_dtype == "fp8" and self.gpu.has_fp8
+        flops_us = achieved(self.gpu, "fp8_moe_tflops" if low else "bf16_moe_tflops").value * 1e6
+        latency_us = achieved(self.gpu, "fp8_gemm_latency_us" if low else "bf16_gemm_latency_us").value
+        touched = count * (1.0 - (1.0 - per_token / count) ** tokens)
+        total = np.zeros_like(tokens)
+        for inputs, outputs in ((hidden, 2.0 * ffn), (ffn, hidden)):
+            compute = per_token * tokens * 2.0 * inputs * outputs / flops_us
+            weights = touched * inputs * outputs * WEIGHT_BYTES[self.weights_dtype]["expert"] * self._memory
+            memory = weights + per_token * tokens * (inputs + outputs) * ACTIVATION_BYTES * self._memory
+            total += latency_us + np.maximum(compute, memory)
+        return total
+
     def _prepare_gemms(self) -> None:
         """Work out, per matrix: layers, latency, us per token of compute, us of weights, us per token of memory."""
         weight_bytes = WEIGHT_BYTES[self.weights_dtype]
-        low = self.weights_dtype == "fp8" and self.gpu.has_fp8  # otherwise low-precision weights are widened to bf16
+        low = self.weights_dtype == "fp8" and self.gpu.has_fp8
+        self.gemm_matrices: list[Matrix] = []
         self._gemms: dict[str, tuple[int, float, float, float, float]] = {}
         self._gemm_kernels: dict[str, int] = {}
         for m in self.matrices:
             if m.kind == "expert" or m.name == "lm_head":
                 continue
-            precision = "fp8" if low and m.kind == "linear" else "bf16"
+            self.gemm_matrices.append(m)
+            precision = self.precision_of(m)
             latency = self._rate(f"{precision}_gemm_latency_us")
             flops_us = self._us_rate(f"{precision}_gemm_tflops", 1e6)
             self._gemms[m.name] = (
@@ -217,8 +269,8 @@ class RooflineModel:
         self._small_kernels = kernels
         self._small_token_us = values * ACTIVATION_BYTES * self._memory
 
-    def _tokens_terms_us(self, tokens: int) -> dict[str, float]:
-        """Return what depends only on the number of tokens, by operator."""
+    def tokens_terms_us(self, tokens: int) -> dict[str, float]:
+        """Return the time of what depends only on the number of tokens, by operator."""
         terms = {
             name: count * (latency + max(tokens * compute, weights + tokens * memory))
             for name, (count, latency, compute, weights, memory) in self._gemms.items()
@@ -231,11 +283,15 @@ class RooflineModel:
             )
         terms["small_kernels"] = self._small_kernels * self._small_us + tokens * self._small_token_us
         if self.all_reduce is not None:
-            message = tokens * self.model.hidden * ACTIVATION_BYTES
-            terms["all_reduce"] = ALL_REDUCES_PER_LAYER * self.model.layers * self._all_reduce_us(message)
+            terms["all_reduce"] = self.collectives_us(tokens)
         return terms
 
-    def _all_reduce_us(self, message_bytes: float) -> float:
+    def all_reduce_bytes(self, tokens: int) -> int:
+        """Return the size of one all-reduce for a batch of so many tokens."""
+        return tokens * self.model.hidden * ACTIVATION_BYTES
+
+    def all_reduce_us(self, message_bytes: float) -> float:
+        """Return the time of one all-reduce."""
         if self.all_reduce is None:
             return 0.0
         r, moved = self.all_reduce, 2.0 * (self.tp - 1) / self.tp * message_bytes
@@ -279,14 +335,54 @@ class RooflineModel:
             self._delta_row_us = model.linear_layers * state_us
             self._delta_token_us = model.linear_layers * flops / self._us_rate("delta_rule_tflops", 1e6)
 
-    def _decode_attention_us(self, rows: int, context_tokens: int) -> float:
+    def decode_attention_us(self, rows: int, context_tokens: int) -> float:
+        """Return the time of attention in all layers that keep KV, for rows that decode; see `delta_us`."""
         us = self._decode_latency_us + self._full * context_tokens * self._decode_token_us
         if self._sliding:
             # Sums hide which rows are longer than the window: exact if all or none are, otherwise too high.
             us += self._sliding * min(context_tokens, rows * self._window) * self._decode_token_us
-        return us + rows * self._delta_row_us
+        return us
 
-    def _extend_attention_us(self, shape: BatchShape) -> float:
+    def delta_us(self, shape: BatchShape) -> float:
+        """Return the time of linear attention in all its layers."""
+        extend_us = max(shape.extend_tokens * self._delta_token_us, shape.extend_rows * self._delta_row_us)
+        return shape.decode_rows * self._delta_row_us + extend_us
+
+    def one_layer_decode_us(self, tokens: Float64s, heads: Float64s, *rest: Float64s) -> Float64s:
+        """Return the time of one layer that reads `tokens` of KV in all, each float64 [shapes].
+
+        `rest` is the number of KV heads and the head's size, for attention that has them.
+        """
+        if rest:
+            kv_heads, head_dim = rest
+            values, flops = 2.0 * kv_heads * head_dim, 4.0 * heads * head_dim
+        else:
+            a = self.model.attention
+            assert isinstance(a, LatentAttention)
+            values, flops = np.full_like(heads, a.kv_rank + a.rope_dim), 2.0 * heads * (2 * a.kv_rank + a.rope_dim)
+        read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3
+        flops_us = achieved(self.gpu, "attention_prefill_tflops").value * 1e6
+        per_token = np.maximum(values * KV_BYTES[self.kv_dtype] / read_us, flops / flops_us)
+        return achieved(self.gpu, "attention_decode_latency_us").value + tokens * per_token
+
+    def one_layer_extend_us(self, rows: Float64s, tokens: Float64s, heads: Float64s, *rest: Float64s) -> Float64s:
+        """Return the time of one layer over `rows` prompts of `tokens` each, each float64 [shapes]."""
+        if rest:
+            kv_heads, head_dim = rest
+            values, flops = 2.0 * kv_heads * head_dim, 4.0 * heads * head_dim
+        else:
+            a = self.model.attention
+            assert isinstance(a, LatentAttention)
+            values = np.full_like(heads, a.kv_rank + a.rope_dim)
+            flops = 2.0 * heads * (a.nope_dim + a.rope_dim + a.value_dim)
+        pairs = rows * tokens * (tokens + 1.0) / 2.0 + self._extra_keys * rows * tokens
+        compute = pairs * flops / (achieved(self.gpu, "attention_prefill_tflops").value * 1e6)
+        read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3
+        memory = rows * tokens * values * KV_BYTES[self.kv_dtype] / read_us
+        return achieved(self.gpu, "attention_prefill_latency_us").value + np.maximum(compute, memory)
+
+    def extend_attention_us(self, shape: BatchShape) -> float:
+        """Return the time of attention in all layers that keep KV, for rows that extend; see `delta_us`."""
         tokens, context, rows = shape.extend_tokens, shape.extend_context_tokens, shape.extend_rows
         extra = self._extra_keys * tokens
         us = self._extend_latency_us
@@ -297,7 +393,7 @@ class RooflineModel:
             pairs = min(shape.extend_pairs, tokens * self._window)
             keys = min(context, rows * self._window) + tokens
             us += self._sliding * max((pairs + extra) * self._pair_us, keys * self._read_us)
-        return us + max(tokens * self._delta_token_us, rows * self._delta_row_us)
+        return us
 
     # --- logits and sampling: a function of the sampled rows ----------------------------------------------------------
 
@@ -311,10 +407,17 @@ class RooflineModel:
         self._draw_row_us = passes * self.model.vocab * LOGIT_BYTES * self._memory
         self._draw_fixed_us = self._note("sampling_fixed_us", SAMPLING_FIXED_US)
 
+    def sampling_us(self, rows: int) -> float:
+        """Return the time of logits and sampling for so many rows; remembered."""
+        us = self._sampling_us.get(rows)
+        if us is None:
+            us = self._sampling_us[rows] = self._sampling_terms_us(rows)
+        return us
+
     def _sampling_terms_us(self, rows: int) -> float:
         """Return the logits GEMM, the gathering of logits from all ranks, and the draw."""
         head = self._head_latency_us + max(rows * self._head_row_us, self._head_weights_us)
-        gather = self._all_reduce_us(rows * self.model.vocab * ACTIVATION_BYTES) / 2.0  # an all-gather is half of one
+        gather = self.all_reduce_us(rows * self.model.vocab * ACTIVATION_BYTES) / 2.0  # an all-gather is half of one
         return head + gather + self._draw_fixed_us + rows * self._draw_row_us
 
 

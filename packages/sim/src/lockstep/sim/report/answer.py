@@ -21,10 +21,15 @@ def answer(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str |
     kind = "a simulated run" if alone else f"{len(runs)} simulated runs"
     below = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
     proof = f'<p class="evidence">{escape(_evidence(runs[0]))}</p>{slo_list(runs[0].slos)}' if alone else ""
+    return head(f"report of {kind}", title, below, headline or _headline(runs), proof)
+
+
+def head(kind: str, title: str, below: str, headline: str, proof: str) -> str:
+    """The head of any page: what it is, the question, the answer; `below` and `proof` are HTML already."""
     return f"""<header id="answer">
-<p class="mark">{LOGO}<span><b>Lockstep</b> report of {kind}</span></p>
+<p class="mark">{LOGO}<span><b>Lockstep</b> {escape(kind)}</span></p>
 <h1>{escape(title)}</h1>{below}
-<p class="answer">{escape(headline or _headline(runs))}</p>
+<p class="answer">{escape(headline)}</p>
 {proof}
 </header>"""
 

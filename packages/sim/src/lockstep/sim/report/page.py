@@ -65,7 +65,13 @@ def _render(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str 
         data["compare"] = comparison_payload(runs)
         body += [comparison(runs), switch(runs)]
     body += [details(run, payloads[key], key, alone=alone) for key, run in enumerate(runs)]
-    body.append(_footer(runs))
+    version = next((str(run.facts["version"]) for run in runs if "version" in run.facts), "")
+    return whole_page(title, body, data, version)
+
+
+def whole_page(title: str, body: Sequence[str], data: Json, version: str) -> str:
+    """Sections and the data their charts draw, as one file that loads nothing."""
+    body = [*body, _footer(version)]
     script, style = _script(), _asset("vendor/uplot/uPlot.min.css") + "\n" + _asset("report/page.css")
     values = {
         "csp": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; img-src data:; "
@@ -86,8 +92,7 @@ def _first_shown(runs: Sequence[ReportRun]) -> int:
     return max((key for key, run in enumerate(runs) if run.meets_slos), default=0)
 
 
-def _footer(runs: Sequence[ReportRun]) -> str:
-    version = next((str(run.facts["version"]) for run in runs if "version" in run.facts), "")
+def _footer(version: str) -> str:
     by = f"Lockstep {version}".strip()
     return (
         f"<footer>Written by {escape(by)}. Times are simulated. Charts by uPlot (MIT license, in this file).</footer>"

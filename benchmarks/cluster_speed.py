@@ -1,0 +1,75 @@
+"""CPU time per simulated request of a cluster, beside that of one engine: eight replicas at eight times the rate.
+
+The bar: at most 1.3 times per request. Peers slow down as replicas are added, because their engines take turns event by
+event; ours meet at the router only. The same traffic per engine throughout: Poisson, about 1,080 tokens in and 216 out.
+Counted is user and system time of this process for the replay and its metrics, journals not written.
+
+    python benchmarks/cluster_speed.py [--replicas 8] [--requests 1500] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its idle threads spin, and would be counted
+
+import argparse
+import gc
+import statistics
+import sys
+
+from calibration import calibrate
+
+from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.simulate import Scenario, assemble, simulate
+
+MODEL, GPU = "llama-3.1-8b", "a100"
+SETTINGS = {"max_running_requests": 128, "chunked_prefill_size": 512, "max_prefill_tokens": 512, "pages": 26_000}
+LENGTHS = "input=lognormal:800:0.75,output=lognormal:180:0.6"
+RATE = 6.45  # per engine
+BAR = 1.3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=1_500, help="per engine (default 1500)")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions; the median counts (default 3)")
+    arguments = parser.parse_args()
+    print("calibration, CPU us:", ", ".join(f"{name} {us:,.1f}" for name, us in calibrate().items()))
+
+    replicas, requests = arguments.replicas, arguments.requests
+    base = scenario(requests, 1)
+    setup = assemble(base)
+    alone: list[float] = []
+    together: dict[str, list[float]] = {policy: [] for policy in ROUTER_POLICIES}
+    for _ in range(arguments.rounds):  # side by side: the machine's mood is the same for all
+        gc.collect()
+        alone.append(simulate(setup).cpu_s / requests)
+        for policy, measured in together.items():
+            scenario_of_many = scenario(requests * replicas, replicas)
+            router = RouterConfig(policy=policy)
+            cluster = assemble_cluster(ClusterScenario(base=scenario_of_many, replicas=replicas, router=router))
+            gc.collect()
+            measured.append(simulate_cluster(cluster).cpu_s / (requests * replicas))
+
+    one_us = statistics.median(alone) * 1e6
+    print(f"one engine at {RATE:g}/s: {one_us:,.0f} us per request")
+    worst = 0.0
+    for policy, measured in together.items():
+        ratio = statistics.median(many / one for many, one in zip(measured, alone, strict=True))
+        worst = max(worst, ratio)
+        us = statistics.median(measured) * 1e6
+        print(f"{replicas} engines at {RATE * replicas:g}/s, {policy:16} {us:,.0f} us per request, {ratio:.2f} x one")
+    print(f"the bar of {BAR} is {'reached' if worst <= BAR else 'not reached'}: at most {worst:.2f}")
+    return int(worst > BAR)
+
+
+def scenario(requests: int, engines: int) -> Scenario:
+    workload = f"gen:n={requests},rate={RATE * engines:g},{LENGTHS}"
+    return Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

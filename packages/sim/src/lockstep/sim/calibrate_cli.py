@@ -1,0 +1,227 @@
+"""`lockstep calibrate`: argument parsing only. What is done with the arguments is in calibrate.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.sim.cli import refusals
+
+if TYPE_CHECKING:
+    from lockstep.sim.cost import Calibration
+
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+@click.group()
+def calibrate() -> None:
+    """Fit the cost model to measurements, and write a calibration file for `lockstep simulate --calibration`."""
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every source."""
+    for option in (
+        click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="where to write it"),
+        click.option(
+            "--date", required=True, metavar="YYYY-MM-DD", help="of the calibration: never taken from the clock"
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _operators(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "calibrate the cost model measured by these operator tables  [default: the roofline]"
+    option = click.option("--operators", type=click.Path(path_type=Path), metavar="DIR", help=text)
+    return option(command)
+
+
+def _checked_date(date: str) -> str:
+    if not DATE.fullmatch(date):
+        raise click.BadParameter(f"expected YYYY-MM-DD, got `{date}`", param_hint="--date")
+    return date
+
+
+def _write(calibration: Calibration, out: Path) -> None:
+    """Write the file and say what is in it."""
+    calibration.save(out)
+    c = calibration.correction
+    click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
+    click.echo(
+        f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
+        f"{c.row_us:.3g} us a row, {c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
+    )
+    for residuals in calibration.residuals:
+        low, middle, high = residuals.at([0.05, 0.5, 0.95])
+        click.echo(
+            f"measured / predicted {residuals.metric}, models {residuals.population}: median {middle:.2f}, "
+            f"90 % in {low:.2f} to {high:.2f} ({residuals.count} predictions, {residuals.method})"
+        )
+    for source in calibration.sources:
+        left_out = f", {source.rows_left_out:,} left out ({source.why_left_out})" if source.rows_left_out else ""
+        click.echo(f"from {source.file}: {source.rows_used:,} rows{left_out}, SHA-256 {source.sha256[:16]}...")
+    for note in calibration.notes:
+        click.echo(note)
+    click.echo(f"wrote {out}", err=True)
+
+
+@calibrate.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--engine", required=True, help="whose rows: vllm, sglang or trtllm")
+@click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
+@click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
+@_operators
+@_common
+def points(
+    file: Path, engine: str, gpu: str | None, suspect: bool, operators: Path | None, date: str, out: Path
+) -> None:
+    """From published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
+
+    Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
+    """
+    with refusals():
+        from lockstep.sim.calibrate import Trial, calibration_of_points, sha256_of
+        from lockstep.sim.catalogue import load_gpu
+        from lockstep.sim.cost import CalibrationError
+        from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.serving_points import read_serving_points
+
+        date = _checked_date(date)
+        found, left_out = read_serving_points(file, suspect=suspect)
+        if gpu is not None:
+            name = load_gpu(gpu).name
+            found = [point for point in found if point.gpu.name == name]
+        engines = sorted({point.engine for point in found})
+        if engine not in engines:
+            known = ", ".join(engines) or "no row is left"
+            raise CalibrationError(f"{file} has no rows of engine `{engine}`\nhint: {known}")
+        found = [point for point in found if point.engine == engine]
+        click.echo(f"simulating {len(found)} points", err=True)
+        trial = Trial.of(found, operators=operators)
+        reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in left_out.items())
+        source = Source(
+            kind="serving_points",
+            file=file.name,
+            sha256=sha256_of(file),
+            rows_used=len(found),
+            rows_left_out=sum(map(len, left_out.values())),
+            why_left_out=reasons,
+        )
+        _write(calibration_of_points(trial, engine, date=date, sources=[source]), out)
+
+
+@calibrate.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--model", help="what ran  [default: what the journal's header says]")
+@click.option("--gpu", help="where it ran  [default: what the journal's header says]")
+@click.option("--tp", type=click.INT, help="on so many GPUs  [default: what the journal's header says]")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
+@click.option("--engine", default="lockstep", show_default=True, help="what ran it")
+@click.option("--engine-version", default="", help="of the engine  [default: of the core that wrote the journal]")
+@_operators
+@_common
+def journal(
+    run: Path,
+    model: str | None,
+    gpu: str | None,
+    tp: int | None,
+    weights_dtype: Any,
+    kv_dtype: Any,
+    engine: str,
+    engine_version: str,
+    operators: Path | None,
+    date: str,
+    out: Path,
+) -> None:
+    """From the journal of a run folder, whose host reported when each batch began and ended."""
+    with refusals():
+        from lockstep.core.journal import read_journal
+        from lockstep.sim.calibrate import calibration_of_batches, sha256_of, timed_batches
+        from lockstep.sim.catalogue import load_gpu, load_model
+        from lockstep.sim.cost import CalibrationError
+        from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.cost.tables import base_cost_model
+
+        date = _checked_date(date)
+        header = read_journal(run).header
+        said = {"model": model or header.host.get("model"), "gpu": gpu or header.host.get("gpu")}
+        for name, value in said.items():
+            if not value:
+                raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
+        ranks = tp if tp is not None else int(header.host.get("tp", 1))
+        base = base_cost_model(
+            load_model(str(said["model"])),
+            load_gpu(str(said["gpu"])),
+            ranks,
+            weights_dtype=weights_dtype,
+            kv_dtype=kv_dtype,
+            operators=operators,
+        )
+        batches = timed_batches(run, base)
+        folder = run / "journal" if (run / "journal").is_dir() else run
+        source = Source(
+            kind="journal",
+            file=run.name,
+            sha256=sha256_of(folder),
+            rows_used=len(batches.took_us),
+            rows_left_out=batches.left_out,
+            why_left_out="no times" if batches.left_out else "",
+        )
+        found = calibration_of_batches(
+            batches,
+            engine=engine,
+            engine_version=engine_version or header.core_version,
+            base=base,
+            date=date,
+            source=source,
+        )
+        _write(found, out)
+
+
+@calibrate.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--model", "models", multiple=True, required=True, help="whose shapes; give it once for each model")
+@click.option("--gpu", required=True, help="whose tables")
+@click.option("--tp", "ranks", type=click.INT, multiple=True, default=(1,), show_default=True, help="once for each")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
+@click.option("--engine", default="kernels", show_default=True, help="whose kernels they are")
+@click.option("--engine-version", default="", help="of the engine")
+@_common
+def operators(
+    folder: Path,
+    models: tuple[str, ...],
+    gpu: str,
+    ranks: tuple[int, ...],
+    weights_dtype: Any,
+    kv_dtype: Any,
+    engine: str,
+    engine_version: str,
+    date: str,
+    out: Path,
+) -> None:
+    """From operator tables: what kernels and collectives take, without what an engine does around them.
+
+    Their format: docs/cost-models.md, section 3. `lockstep simulate --operators DIR` uses the tables themselves.
+    """
+    with refusals():
+        from lockstep.sim.calibrate import calibration_of_tables
+        from lockstep.sim.catalogue import load_gpu, load_model
+        from lockstep.sim.cost import roofline
+        from lockstep.sim.cost.tables import read_operator_tables
+
+        date = _checked_date(date)
+        card = load_gpu(gpu)
+        tables = read_operator_tables(folder, card)
+        bases = [
+            roofline(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+            for name in models
+            for tp in ranks
+        ]
+        found = calibration_of_tables(bases, tables, engine=engine, engine_version=engine_version, date=date)
+        _write(found, out)

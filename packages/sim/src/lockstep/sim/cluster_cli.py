@@ -1,0 +1,114 @@
+"""`lockstep simulate` with several engines: from options to a cluster, and its result on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.core.router import RouterConfig
+from lockstep.sim.cli import progress_bar, show
+from lockstep.sim.cluster import (
+    ClusterRun,
+    ClusterScenario,
+    ClusterSetup,
+    assemble_cluster,
+    parse_engines,
+    simulate_cluster,
+    write_cluster_run,
+)
+from lockstep.sim.intervals import intervals_of
+from lockstep.sim.results import show_rate, show_share, show_us
+from lockstep.sim.settings import parse_setting
+from lockstep.sim.simulate import Scenario, code_commit, code_version, prepare_folder, workload_line
+
+
+def run_cluster(
+    base: Scenario,
+    *,
+    replicas: int | None,
+    engines: str | None,
+    router: Mapping[str, Any],
+    out: Path | None,
+    overwrite: bool,
+    check_every: int,
+    intervals: bool,
+    write: Mapping[str, bool],
+    as_json: bool,
+) -> ClusterRun:
+    """Simulate, write, and show. Raises what `assemble_cluster` raises."""
+    settings = dict(router)
+    hop_us = settings.pop("hop_us", 0)
+    scenario = ClusterScenario(
+        base=base,
+        replicas=1 if replicas is None else replicas,
+        engines=parse_engines(engines, parse_setting) if engines is not None else (),
+        router=RouterConfig(**settings),
+        hop_us=hop_us,
+    )
+    if out is not None:
+        prepare_folder(out, overwrite=overwrite)
+    setup = assemble_cluster(scenario)
+    announce(setup, out)
+    with progress_bar(len(setup.workload.turns)) as on_finish:
+        run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
+    if intervals and not run.interrupted:
+        run = replace(run, intervals=intervals_of(run))
+    if out is not None:
+        write_cluster_run(out, run, **write)
+    show(run, out, as_json)
+    if not as_json:
+        from rich.console import Console
+
+        Console().print(engines_table(run))
+    return run
+
+
+def announce(setup: ClusterSetup, out: Path | None) -> None:
+    """Say on stderr what is about to run."""
+    code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
+    journals = f"{out}/engines/*/journal" if out is not None else "none, for lack of --out"
+    click.echo(f"seed {setup.scenario.base.seed}, {code}, journals {journals}", err=True)
+    first = setup.engines[0]
+    for name in first.overridden:
+        click.echo(f"{name} is {getattr(first.config, name)}, as the environment says", err=True)
+    click.echo(f"{setup.title}; {workload_line(setup.workload)}", err=True)
+
+
+def engines_table(run: ClusterRun) -> Any:
+    """One line per engine."""
+    from rich import box
+    from rich.table import Table
+
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in run.routed_by_reason.items())
+    title = f"Engines behind {run.setup.scenario.router.policy} (routed by: {reasons})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("engine", no_wrap=True)
+    for heading in (
+        "weight",
+        "requests",
+        "output\ntok/s",
+        "TTFT\np99",
+        "TPOT\np99",
+        "cache\nhits",
+        "KV\npeak",
+        "GPU\nbusy",
+    ):
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    for number, (one, share) in enumerate(zip(run.engines, run.setup.shares, strict=True)):
+        summary = one.data.summary
+        table.add_row(
+            f"{number}: {one.setup.scenario.tp} x {one.setup.gpu.name}",
+            f"{share.weight:g}",
+            f"{summary['requests']['arrived']:,}",
+            show_rate(summary["throughput"]["output_tokens_per_s"]),
+            show_us(summary["latency"]["ttft_us_p99"]),
+            show_us(summary["latency"]["tpot_us_p99"]),
+            show_share(summary["cache"]["hit_ratio"]),
+            show_share(summary["kv"]["used_share_max"]),
+            show_share(summary["device"]["busy_fraction"]),
+        )
+    return table

@@ -1,0 +1,158 @@
+"""Several engines measured as one service: what a client of their router sees, and what the engines did for it.
+
+Latencies are those of all requests together, with the hops between router and engine in them. Counts and rates are
+sums. Levels (waiting, running, pages) are sums of means; of a greatest value the greatest of any engine is given: their
+sum would be a moment that never was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.metrics import (
+    BINS_MAX,
+    Packed,
+    Requests,
+    RunData,
+    Series,
+    Slo,
+    Summary,
+    decode_gaps_us,
+    describe,
+    describe_latency,
+    describe_slo,
+    describe_throughput,
+    makespan,
+)
+from lockstep.sim.value_counts import ValueCounts
+
+LEVELS = ("waiting", "running", "kv_used_pages", "kv_cached_pages")
+AMOUNTS = ("prefill_tokens", "decode_tokens")
+
+
+def combine(datas: Sequence[RunData], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
+    """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat."""
+    requests = _requests(datas, hop_us)
+    itl_us = ValueCounts.join([data.itl_us for data in datas])
+    begun = [data.span_us for data in datas if data.summary["requests"]["arrived"]]
+    span_us = (min((s for s, _ in begun), default=0) - (hop_us if begun else 0), max((s for _, s in begun), default=0))
+    summary = {
+        "requests": _added([data.summary["requests"] for data in datas]),
+        "latency": describe_latency(requests, itl_us),
+        "throughput": describe_throughput(requests, slos),
+        "cache": _cache(datas),
+        "kv": _kv(datas),
+        "scheduler": _scheduler(datas),
+        "device": _device(datas, requests),
+        "cpu": _cpu(datas),
+        "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
+    }
+    packed = Packed.join([data.packed for data in datas])
+    return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed)
+
+
+def _requests(datas: Sequence[RunData], hop_us: int) -> Requests:
+    """All requests by id, which is by arrival."""
+    columns: dict[str, NDArray[Any]] = {
+        name: np.concatenate([getattr(data.requests, name) for data in datas]) for name in datas[0].requests.columns()
+    }
+    order = np.argsort(columns["request_id"], kind="stable")
+    columns = {name: column[order] for name, column in columns.items()}
+    if hop_us:
+        columns["arrival_us"] = columns["arrival_us"] - hop_us
+        for name, hops in (("queue_us", 1), ("ttft_us", 2), ("e2e_us", 2)):
+            columns[name] = np.where(columns[name] < 0, columns[name], columns[name] + hops * hop_us)
+        columns["ended_us"] = np.where(columns["ended_us"] < 0, columns["ended_us"], columns["ended_us"] + hop_us)
+    return Requests(**columns)
+
+
+def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:
+    """Bins over the whole span; what the engines' own bins hold is spread over them evenly."""
+    start_us, stop_us = span_us[0], max(span_us[1], span_us[0] + 1)
+    width_us = -(-(stop_us - start_us) // BINS_MAX)
+    edges_us = np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
+    widths_us = np.diff(edges_us)
+    totals = {
+        name: np.zeros(len(widths_us)) for name in (*LEVELS, *AMOUNTS, "gpu_busy_fraction", "output_tokens_per_s")
+    }
+    for data in datas:
+        if not data.summary["requests"]["arrived"]:
+            continue
+        own_us = np.append(data.series.t_us, max(data.span_us[1], int(data.series.t_us[-1]) + 1)).astype(np.float64)
+        for name, total in totals.items():
+            values = getattr(data.series, name).astype(np.float64)
+            areas = values if name in AMOUNTS else values * np.diff(own_us)
+            spread = np.diff(np.interp(edges_us, own_us, np.append(0.0, np.cumsum(areas))))
+            total += spread if name in AMOUNTS else spread / widths_us
+    totals["gpu_busy_fraction"] /= len(datas)
+    columns: dict[str, Any] = {
+        name: np.rint(t).astype(np.int64) if name in AMOUNTS else t for name, t in totals.items()
+    }
+    return Series(t_us=edges_us[:-1], **columns)
+
+
+def _added(parts: Sequence[Summary]) -> Summary:
+    """The sum of each number, and of each number of a dict by name."""
+    out: Summary = {}
+    for name, first in parts[0].items():
+        if isinstance(first, dict):
+            out[name] = dict(sorted(sum((Counter(part[name]) for part in parts), Counter()).items()))
+        else:
+            known = [part[name] for part in parts if part[name] is not None]
+            out[name] = sum(known) if known else None
+    return out
+
+
+def _greatest(parts: Sequence[Summary], name: str) -> Any:
+    return max((part[name] for part in parts if part[name] is not None), default=None)
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else round(part / whole, 6)
+
+
+def _cache(datas: Sequence[RunData]) -> Summary:
+    out = _added([data.summary["cache"] for data in datas])
+    return out | {"hit_ratio": _ratio(out["prompt_tokens_cached"], out["prompt_tokens_admitted"])}
+
+
+def _kv(datas: Sequence[RunData]) -> Summary:
+    parts = [data.summary["kv"] for data in datas]
+    out = _added(parts)
+    out |= {name: _greatest(parts, name) for name in ("used_pages_max", "used_share_max", "cached_pages_max")}
+    return out | {"used_share_mean": _ratio(out["used_pages_mean"], out["pages"])}
+
+
+def _scheduler(datas: Sequence[RunData]) -> Summary:
+    parts = [data.summary["scheduler"] for data in datas]
+    return _added(parts) | {name: _greatest(parts, name) for name in ("waiting_max", "running_max")}
+
+
+def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
+    parts = [data.summary["device"] for data in datas]
+    out = _added(
+        [{name: part[name] for name in ("batches", "batches_by_mode", "busy_us", "bubble_us")} for part in parts]
+    )
+    start_us, stop_us = makespan(requests) or (0, 0)
+    work_us = sum(part["bubble_us"] / part["bubble_share"] for part in parts if part["bubble_share"])
+    gaps = [decode_gaps_us(data) for data in datas]
+    gap_us = sum(round(gap.sum()) for gap, _ in gaps)
+    return {
+        "batches": out["batches"],
+        "batches_by_mode": out["batches_by_mode"],
+        "busy_us": out["busy_us"],
+        "busy_fraction": _ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
+        "bubble_us": out["bubble_us"],
+        "bubble_share": _ratio(out["bubble_us"], work_us) if work_us else (0.0 if out["bubble_us"] == 0 else None),
+        **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
+        "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
+    }
+
+
+def _cpu(datas: Sequence[RunData]) -> Summary:
+    return _added([data.summary["cpu"] for data in datas])

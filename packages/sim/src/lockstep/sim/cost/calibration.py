@@ -1,0 +1,396 @@
+"""Calibrations: what measurements said about a cost model, in a file with its provenance.
+
+calibration = Calibration.load("vllm-h100.json")
+cost = calibration.cost_model(roofline(model, gpu))      # a CostModel: the roofline, corrected
+calibration.factors(200, seed=7, model=model.name)       # 200 draws of (true time) / (predicted time)
+calibration.interval("ttft", 0.9, model=model.name)      # the same ratio's central 90 %, for TTFT
+
+Without a file there is `UNCALIBRATED`: no correction, and an uncertainty as wide as the uncorrected roofline was wrong
+on the public serving points. docs/cost-models.md explains the correction, the residuals and the intervals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.cost.cpu import CpuModel
+from lockstep.sim.cost.errors import CalibrationError
+from lockstep.sim.cost.model import BatchShape, CostModel, Duration
+
+Float64s = NDArray[np.float64]
+Metric = Literal["time", "ttft"]
+Population = Literal["seen", "unseen"]
+
+FORMAT = "lockstep-calibration"
+VERSION = 1
+COVERAGE = 0.9  # of an interval, unless said otherwise: from the 5th to the 95th percentile
+PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
+FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
+"""The parts of a batch that a correction weighs, in the order of a row of `batch_features`."""
+
+
+class SplitCostModel(CostModel, Protocol):
+    """A cost model that can say which part of a batch is communication between GPUs."""
+
+    collectives: int  # in one forward pass
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the part of `batch_us` that is collectives, for a batch of so many tokens."""
+        ...
+
+
+class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is done to the time of a batch. Nothing is negative, so more work never becomes faster.
+
+    us = kernels * kernels' time + collectives * collectives' time
+         + step_us + row_us * rows + collective_us * number of collectives
+    """
+
+    kernels: float = 1.0
+    collectives: float = 1.0
+    step_us: float = 0.0  # of every forward pass: what the engine does while the GPU waits
+    row_us: float = 0.0  # of every row of a pass, extend or decode
+    collective_us: float = 0.0  # of every collective: ranks wait for the last one
+    frontend_us: float = 0.0  # of every request before the engine sees it, and behind its first token: TTFT only
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            least = 0.01 if field == "kernels" else 0.0
+            if not least <= value < math.inf:
+                raise CalibrationError(f"`correction.{field}` must be at least {least:g} and finite, got `{value}`")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of FEATURES."""
+        return tuple(getattr(self, field) for field in FEATURES)
+
+    @property
+    def is_identity(self) -> bool:
+        return self == Correction()
+
+
+class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How far predictions were off: quantiles of measured / predicted."""
+
+    metric: Metric  # time: of batches, and so of TPOT, end-to-end time and throughput; ttft: of time to first token
+    population: Population  # predicted rows of models that the fit had seen, or of models it had not
+    method: str  # such as "leave one row out"
+    count: int  # of predictions
+    probabilities: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        where = f"`residuals` of {self.metric}, {self.population}"
+        if len(self.probabilities) != len(self.ratios) or len(self.ratios) < 2:
+            raise CalibrationError(f"{where}: as many `ratios` as `probabilities`, at least 2; got {len(self.ratios)}")
+        if not all(0.0 < p < 1.0 for p in self.probabilities) or not _ascending(self.probabilities, strict=True):
+            raise CalibrationError(f"{where}: `probabilities` must ascend between 0 and 1, got {self.probabilities}")
+        if not all(0.0 < r < math.inf for r in self.ratios) or not _ascending(self.ratios, strict=False):
+            raise CalibrationError(f"{where}: `ratios` must be above 0 and never fall, got {self.ratios}")
+
+    @classmethod
+    def of(
+        cls, ratios: Sequence[float] | Float64s, *, metric: Metric, population: Population, method: str
+    ) -> Residuals:
+        """Summarise measured / predicted of at least three predictions that their own measurement had no part in.
+
+        The i-th of n sorted ratios stands at probability i / (n + 1). Beyond the outermost ones the logarithm goes on
+        like a normal distribution of their standard deviation, so that few points do not mean narrow intervals.
+        """
+        if len(ratios) < 3:
+            raise CalibrationError(f"residuals of {metric} need at least 3 predictions, got {len(ratios)}")
+        logs = np.sort(np.log(np.asarray(ratios, np.float64)))
+        n = len(logs)
+        normal = NormalDist()
+        scores = np.array([normal.inv_cdf(i / (n + 1)) for i in range(1, n + 1)])
+        spread = float(logs.std(ddof=1))
+        wanted = np.array([normal.inv_cdf(p) for p in PROBABILITIES])
+        found = np.interp(wanted, scores, logs)
+        found = np.where(wanted < scores[0], logs[0] + spread * (wanted - scores[0]), found)
+        found = np.where(wanted > scores[-1], logs[-1] + spread * (wanted - scores[-1]), found)
+        return cls(
+            metric=metric,
+            population=population,
+            method=method,
+            count=n,
+            probabilities=PROBABILITIES,
+            ratios=tuple(round(float(ratio), 5) for ratio in np.exp(found)),
+        )
+
+    def at(self, probabilities: Sequence[float] | Float64s) -> Float64s:
+        """Return the ratios at these probabilities; those beyond the table are its outermost."""
+        normal = NormalDist()
+        scores = [normal.inv_cdf(p) for p in self.probabilities]
+        wanted = [normal.inv_cdf(p) for p in probabilities]
+        logs: Float64s = np.interp(wanted, scores, np.log(self.ratios))
+        return np.exp(logs)
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file that a calibration was made of."""
+
+    kind: Literal["serving_points", "operator_tables", "journal"]
+    file: str  # its name, without the folder
+    sha256: str
+    rows_used: int
+    rows_left_out: int = 0
+    why_left_out: str = ""
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A correction, how wrong it still is, and where both come from."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    engine: str  # whose times these are, such as "vllm"; "none" for no calibration
+    engine_version: str = ""
+    gpu: str = ""  # catalogue name of the GPU it was measured on
+    models: tuple[str, ...] = ()  # catalogue names, for those the fit has seen
+    date: str = ""  # given by whoever made it, such as "2026-11-22"
+    base: str = "roofline"  # kind of the cost model that is corrected
+    cpu: Literal["separate", "included"] = "separate"  # included: the correction has the engine's CPU time in it
+    correction: Correction = Correction()
+    spread: float = 0.0  # of single batches around the systematic error: a standard deviation, as a share of the mean
+    residuals: tuple[Residuals, ...]
+    sources: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()  # what must be known to use it, one sentence each
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise CalibrationError(f"`format` must be {FORMAT}, got `{self.format}`")
+        if self.version != VERSION:
+            raise CalibrationError(
+                f"`version` {self.version} is not one this release reads, which is {VERSION}\n"
+                "hint: make it again with `lockstep calibrate`"
+            )
+        if not 0.0 <= self.spread < 1.0:
+            raise CalibrationError(f"`spread` must be at least 0 and below 1, got `{self.spread}`")
+        found = [(r.metric, r.population) for r in self.residuals]
+        if ("time", "seen") not in found or len(set(found)) != len(found):
+            raise CalibrationError("`residuals` must have time of seen models, and each metric and population once")
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file that `save` or `lockstep calibrate` wrote. Raises CalibrationError naming file and field."""
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise CalibrationError(
+                f"{path}: {error.strerror or error}\nhint: `lockstep calibrate` makes a calibration file"
+            ) from error
+        return cls.from_bytes(data, str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Calibration:
+        """Read a file's bytes; `path` is for the error. Raises CalibrationError."""
+        try:
+            return msgspec.json.decode(data, type=cls, strict=True)
+        except CalibrationError as error:
+            raise CalibrationError(f"{path}: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CalibrationError(f"{path}: not a calibration file: {error}") from error
+
+    def to_json(self) -> str:
+        """Return the file's text: equal calibrations give equal bytes."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file's text, hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    # --- what it is for -----------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """The calibration in a few words."""
+        if self.engine == "none":
+            return "none"
+        version = f" {self.engine_version}" if self.engine_version else ""
+        return f"{self.engine}{version} on {self.gpu}, {self.date}, {self.digest[:12]}"
+
+    def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
+        """Return `base` corrected, and every time multiplied by `factor`, such as one of `factors`.
+
+        Raises: CalibrationError if `base` is of another kind than was calibrated, or cannot tell its collectives.
+        """
+        if not 0.0 < factor < math.inf:
+            raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
+        if self.correction.is_identity and not self.spread and factor == 1.0:
+            return base
+        kind = str(base.describe()["kind"])
+        if self.engine != "none" and kind != self.base:
+            raise CalibrationError(
+                f"this calibration corrects the cost model `{self.base}`, got `{kind}`\n"
+                f"hint: calibrate again on `{kind}`, or simulate with `{self.base}`"
+            )
+        if not hasattr(base, "collectives_us") or not hasattr(base, "collectives"):
+            raise CalibrationError(f"the cost model `{kind}` cannot say what its collectives take: see SplitCostModel")
+        return CalibratedModel(base, self, factor)
+
+    def cpu_model(self, cpu: CpuModel) -> CpuModel:
+        """Return the CPU lane to simulate with: free if the correction has the engine's CPU time in it."""
+        if self.cpu == "separate":
+            return cpu
+        return CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
+
+    def residuals_of(self, metric: Metric, model: str | None = None) -> Residuals:
+        """Return the residuals of a metric: of models not seen if `model` is not one of `models`, where known.
+
+        `model` None is any model. Without residuals of TTFT those of time stand for them.
+        """
+        seen = not self.models or (model is not None and model in self.models)
+        wanted = [(m, p) for m in (metric, "time") for p in (("seen",) if seen else ("unseen", "seen"))]
+        by_key = {(r.metric, r.population): r for r in self.residuals}
+        return next(by_key[key] for key in wanted if key in by_key)  # time of seen models is always there
+
+    def factors(self, n: int, seed: int, model: str | None = None) -> Float64s:
+        """Return `n` draws of (true time) / (predicted time), one per replication of a simulation.
+
+        Multiplying a cost model by one is `cost_model(base, factor)`. Draws are stratified: one from each n-th of the
+        distribution, in random order, so that few replications cover it. Equal arguments give equal draws.
+        Args:
+            model: catalogue name of the model that is simulated; None is one the calibration has not seen.
+        """
+        if n < 1:
+            raise CalibrationError(f"`n` must be at least 1, got `{n}`")
+        rng = np.random.Generator(np.random.Philox(seed))
+        probabilities = (rng.permutation(n) + rng.uniform(0.0, 1.0, n)) / n
+        return self.residuals_of("time", model).at(np.clip(probabilities, 1e-9, 1.0 - 1e-9))
+
+    def interval(self, metric: Metric, coverage: float = COVERAGE, model: str | None = None) -> tuple[float, float]:
+        """Return the central `coverage` of (true value) / (predicted value)."""
+        if not 0.0 < coverage < 1.0:
+            raise CalibrationError(f"`coverage` must be between 0 and 1, got `{coverage}`")
+        low, high = self.residuals_of(metric, model).at([(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
+        return float(low), float(high)
+
+    def doubts(self, model: str, gpu: str) -> list[str]:
+        """Return where a simulation leaves what was measured, one sentence each."""
+        if self.engine == "none":
+            return []
+        lines = []
+        if self.gpu != gpu:
+            lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: its intervals do not cover that")
+        if self.models and model not in self.models:
+            lines.append(f"the calibration has not seen {model}; intervals are those of models it had not seen")
+        return lines
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything, and the digest; for metrics.json."""
+        described: dict[str, Any] = msgspec.to_builtins(self)
+        return {"title": self.title, "digest": self.digest, **described}
+
+
+class CalibratedModel:
+    """A cost model corrected. As fast as its base and a look-up: what depends on the number of tokens is remembered."""
+
+    def __init__(self, base: Any, calibration: Calibration, factor: float = 1.0) -> None:
+        self.base: SplitCostModel = base
+        self.calibration = calibration
+        self.factor = factor
+        self.collectives = self.base.collectives
+        c = calibration.correction
+        self._kernels = c.kernels * factor
+        self._collectives = c.collectives * factor
+        self._row_us = c.row_us * factor
+        self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
+        self._spread = calibration.spread
+        self._tokens_us: dict[int, float] = {}
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the corrected time. The spread is that of single batches, not the systematic error of all."""
+        decode_rows = shape.decode_rows
+        tokens = shape.extend_tokens + decode_rows
+        if not tokens:
+            return Duration(0.0)
+        more_us = self._tokens_us.get(tokens)
+        if more_us is None:
+            collectives_us = self.base.collectives_us(tokens)
+            more_us = (self._collectives - self._kernels) * collectives_us + self._fixed_us
+            self._tokens_us[tokens] = more_us
+        base_us, base_spread_us = self.base.batch_us(shape)
+        us = self._kernels * base_us + more_us + self._row_us * (shape.extend_rows + decode_rows)
+        spread_us = self._spread * us
+        if base_spread_us:
+            spread_us = math.hypot(spread_us, self._kernels * base_spread_us)
+        return Duration(us, spread_us)
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the corrected time of collectives, for a batch of so many tokens."""
+        waiting_us: float = self.calibration.correction.collective_us * self.factor * self.collectives
+        corrected_us: float = self._collectives * self.base.collectives_us(tokens)
+        return corrected_us + waiting_us
+
+    def describe(self) -> dict[str, Any]:
+        """Return the base's description with the correction beside it."""
+        return {
+            **self.base.describe(),
+            "kind": f"{self.base.describe()['kind']}, calibrated",
+            "correction": msgspec.to_builtins(self.calibration.correction),
+            "spread": self.calibration.spread,
+            "factor": self.factor,
+        }
+
+
+def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:
+    """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these."""
+    tokens = shape.extend_tokens + shape.decode_rows
+    collectives_us = base.collectives_us(tokens)
+    kernels_us = base.batch_us(shape).mean_us - collectives_us
+    return kernels_us, collectives_us, 1.0, float(shape.extend_rows + shape.decode_rows), float(base.collectives)
+
+
+def _ascending(values: Sequence[float], *, strict: bool) -> bool:
+    return all(a < b if strict else a <= b for a, b in pairwise(values))
+
+
+_LEFT_OUT = "one model left out, of vLLM and TensorRT-LLM (docs/validation.md)"
+_LEFT_OUT_TTFT = "one model left out, of vLLM (docs/validation.md)"
+_ROOFLINE = "uncorrected roofline against vLLM, SGLang and TensorRT-LLM (docs/validation.md)"
+_ROOFLINE_TTFT = "uncorrected roofline against vLLM and SGLang (docs/validation.md)"
+
+UNSEEN_MODELS = (
+    Residuals(
+        metric="time", population="unseen", method=_LEFT_OUT, count=111, probabilities=PROBABILITIES,
+        ratios=(0.794, 0.825, 0.844, 0.856, 0.923, 1.0, 1.06, 1.13, 1.17, 1.18, 1.22),
+    ),
+    Residuals(
+        metric="ttft", population="unseen", method=_LEFT_OUT_TTFT, count=59, probabilities=PROBABILITIES,
+        ratios=(0.537, 0.572, 0.644, 0.685, 0.777, 1.17, 1.33, 1.4, 1.46, 1.49, 1.53),
+    ),
+)  # fmt: skip
+"""For calibrations made of fewer than three models: how far other engines' fits were off on a model they lacked."""
+
+UNCALIBRATED = Calibration(
+    engine="none",
+    residuals=(
+        Residuals(
+            metric="time", population="seen", method=_ROOFLINE, count=120, probabilities=PROBABILITIES,
+            ratios=(0.937, 0.97, 1.03, 1.06, 1.1, 1.19, 1.31, 1.41, 1.5, 1.59, 1.78),
+        ),
+        Residuals(
+            metric="ttft", population="seen", method=_ROOFLINE_TTFT, count=68, probabilities=PROBABILITIES,
+            ratios=(0.9, 0.921, 0.96, 1.04, 1.11, 1.39, 1.76, 1.93, 2.06, 2.17, 2.53),
+        ),
+    ),
+)  # fmt: skip
+"""What holds without a calibration: engines took so much longer than the roofline says. Kept equal to
+benchmarks/results/serving_points.json by a test."""

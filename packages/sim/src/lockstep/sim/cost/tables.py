@@ -1,0 +1,532 @@
+"""Operator tables: how long kernels took on a card, and a roofline that is corrected by them shape by shape.
+
+tables = read_operator_tables(Path("aic_ops"), gpu)          # the files of this GPU
+cost = MeasuredModel(roofline(model, gpu, tp), tables)       # a CostModel
+cost.batch_us(shape)
+cost.extrapolated                                            # operators asked for what was not measured
+
+A table is never asked for a shape it does not have. Instead each of its rows says by which ratio the roofline of the
+same operator was off there; between rows the logarithm of that ratio is interpolated, by inverse squared distance among
+the NEIGHBOURS nearest in the logarithms of the shape. A row that is hit exactly gives exactly its latency back, and far
+from all rows the roofline's shape is kept. "Far" is said: FAR_OCTAVES from the nearest row, or outside the table.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.cost.errors import CatalogueError
+from lockstep.sim.cost.hardware import GpuSpec
+from lockstep.sim.cost.model import BatchShape, Duration
+from lockstep.sim.cost.models import Attention, KvDtype, LatentAttention, ModelSpec, WeightsDtype
+from lockstep.sim.cost.roofline import RooflineModel, roofline
+
+Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Columns = dict[str, NDArray[Any]]
+
+NEIGHBOURS = 6
+FAR_OCTAVES = 1.0  # a factor of two in one dimension
+EXACT = 1e-6  # squared octaves: nearer than this is the row itself
+MS = 1e3  # latencies in tables are milliseconds
+
+# Columns every table of an operator must have; `latency` in milliseconds is in all of them. Others are ignored.
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "gemm": ("gemm_dtype", "m", "n", "k"),
+    "moe": (
+        "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size",
+    ),
+    "context_attention": ("batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype"),
+    "generation_attention": ("batch_size", "step", "num_heads", "num_key_value_heads", "head_dim", "kv_cache_dtype"),
+    "context_mla": ("batch_size", "isl", "num_heads", "kv_cache_dtype"),
+    "generation_mla": ("batch_size", "step", "num_heads", "kv_cache_dtype"),
+    "custom_allreduce": ("num_gpus", "message_size"),
+    "nccl": ("num_gpus", "message_size"),
+}  # fmt: skip
+TEXT_COLUMNS = ("gemm_dtype", "moe_dtype", "kv_cache_dtype", "attn_dtype", "distribution", "backend", "nccl_dtype")
+
+# What the tables call a dtype, best first.
+GEMM_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8_block", "fp8")}
+MOE_DTYPES = {
+    "bf16": ("bfloat16", "float16"),
+    "fp8": ("fp8_block", "fp8"),
+    "mxfp4": ("w4a16_mxfp4",),
+    "int4": ("int4_wo",),
+}
+TABLE_KV_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8",)}
+DISTRIBUTION = "power_law_1.01"  # of tokens over experts, where a table has several: real routing is not even
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True, eq=False)
+class TableFile:
+    """One file: an operator's rows."""
+
+    operator: str
+    file: str
+    sha256: str
+    columns: Columns
+    latency_us: Float64s
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorTables:
+    """All tables of one GPU."""
+
+    gpu: str
+    files: tuple[TableFile, ...]
+
+    def of(self, operator: str) -> TableFile | None:
+        """Return an operator's table, None if there is none."""
+        return next((table for table in self.files if table.operator == operator), None)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return which files there are, for a run's metrics.json."""
+        return [
+            {"operator": t.operator, "file": t.file, "sha256": t.sha256, "rows": len(t.latency_us)} for t in self.files
+        ]
+
+
+def read_operator_tables(folder: Path, gpu: GpuSpec) -> OperatorTables:
+    """Read the tables of `gpu` among the CSV files of a folder, plain or gzipped.
+
+    A file is called `OPERATOR_perf.csv` or `OPERATOR.csv`, perhaps behind more words that end in `__`. The first of
+    these is the GPU, and files of other GPUs are passed over: `h100_sxm__gemm__sglang_0.5.14__gemm_perf.csv.gz`.
+    Of several files of an operator the last by name, which is the newest version, is taken.
+    Raises: CatalogueError if there is no table of this GPU, or naming file, row and column of what cannot be read.
+    """
+    return _read_folder(folder, gpu.name)
+
+
+@cache
+def _read_folder(folder: Path, gpu: str) -> OperatorTables:
+    found: dict[str, Path] = {}
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.name.endswith((".csv", ".csv.gz")))
+    except OSError as error:
+        raise CatalogueError(f"{folder}: {error.strerror or error}\nhint: a folder with operator tables") from error
+    for path in paths:
+        words = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix("_perf").split("__")
+        if words[-1] in OPERATORS and (len(words) == 1 or _is_gpu(words[0], gpu)):
+            found[words[-1]] = path
+    if not found:
+        raise CatalogueError(
+            f"{folder}: no operator table of {gpu}\n"
+            f"hint: files are called OPERATOR.csv, with OPERATOR one of {', '.join(OPERATORS)}"
+        )
+    return OperatorTables(gpu, tuple(_read(path, operator) for operator, path in sorted(found.items())))
+
+
+def _is_gpu(word: str, gpu: str) -> bool:
+    return word.lower().replace("_", "-") in (gpu.lower(), gpu.lower().removesuffix("-sxm"))
+
+
+def _read(path: Path, operator: str) -> TableFile:
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise CatalogueError(f"{path}: not readable: {error}") from error
+    header, *rows = csv.reader(text.splitlines())
+    for name in (*OPERATORS[operator], "latency"):
+        if name not in header:
+            raise CatalogueError(f"{path}: column `{name}` is missing\nhint: docs/cost-models.md, section 3")
+    short = next((number for number, row in enumerate(rows, start=2) if len(row) != len(header)), None)
+    if short is not None or not rows:
+        raise CatalogueError(f"{path}, row {short or 2}: expected {len(header)} columns")
+    columns: Columns = {}
+    wanted = {*OPERATORS[operator], "latency", "window_size", *TEXT_COLUMNS}
+    for name, values in zip(header, zip(*rows, strict=True), strict=True):
+        if name in TEXT_COLUMNS:
+            columns[name] = np.array(values)
+        elif name in wanted:
+            columns[name] = _numbers(path, name, values)
+    latency_us = columns.pop("latency") * MS
+    if not (latency_us > 0).all():
+        row = 2 + int(np.argmin(latency_us > 0))
+        raise CatalogueError(f"{path}, row {row}: `latency` must be above 0, got `{latency_us[row - 2] / MS:g}`")
+    return TableFile(operator, path.name, hashlib.sha256(data).hexdigest(), columns, latency_us)
+
+
+def _numbers(path: Path, name: str, values: Sequence[str]) -> Float64s:
+    try:
+        return np.array(values, np.float64)
+    except ValueError:
+        for number, value in enumerate(values, start=2):
+            try:
+                float(value)
+            except ValueError:
+                raise CatalogueError(f"{path}, row {number}: `{name}` must be a number, got `{value}`") from None
+        raise
+
+
+# ------------------------------------------------------------------------------------------------------------- ratios
+
+
+class Ratios:
+    """measured / roofline at the rows of a table, and between them."""
+
+    def __init__(self, shapes: Float64s, ratios: Float64s) -> None:
+        """`shapes` is float64 [rows, dimensions], above 0; `ratios` float64 [rows], above 0."""
+        self._points = np.log2(shapes)
+        self._logs = np.log(ratios)
+        self._low, self._high = self._points.min(axis=0), self._points.max(axis=0)
+
+    def at(self, shapes: Float64s) -> tuple[Float64s, Bools]:
+        """Return the logarithm of the ratio at each shape, and whether it is far from what was measured."""
+        wanted = np.log2(np.atleast_2d(shapes))
+        logs, far = np.empty(len(wanted)), np.empty(len(wanted), np.bool_)
+        neighbours = min(NEIGHBOURS, len(self._logs))
+        for i, point in enumerate(wanted):
+            distances = ((self._points - point) ** 2).sum(axis=1)
+            nearest = np.argpartition(distances, neighbours - 1)[:neighbours]
+            squared = distances[nearest]
+            if squared.min() < EXACT:
+                logs[i] = self._logs[nearest[squared < EXACT]].mean()
+            else:
+                logs[i] = (self._logs[nearest] / squared).sum() / (1.0 / squared).sum()
+            outside = (point < self._low - 1e-9).any() or (point > self._high + 1e-9).any()
+            far[i] = outside or squared.min() > FAR_OCTAVES**2
+        return logs, far
+
+
+class Line:
+    """A ratio along powers of two of one number, interpolated between them."""
+
+    def __init__(self, ratio_of: Callable[[Float64s], tuple[Float64s, Bools]], octaves: int) -> None:
+        self._octaves = np.arange(0.0, octaves + 0.5, 0.5)
+        self._logs, self._far = ratio_of(2.0**self._octaves)
+
+    def at(self, value: float) -> tuple[float, bool]:
+        """Return ratio, and whether it is far from what was measured."""
+        octave = min(max(math.log2(value), 0.0), float(self._octaves[-1]))
+        log = float(np.interp(octave, self._octaves, self._logs))
+        return math.exp(log), bool(self._far[round(2 * octave)]) or value > 2.0 ** self._octaves[-1]
+
+
+RatiosOfTwo = Callable[[Float64s, Float64s], tuple[Float64s, Bools]]
+
+
+class Grid:
+    """A ratio over powers of two of two numbers, bilinear between them. Plain floats: it is asked once per batch."""
+
+    def __init__(self, ratio_of: RatiosOfTwo, x_max: int, y_max: int) -> None:
+        x, y = np.meshgrid(np.arange(x_max + 1.0), np.arange(y_max + 1.0), indexing="ij")
+        logs, far = ratio_of(np.exp2(x.ravel()), np.exp2(y.ravel()))
+        self._x_max, self._y_max = x_max, y_max
+        self._along: dict[float, tuple[list[float], list[bool]]] = {}  # by x
+        self._logs: list[list[float]] = logs.reshape(x.shape).tolist()
+        self._far: list[list[bool]] = far.reshape(x.shape).tolist()
+
+    def at(self, x: float, y: float) -> tuple[float, bool]:
+        """Return ratio, and whether it is far from what was measured. Beyond the grid its edge counts."""
+        along = self._along.get(x)
+        if along is None:
+            along = self._along[x] = self._along_y(x)
+        logs, far = along
+        v = math.log2(y) if y > 1.0 else 0.0
+        if v >= self._y_max:
+            return math.exp(logs[-1]), True
+        j = int(v)
+        t = v - j
+        return math.exp((1.0 - t) * logs[j] + t * logs[j + 1]), far[j + (t > 0.5)]
+
+    def _along_y(self, x: float) -> tuple[list[float], list[bool]]:
+        u = min(max(math.log2(x), 0.0), self._x_max)
+        i = min(int(u), self._x_max - 1)
+        s = u - i
+        logs = [(1.0 - s) * low + s * high for low, high in zip(self._logs[i], self._logs[i + 1], strict=True)]
+        beyond = math.log2(x) > self._x_max
+        return logs, [beyond or far for far in self._far[i + (s > 0.5)]]
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+
+TOKEN_OCTAVES = 16  # 65,536 tokens of a batch
+ROW_OCTAVES = 11
+CONTEXT_OCTAVES = 18
+PROMPT_OCTAVES = 15
+
+
+class MeasuredModel:
+    """A roofline with each operator corrected by its table. What has no table stays as it is, and is named.
+
+    Real kernels are not monotone: a batch of 65 may take less than one of 64. So may batches here.
+    """
+
+    def __init__(self, base: RooflineModel, tables: OperatorTables, distribution: str = DISTRIBUTION) -> None:
+        if tables.gpu != base.gpu.name:
+            raise CatalogueError(f"the operator tables are of {tables.gpu}, the model runs on {base.gpu.name}")
+        self.base, self.tables, self.distribution = base, tables, distribution
+        self.model, self.gpu, self.tp = base.model, base.gpu, base.tp
+        self.collectives = base.collectives
+        self.extrapolated: set[str] = set()  # operators that were asked for a shape far from every row
+        self.without_table: list[str] = []
+        self._tokens_us: dict[int, float] = {}
+        self._terms_cache: dict[int, dict[str, float]] = {}
+        self._collectives_us: dict[int, float] = {}
+        self._gemms = self._gemm_lines()
+        self._experts = self._expert_line()
+        self._all_reduce = self._all_reduce_line()
+        self._decode, self._extend = self._attention_grids()
+
+    # --- the cost model -----------------------------------------------------------------------------------------------
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the time of one forward pass and its sampling."""
+        tokens = shape.extend_tokens + shape.decode_rows
+        if not tokens:
+            return Duration(0.0)
+        us = self._tokens_us.get(tokens)
+        if us is None:
+            us = self._tokens_us[tokens] = sum(self._tokens_terms_us(tokens).values())
+        if shape.decode_rows:
+            us += self._decode_us(shape)
+        if shape.extend_tokens:
+            us += self._extend_us(shape)
+        if self.model.delta is not None:
+            us += self.base.delta_us(shape)
+        if shape.sampled_rows:
+            us += self.base.sampling_us(shape.sampled_rows)
+        return Duration(self.base.launched_us(shape, us))
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
+        us = self._collectives_us.get(tokens)
+        if us is None:
+            us = self._tokens_terms_us(tokens).get("all_reduce", 0.0)
+            self._collectives_us[tokens] = us
+        return us
+
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time split by operator; the values sum to `batch_us`."""
+        tokens = shape.extend_tokens + shape.decode_rows
+        if not tokens:
+            return {}
+        terms = dict(self._tokens_terms_us(tokens))
+        if shape.decode_rows:
+            terms["attention_decode"] = self._decode_us(shape)
+        if shape.extend_tokens:
+            terms["attention_prefill"] = self._extend_us(shape)
+        if self.model.delta is not None:
+            terms["linear_attention"] = self.base.delta_us(shape)
+        if shape.sampled_rows:
+            terms["logits_and_sampling"] = self.base.sampling_us(shape.sampled_rows)
+        terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
+        return terms
+
+    def describe(self) -> dict[str, Any]:
+        """Return the roofline's description, the tables with their digests, and where they were left."""
+        return {
+            **self.base.describe(),
+            "kind": "measured",
+            "tables": self.tables.describe(),
+            "distribution": self.distribution,
+            "without_table": self.without_table,
+            "extrapolated": sorted(self.extrapolated),
+        }
+
+    def forget(self) -> None:
+        """Forget what was asked, and where it was extrapolated."""
+        self.extrapolated.clear()
+        self._tokens_us.clear()
+        self._terms_cache.clear()
+        self._collectives_us.clear()
+
+    # --- terms --------------------------------------------------------------------------------------------------------
+
+    def _tokens_terms_us(self, tokens: int) -> dict[str, float]:
+        terms = self._terms_cache.get(tokens)
+        if terms is not None:
+            return terms
+        terms = dict(self.base.tokens_terms_us(tokens))
+        lines = dict(self._gemms)
+        if self._experts is not None:
+            lines["experts"] = self._experts
+        if self._all_reduce is not None:
+            lines["all_reduce"] = self._all_reduce
+        for name, line in lines.items():
+            ratio, far = line.at(tokens)
+            terms[name] *= ratio
+            if far:
+                self.extrapolated.add(name)
+        self._terms_cache[tokens] = terms
+        return terms
+
+    def _decode_us(self, shape: BatchShape) -> float:
+        us = self.base.decode_attention_us(shape.decode_rows, shape.decode_context_tokens)
+        if self._decode is None:
+            return us
+        context = shape.decode_context_tokens / shape.decode_rows
+        ratio, far = self._decode.at(shape.decode_rows, max(context, 1.0))
+        if far:
+            self.extrapolated.add("attention_decode")
+        return us * ratio
+
+    def _extend_us(self, shape: BatchShape) -> float:
+        us = self.base.extend_attention_us(shape)
+        if self._extend is None:
+            return us
+        ratio, far = self._extend.at(shape.extend_rows, shape.extend_tokens / shape.extend_rows)
+        # Tables have whole prompts only: what attention to an earlier chunk takes is the roofline's word.
+        if far or shape.extend_context_tokens > shape.extend_tokens:
+            self.extrapolated.add("attention_prefill")
+        return us * ratio
+
+    # --- tables against the roofline's formulas -----------------------------------------------------------------------
+
+    def _rows(self, operator: str, name: str, **texts: tuple[str, ...]) -> tuple[Columns, Float64s] | None:
+        """The rows of an operator with the first of the texts that occurs in each column; None if there are none."""
+        table = self.tables.of(operator)
+        if table is not None:
+            mask = np.ones(len(table.latency_us), np.bool_)
+            for column, choices in texts.items():
+                if column in table.columns:
+                    chosen = next((c for c in choices if (table.columns[column] == c).any()), choices[0])
+                    mask &= table.columns[column] == chosen
+            if "window_size" in table.columns:
+                mask &= table.columns["window_size"] == 0
+            if mask.any():
+                return {n: v[mask] for n, v in table.columns.items()}, table.latency_us[mask]
+        if name not in self.without_table:
+            self.without_table.append(name)
+        return None
+
+    def _gemm_lines(self) -> dict[str, Line]:
+        lines = {}
+        for m in self.base.gemm_matrices:
+            precision = self.base.precision_of(m)
+            found = self._rows("gemm", m.name, gemm_dtype=GEMM_DTYPES[precision])
+            if found is None:
+                continue
+            c, latency_us = found
+            # The table's weights have the precision of its GEMM.
+            table_us = self.base.gemm_us(precision, c["m"], c["k"], c["n"], 1.0 if precision == "fp8" else 2.0)
+            ratios = Ratios(np.column_stack([c["m"], c["n"], c["k"]]), latency_us / table_us)
+
+            def ratio_of(tokens: Float64s, m: Any = m, ratios: Ratios = ratios) -> tuple[Float64s, Bools]:
+                sizes = (np.full_like(tokens, m.outputs), np.full_like(tokens, m.inputs))
+                return ratios.at(np.column_stack([tokens, *sizes]))
+
+            lines[m.name] = Line(ratio_of, TOKEN_OCTAVES)
+        return lines
+
+    def _expert_line(self) -> Line | None:
+        e = self.model.experts
+        if e is None:
+            return None
+        dtype = self.base.weights_dtype
+        found = self._rows("moe", "experts", moe_dtype=MOE_DTYPES[dtype], distribution=(self.distribution, "balanced"))
+        if found is None:
+            return None
+        c, latency_us = found
+        whole = c["moe_ep_size"] == 1
+        c, latency_us = {name: values[whole] for name, values in c.items()}, latency_us[whole]
+        if not len(latency_us):
+            self.without_table.append("experts")
+            return None
+        width = np.ceil(c["inter_size"] / c["moe_tp_size"])
+        table_us = self.base.experts_us(c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"])
+        shapes = np.column_stack([c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"]])
+        ratios = Ratios(shapes, latency_us / table_us)
+        own = [self.model.hidden, math.ceil(e.ffn / self.tp), e.per_token, e.count]
+
+        def ratio_of(tokens: Float64s) -> tuple[Float64s, Bools]:
+            return ratios.at(np.column_stack([tokens, *(np.full_like(tokens, value) for value in own)]))
+
+        return Line(ratio_of, TOKEN_OCTAVES)
+
+    def _all_reduce_line(self) -> Line | None:
+        if self.tp == 1:
+            return None
+        best: dict[float, float] = {}
+        for operator in ("custom_allreduce", "nccl"):
+            table = self.tables.of(operator)
+            if table is None:
+                continue
+            c = table.columns
+            mask = c["num_gpus"] == self.tp
+            if "backend" in c:  # graph replay where there are both: decodes run in one
+                graph = np.char.endswith(c["backend"], "graph")
+                mask &= graph if (mask & graph).any() else ~graph
+            if "nccl_dtype" in c:
+                mask &= c["nccl_dtype"] == "half"
+            for size, us in zip(c["message_size"][mask].tolist(), table.latency_us[mask].tolist(), strict=True):
+                best[size] = min(us, best.get(size, math.inf))
+        if not best:
+            self.without_table.append("all_reduce")
+            return None
+        sizes = np.array(sorted(best))
+        line_us = np.array([self.base.all_reduce_us(size) for size in sizes])
+        ratios = Ratios(sizes[:, None], np.array([best[size] for size in sizes]) / line_us)
+        token_bytes = self.base.all_reduce_bytes(1)
+        return Line(lambda tokens: ratios.at((tokens * token_bytes)[:, None]), TOKEN_OCTAVES)
+
+    def _attention_grids(self) -> tuple[Grid | None, Grid | None]:
+        a = self.model.attention
+        heads = a.heads // self.tp
+        latent = isinstance(a, LatentAttention)
+        kv = TABLE_KV_DTYPES[self.base.kv_dtype]
+        own: list[float] = [heads]
+        if isinstance(a, Attention):
+            own += [max(1, a.kv_heads // self.tp), a.head_dim]
+
+        def shape_of(c: Columns) -> list[Float64s]:
+            return [c["num_heads"]] if latent else [c["num_heads"], c["num_key_value_heads"], c["head_dim"]]
+
+        def grid(ratios: Ratios, x_max: int, y_max: int) -> Grid:
+            def ratio_of(x: Float64s, y: Float64s) -> tuple[Float64s, Bools]:
+                return ratios.at(np.column_stack([x, y, *(np.full_like(x, value) for value in own)]))
+
+            return Grid(ratio_of, x_max, y_max)
+
+        decode = extend = None
+        found = self._rows(
+            "generation_mla" if latent else "generation_attention", "attention_decode", kv_cache_dtype=kv
+        )
+        if found is not None:
+            c, latency_us = found
+            context = c["step"] + 1.0
+            table_us = self.base.one_layer_decode_us(c["batch_size"] * context, *shape_of(c))
+            ratios = Ratios(np.column_stack([c["batch_size"], context, *shape_of(c)]), latency_us / table_us)
+            decode = grid(ratios, ROW_OCTAVES, CONTEXT_OCTAVES)
+        found = self._rows(
+            "context_mla" if latent else "context_attention", "attention_prefill",
+            attn_dtype=("bfloat16", "float16"), kv_cache_dtype=kv,
+        )  # fmt: skip
+        if found is not None:
+            c, latency_us = found
+            table_us = self.base.one_layer_extend_us(c["batch_size"], c["isl"], *shape_of(c))
+            ratios = Ratios(np.column_stack([c["batch_size"], c["isl"], *shape_of(c)]), latency_us / table_us)
+            extend = grid(ratios, ROW_OCTAVES - 3, PROMPT_OCTAVES)
+        return decode, extend
+
+
+BaseModel = RooflineModel | MeasuredModel
+"""What a calibration can correct."""
+
+
+def base_cost_model(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    tp: int = 1,
+    *,
+    weights_dtype: WeightsDtype | None = None,
+    kv_dtype: KvDtype = "bf16",
+    operators: Path | None = None,
+) -> BaseModel:
+    """Build the roofline, or with a folder of operator tables the measured model. Raises CatalogueError."""
+    base = roofline(model, gpu, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+    return base if operators is None else MeasuredModel(base, read_operator_tables(operators, gpu))

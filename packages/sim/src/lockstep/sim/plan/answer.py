@@ -1,0 +1,406 @@
+"""What a plan found: one row per configuration, who wins, who is on the Pareto front, and the commands to go on with.
+
+Everything here follows from the candidates, so equal searches give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from lockstep.sim.plan.interval import Interval
+from lockstep.sim.plan.question import Question, shown
+from lockstep.sim.plan.search import Candidate, Evaluation
+from lockstep.sim.plan.trial import TrialResult
+from lockstep.sim.results import NOTHING, show_rate, show_us
+from lockstep.sim.simulate import code_commit, code_version, option_of
+
+KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for
+DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
+
+SERVED_BY_RUNTIME: frozenset[str] = frozenset()
+"""Flags of `lockstep serve` that the GPU runtime carries out. What is not here is simulated only."""
+
+GOODPUT = (
+    "requests per second that complete within every SLO's bound, a percentile's bound serving as each request's own"
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- findings
+
+
+def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The cheapest that serves the rate; else the one that serves the most, for its money where that is not bounded."""
+    able = [c for c in candidates if c.best is not None]
+    if not able:
+        return None
+
+    def preference(candidate: Candidate) -> tuple[float, ...]:
+        best = candidate.best
+        assert best is not None
+        cost = candidate.cost_per_hour(best.replicas)
+        gpus = float(best.replicas * candidate.tp)
+        slack = max(_strain(candidate, best))
+        if question.rate is not None:
+            return cost, gpus, slack
+        if question.gpus_max is not None:
+            return -best.rate, cost, slack
+        return cost / best.rate, gpus, slack
+
+    return min(able, key=lambda c: (*preference(c), c.configuration.number))
+
+
+def _strain(candidate: Candidate, evaluation: Evaluation) -> list[float]:
+    """How much of each bound is used up."""
+    bounds = [slo.bound_us for slo in candidate.question.slos]
+    return [interval.value / bound for interval, bound in zip(evaluation.intervals, bounds, strict=True)]
+
+
+def usd_per_million(candidate: Candidate) -> float | None:
+    """Dollars per million output tokens, at the rate that was found."""
+    best = candidate.best
+    assert best is not None
+    usd, tokens_per_s = candidate.usd_per_hour(best.replicas), best.mean("throughput", "output_tokens_per_s")
+    return None if usd is None or not tokens_per_s else usd / (tokens_per_s * 3600) * 1e6
+
+
+def gpu_hours_per_million(candidate: Candidate) -> float | None:
+    """GPU-hours per million output tokens, at the rate that was found."""
+    best = candidate.best
+    assert best is not None
+    tokens_per_s = best.mean("throughput", "output_tokens_per_s")
+    return None if not tokens_per_s else best.replicas * candidate.tp / (tokens_per_s * 3600) * 1e6
+
+
+def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozenset[int]:
+    """Numbers of the configurations that no other one beats in cost without losing in some SLO's latency.
+
+    Cost is that of serving the rate where one was asked for, else that of a million output tokens.
+    """
+    points: dict[int, tuple[float, ...]] = {}
+    for candidate in candidates:
+        if candidate.best is None:
+            continue
+        if question.rate is not None:
+            cost = candidate.cost_per_hour(candidate.best.replicas)
+        else:
+            cost = usd_per_million(candidate) or gpu_hours_per_million(candidate) or math.inf
+        points[candidate.configuration.number] = (cost, *(interval.value for interval in candidate.best.intervals))
+    return frozenset(
+        number
+        for number, point in points.items()
+        if not any(
+            other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points.values()
+        )
+    )
+
+
+def limit_of(candidate: Candidate) -> str:
+    """What stands in the way of more: the SLO that is missed first, and which resource is full by then.
+
+    Where nothing was missed, because fewer replicas cannot do by the estimate alone: what is strained most.
+    """
+    nearest = candidate.missed or candidate.best
+    if nearest is None:
+        return ""
+    number, _ = max(enumerate(_strain(candidate, nearest)), key=lambda pair: (pair[1], -pair[0]))
+    slo = str(candidate.question.slos[number]).partition("=")[0]
+    assert candidate.setup is not None
+    return f"{_slo_name(slo)}: {_full_resource(nearest.results[0], candidate.setup.config.max_running_requests)}"
+
+
+def _full_resource(result: TrialResult, rows_max: int) -> str:
+    kv, scheduler, device = (result.summary[part] for part in ("kv", "scheduler", "device"))
+    waiting = (scheduler["waiting_max"] or 0) > 0
+    if waiting and ((kv["used_share_max"] or 0.0) >= KV_FULL or scheduler["retractions"]):
+        return "KV memory"
+    if waiting and (scheduler["running_max"] or 0) >= rows_max:
+        return "max_running_requests"
+    if (device["busy_fraction"] or 0.0) >= DEVICE_FULL:
+        return "compute, prefill" if (result.extend_share or 0.0) >= 0.5 else "bandwidth, decode"
+    return "bursts, queue"
+
+
+def _slo_name(name: str) -> str:
+    metric, _, statistic = name.partition("_")
+    return f"{metric if metric == 'e2e' else metric.upper()} {statistic}".strip()
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+def simulate_command(candidate: Candidate) -> str:
+    """The line that repeats the winner's first long simulation."""
+    assert candidate.best is not None
+    scenario = candidate.best.first_trial.scenario()
+    return scenario.base.command() if candidate.best.replicas == 1 else scenario.command()
+
+
+def serve_flags(candidate: Candidate) -> list[tuple[str, bool]]:
+    """The flags of `lockstep serve` for this configuration, each with whether the runtime carries it out today."""
+    assert candidate.best is not None
+    assert candidate.trial is not None
+    trial = candidate.trial
+    flags: list[tuple[str, str]] = [("model", f"--model {shlex.quote(trial.model)}"), ("tp", f"--tp {trial.tp}")]
+    flags.append(("replicas", f"--replicas {candidate.best.replicas}"))
+    if candidate.best.replicas > 1:
+        flags.append(("router", f"--router {trial.router.policy}"))
+    for name in ("mem_fraction", "weights_dtype", "kv_dtype", "profile", "max_new_tokens"):
+        value = getattr(trial, name)
+        default = next(f.default for f in msgspec.structs.fields(type(trial)) if f.name == name)
+        if value != default:
+            flags.append((name, f"{option_of(name)} {shown(value)}"))
+    for name, value in trial.settings.items():
+        if isinstance(value, bool):
+            flags.append((name, option_of(name) if value else "--no-" + option_of(name)[2:]))
+        else:
+            flags.append((name, f"{option_of(name)} {shown(value)}{'us' if name.endswith('_us') and value else ''}"))
+    return [(words, name in SERVED_BY_RUNTIME) for name, words in flags]
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished plan."""
+
+    question: Question
+    candidates: Sequence[Candidate]
+    workload_line: str
+
+    @property
+    def winner(self) -> Candidate | None:
+        return winner_of(self.question, self.candidates)
+
+    @property
+    def headline(self) -> str:
+        """The answer in a sentence."""
+        slos = " and ".join(map(str, self.question.slos))
+        winner = self.winner
+        if winner is None:
+            return f"No configuration meets {slos}. {self._best_achievable()}"
+        best = winner.best
+        assert best is not None
+        gpus = best.replicas * winner.tp
+        usd = winner.usd_per_hour(best.replicas)
+        cost = "" if usd is None else f", {usd:.2f} $/h"
+        on = f"{gpus} GPU{'s' if gpus > 1 else ''}: {best.replicas} x ({winner.configuration.name})"
+        if self.question.rate is not None:
+            return f"{self.question.rate:g}/s within {slos} takes {on}{cost}"
+        return f"{on} sustains {best.rate:g}/s within {slos}{cost}"
+
+    def _best_achievable(self) -> str:
+        """At the lowest rate tried: of the configuration that comes nearest."""
+        tried = [c for c in self.candidates if c.impossible is not None]
+        if not tried:
+            if any(c.setup is not None for c in self.candidates):
+                return "Within the replicas tried, none served the rate."
+            return "None of them can run."
+        nearest = min(tried, key=lambda c: (max(_strain(c, _known(c.impossible))), c.configuration.number))
+        remains = _known(nearest.impossible)
+        values = ", ".join(
+            f"{_slo_name(str(slo).partition('=')[0])} {show_us(_finite(interval.value))}"
+            for slo, interval in zip(self.question.slos, remains.intervals, strict=True)
+        )
+        at = f"{remains.rate:g}/s, the lowest rate tried"
+        return f"The best achievable, at {at}, is {values} on {nearest.configuration.name}."
+
+    def remarks(self) -> list[str]:
+        """What must be known to read the numbers, one line each."""
+        question = self.question
+        unit = "sessions begun" if any(c.turns_per_arrival > 1 for c in self.candidates) else "requests"
+        lines = [f"Rates are {unit} per second. Goodput: {GOODPUT}."]
+        sure = f"{100 * question.confidence:g} %"
+        setups = [c.setup for c in self.candidates if c.setup is not None]
+        if question.common.get("calibration") and setups:
+            what = "replications and the calibration's systematic error together"
+        elif any(c.drawn for c in self.candidates):
+            what = "replications with other seeds"
+        else:
+            what = "blocks of the trace drawn again"
+        lines.append(f"A rate is sustained if the {sure} interval of every SLO, from {what}, lies within its bound.")
+        if setups and not question.common.get("calibration"):
+            low, high = setups[0].calibration.interval("time", 0.9, setups[0].model.name)
+            lines.append(
+                f"Not in the intervals: without --calibration, true times were {low:.2f} to {high:.2f} times the "
+                "predicted ones on public measurements (central 90 %)."
+            )
+        prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
+        if all(c.usd_per_gpu_hour is None for c in self.candidates):
+            lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in prices if "no `" in why]
+        else:
+            lines += [f"Price of {gpu}: {why}" for gpu, why in prices]
+        if setups:
+            lines += setups[0].calibration.doubts(setups[0].model.name, setups[0].gpu.name)
+        return lines
+
+    def table(self) -> Table:
+        """One line per configuration."""
+        question, winner, front = self.question, self.winner, pareto_front(self.question, self.candidates)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for heading in ("#", "configuration"):
+            table.add_column(heading, no_wrap=True)
+        priced = any(c.usd_per_gpu_hour is not None for c in self.candidates)
+        headings = ["GPUs", "$/h" if priced else "GPU-h/h", "$/1M out" if priced else "GPU-h/1M", "rate/s", "goodput"]
+        for heading in (*headings, *(_slo_name(str(slo).partition("=")[0]) for slo in question.slos)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("limited by")
+        for candidate in self.candidates:
+            number = candidate.configuration.number
+            mark = ">" if candidate is winner else "*" if number in front else " "
+            name = candidate.configuration.name
+            best = candidate.best
+            if best is None:
+                empty = [NOTHING] * (len(headings) + len(question.slos))
+                table.add_row(f"{mark}{number}", name, *empty, why_not(candidate))
+                continue
+            usd, million = candidate.usd_per_hour(best.replicas), usd_per_million(candidate)
+            gpus = best.replicas * candidate.tp
+            gpu_hours = gpu_hours_per_million(candidate)
+            table.add_row(
+                f"{mark}{number}",
+                name,
+                f"{gpus}" if best.replicas == 1 else f"{best.replicas}x{candidate.tp}",
+                f"{usd:.2f}" if usd is not None else f"{gpus}",
+                (f"{million:.2f}" if million is not None else NOTHING)
+                if priced
+                else (f"{gpu_hours:.3g}" if gpu_hours else NOTHING),
+                _rate_text(candidate, best, question),
+                show_rate(best.mean("throughput", "goodput_requests_per_s")),
+                *(interval_text(interval) for interval in best.intervals),
+                limit_of(candidate),
+            )
+        return table
+
+    def describe(self) -> dict[str, Any]:
+        """Everything, for machines. No times, no counts of simulations: equal questions, equal bytes."""
+        question, winner, front = self.question, self.winner, pareto_front(self.question, self.candidates)
+        return {
+            "version": code_version(),
+            "commit": code_commit(),
+            "question": {
+                "model": question.model,
+                "gpus": list(question.gpus),
+                "workload": question.workload,
+                "slos": [str(slo) for slo in question.slos],
+                "rate": question.rate,
+                "gpus_max": question.gpus_max,
+                "search": {key: [shown(value) for value in values] for key, values in question.search},
+                "seed": question.seed,
+                "confidence": question.confidence,
+                "precision": question.effort.precision,
+                "requests_min": question.effort.long.requests_min,
+                "calibration": question.common.get("calibration"),
+            },
+            "goodput": GOODPUT,
+            "headline": self.headline,
+            "remarks": self.remarks(),
+            "winner": winner.configuration.number if winner is not None else None,
+            "serve": [{"flag": flag, "runtime": ok} for flag, ok in serve_flags(winner)] if winner is not None else [],
+            "simulate": simulate_command(winner) if winner is not None else None,
+            "configurations": [self._describe(c, pareto=c.configuration.number in front) for c in self.candidates],
+        }
+
+    def _describe(self, candidate: Candidate, *, pareto: bool) -> dict[str, Any]:
+        best = candidate.best
+        estimate = candidate.estimate
+        return {
+            "number": candidate.configuration.number,
+            "gpu": candidate.configuration.gpu,
+            "settings": {key: shown(value) for key, value in candidate.configuration.chosen.items()},
+            "verdict": "confirmed" if best is not None else why_not(candidate),
+            "pareto": pareto,
+            "limited_by": limit_of(candidate) or None,
+            "estimated_rate_max": None if estimate is None else round(candidate.estimated_rate, 4),
+            "usd_per_hour": None if best is None else candidate.usd_per_hour(best.replicas),
+            "usd_per_million_output_tokens": None if best is None else usd_per_million(candidate),
+            "gpu_hours_per_million_output_tokens": None if best is None else gpu_hours_per_million(candidate),
+            "best": _describe_evaluation(self.question, best),
+            "nearest_missed": _describe_evaluation(self.question, candidate.missed),
+            "lowest_rate": _describe_evaluation(self.question, candidate.impossible),
+            "evaluations": [_describe_evaluation(self.question, one) for one in candidate.evaluations],
+        }
+
+    def to_json(self) -> str:
+        """`describe` as text."""
+        return json.dumps(self.describe(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _known(evaluation: Evaluation | None) -> Evaluation:
+    assert evaluation is not None
+    return evaluation
+
+
+def why_not(candidate: Candidate) -> str:
+    """Why a configuration has no answer."""
+    if candidate.setup is None:
+        return candidate.unfit
+    if candidate.pruned:
+        rate = candidate.narrow_met
+        about = f", about {rate:g}/s each" if rate is not None else ""
+        return f"not confirmed: {candidate.pruned}{about}"
+    if candidate.impossible is not None:
+        remains = candidate.impossible
+        pairs = zip(candidate.question.slos, remains.intervals, strict=True)
+        beyond = [(slo, i.value) for slo, i in pairs if i.value > slo.bound_us]
+        text = ", ".join(f"{_slo_name(str(s).partition('=')[0])} {show_us(_finite(v))}" for s, v in beyond)
+        return f"misses the SLO at {remains.rate:g}/s too: {text}" if beyond else "not sure of the SLO at any rate"
+    return "does not serve the rate with any number of replicas tried"
+
+
+def _rate_text(candidate: Candidate, best: Evaluation, question: Question) -> str:
+    """The rate sustained, and the one that no longer is."""
+    if question.rate is not None or candidate.missed is None:
+        return f"{best.rate:g}"
+    return f"{best.rate:g} (<{candidate.missed.rate:g})"
+
+
+def interval_text(interval: Interval) -> str:
+    """`412 ms (398-430 ms)`; the value alone where nothing says how sure it is."""
+    value = show_us(_finite(interval.value))
+    if math.isinf(interval.low) or math.isinf(interval.high):
+        return value
+    low, high = show_us(interval.low).split(" "), show_us(interval.high).split(" ")
+    between = (
+        f"{low[0]}-{high[0]}" if low[-1] == high[-1] == value.split(" ")[-1] else f"{' '.join(low)}-{' '.join(high)}"
+    )
+    return f"{value} ({between})"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _describe_evaluation(question: Question, evaluation: Evaluation | None) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    return {
+        "rate": evaluation.rate,
+        "replicas": evaluation.replicas,
+        "status": evaluation.status,
+        "replications": len(evaluation.results),
+        "goodput_requests_per_s": evaluation.mean("throughput", "goodput_requests_per_s"),
+        "output_tokens_per_s": evaluation.mean("throughput", "output_tokens_per_s"),
+        "slos": [
+            {
+                "slo": str(slo),
+                "value_us": _rounded(interval.value),
+                "low_us": _rounded(interval.low),
+                "high_us": _rounded(interval.high),
+            }
+            for slo, interval in zip(question.slos, evaluation.intervals, strict=True)
+        ],
+    }
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None

@@ -1,0 +1,240 @@
+"""`lockstep plan`: argument parsing only. What is done with the arguments is in search.py and answer.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.sim.cli import (
+    EXIT_INTERRUPTED,
+    cluster_options,
+    given_settings,
+    refusals,
+    scheduler_options,
+)
+
+if TYPE_CHECKING:
+    from lockstep.sim.plan.search import Progress
+
+EXIT_NONE_FOUND = 3
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 120})
+@click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
+@click.option("--gpus", required=True, metavar="GPU,...", help="catalogue names, such as h100,h200, or JSON files")
+@click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
+@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
+@click.option("--rate", type=click.FLOAT, help="find the cheapest that serves so many per second")
+@click.option("--max-gpus", "gpus_max", type=click.INT, help="find the largest rate of as many replicas as fit on them")
+@click.option("--search", multiple=True, metavar="NAME=VALUES", help="tp=1,2,4 or chunked_prefill_size=512..8192")
+@click.option("--price", "prices", multiple=True, metavar="GPU=USD", help="per GPU-hour, for a GPU of --gpus")
+@click.option("--price-kind", default="rental_3yr", help="of the catalogue's prices")
+@click.option("--confidence", default=0.95, help="of every interval")
+@click.option("--quick", is_flag=True, help="short simulations: an answer within some 15 %")
+@click.option(
+    "--requests", type=click.INT, help="of a long simulation, per replica, at most  [default: 3000; quick: 800]"
+)
+@click.option("--all", "confirm_all", is_flag=True, help="confirm also what others have shown to be worse")
+@click.option("--jobs", type=click.INT, help="processes  [default: one per core]")
+@click.option("--ray", "ray_address", metavar="ADDRESS", help="run on a Ray cluster: auto, HOST:PORT, or local")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="keep simulations there, and plan.html")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="write the answer as JSON")
+@click.option("--report", "report_path", type=click.Path(path_type=Path), metavar="FILE", help="write the report")
+@click.option("--seed", default=7, help="of the first replication")
+@click.option("--tp", default=1, help="GPUs that share one copy of the model, where it is not searched")
+@click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
+@click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
+@click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
+@click.option("--operators", metavar="DIR", help="operator tables instead of the roofline's kernels")
+@click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
+@cluster_options(engines=False)
+@scheduler_options
+def plan(
+    model: str,
+    gpus: str,
+    workload: str,
+    slos: tuple[str, ...],
+    rate: float | None,
+    gpus_max: int | None,
+    search: tuple[str, ...],
+    prices: tuple[str, ...],
+    price_kind: str,
+    confidence: float,
+    quick: bool,
+    requests: int | None,
+    confirm_all: bool,
+    jobs: int | None,
+    ray_address: str | None,
+    out: Path | None,
+    json_path: Path | None,
+    report_path: Path | None,
+    seed: int,
+    router: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Find the cheapest configuration that meets the SLO at a rate, or the largest rate that each one sustains.
+
+    \b
+    lockstep plan --model qwen3-8b --gpus h100,h200 --workload gen:turns=uniform:1:3 --slo ttft_p99=500ms --rate 40
+    lockstep plan --model qwen3-32b --gpus h200 --search tp=1,2,4 --workload conv.jsonl.gz --slo tpot_p99=50ms
+    """
+    with refusals():
+        from lockstep.core.errors import ConfigError
+        from lockstep.core.router import RouterConfig
+        from lockstep.sim.metrics import Slo
+        from lockstep.sim.plan.answer import Answer
+        from lockstep.sim.plan.ledger import Ledger
+        from lockstep.sim.plan.question import FULL, QUICK, Length, Question, parse_prices, parse_search
+        from lockstep.sim.plan.search import prepare, run_plan
+        from lockstep.sim.plan.workers import crew_of
+        from lockstep.sim.simulate import workload_line
+
+        if jobs is not None and jobs < 1:
+            raise ConfigError(f"`jobs` must be at least 1, got `{jobs}`")
+        if requests is not None and requests < 10:
+            raise ConfigError(f"`requests` must be at least 10, got `{requests}`")
+        settings = given_settings(options)
+        searched = parse_search(search)
+        for key, _ in searched:
+            settings.pop(key, None)
+        effort = QUICK if quick else FULL
+        if requests is not None:
+            short = effort.short._replace(
+                requests_min=min(effort.short.requests_min, requests),
+                requests_max=min(effort.short.requests_max, requests),
+            )
+            effort = replace(effort, long=Length(requests, requests, 0.0), short=short)
+        hop_us = router.pop("hop_us", 0)
+        question = Question(
+            model=model,
+            gpus=tuple(gpu.strip() for gpu in gpus.split(",")),
+            workload=workload,
+            slos=tuple(map(Slo.parse, slos)),
+            rate=rate,
+            gpus_max=gpus_max,
+            search=searched,
+            common=options,
+            settings=settings,
+            router=RouterConfig(**router),
+            hop_us=hop_us,
+            seed=seed,
+            confidence=confidence,
+            effort=effort,
+            prices=parse_prices(prices),
+            price_kind=price_kind,
+            confirm_all=confirm_all,
+        )
+        ledger = Ledger(out)
+        candidates, opened = prepare(question)
+        line = workload_line(opened)
+        announce(question, line, len(candidates), out)
+        try:
+            with crew_of(_hands(jobs), ray_address) as crew, showing_progress(ledger) as progress:
+                run_plan(question, candidates, crew, ledger, progress)
+        except KeyboardInterrupt:
+            say_how_to_go_on(ledger, out)
+            sys.exit(EXIT_INTERRUPTED)
+        answer = Answer(question=question, candidates=candidates, workload_line=line)
+        show(answer)
+        if json_path is not None:
+            json_path.write_text(answer.to_json(), encoding="utf-8")
+        pages = [path for path in (report_path, out / "plan.html" if out is not None else None) if path is not None]
+        if pages:
+            from lockstep.sim.report.plan_page import render_plan
+
+            text = render_plan(answer)
+            for path in pages:
+                path.write_text(text, encoding="utf-8", newline="\n")
+                click.echo(f"report: {path}", err=True)
+        if out is not None:
+            (out / "plan.json").write_text(answer.to_json(), encoding="utf-8")
+        found = f"; {ledger.reused} found from before" if ledger.reused else ""
+        click.echo(f"{ledger.run} simulations in {ledger.cpu_s:.1f} s of CPU time{found}", err=True)
+    if answer.winner is None:
+        sys.exit(EXIT_NONE_FOUND)
+
+
+def _hands(jobs: int | None) -> int:
+    """Processes: as asked, or one per core that this one may use."""
+    return jobs if jobs is not None else len(os.sched_getaffinity(0))
+
+
+def announce(question: Any, line: str, configurations: int, out: Path | None) -> None:
+    """Say on stderr what is about to run."""
+    from lockstep.sim.simulate import code_commit, code_version
+
+    code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
+    kept = f"simulations kept in {out}" if out is not None else "nothing is kept, for lack of --out"
+    click.echo(f"seed {question.seed}, {code}, {kept}", err=True)
+    click.echo(f"{configurations} configurations of {question.model}; {line}", err=True)
+
+
+@contextmanager
+def showing_progress(ledger: Any) -> Iterator[Progress]:
+    """A bar of configurations on stderr, with the number of simulations; silent if stderr is not a terminal."""
+    from lockstep.sim.plan.search import Progress
+
+    if not sys.stderr.isatty():
+        yield Progress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("configurations", total=None)
+        stage_name = ""
+
+        def stage(name: str, searches: int) -> None:
+            nonlocal stage_name
+            stage_name = name
+            bar.reset(task, total=searches, description=f"configurations, {name}")
+
+        def trial() -> None:
+            bar.update(task, description=f"configurations, {stage_name}: {ledger.run} simulations")
+
+        yield Progress(stage=stage, trial=trial, search=lambda: bar.advance(task))
+
+
+def say_how_to_go_on(ledger: Any, out: Path | None) -> None:
+    """After Ctrl-C."""
+    if out is None:
+        click.echo(f"interrupted after {ledger.run} simulations; with --out DIR they would be kept", err=True)
+        return
+    click.echo(f"interrupted: {out} keeps {ledger.run + ledger.reused} simulations", err=True)
+    click.echo("hint: the same command goes on from there", err=True)
+
+
+def show(answer: Any) -> None:
+    """Print the answer on stdout."""
+    from rich.console import Console
+
+    from lockstep.sim.plan.answer import serve_flags, simulate_command
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(answer.table())
+    click.echo("> winner   * on the Pareto front of cost and latency")
+    click.echo(answer.headline)
+    for line in answer.remarks():
+        click.echo(line)
+    winner = answer.winner
+    if winner is not None:
+        flags = serve_flags(winner)
+        click.echo("serve:    lockstep serve " + " ".join(flag for flag, _ in flags))
+        only_simulated = [flag.split(" ")[0] for flag, runs in flags if not runs]
+        if only_simulated:
+            click.echo(
+                "          simulated only, the runtime does not carry them out yet: " + ", ".join(only_simulated)
+            )
+        click.echo("simulate: " + simulate_command(winner))

@@ -1,0 +1,244 @@
+"""What is asked of a plan, and the configurations it spans: every GPU with every combination of what is searched."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+from lockstep.sim.cost import GpuSpec
+from lockstep.sim.generate import PREFIX
+from lockstep.sim.metrics import Slo
+from lockstep.sim.settings import field_of, parse_setting
+from lockstep.sim.workload import Workload
+
+CONFIGURATIONS_MAX = 2_000
+OWN_KEYS = ("tp", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
+"""What can be searched besides the scheduler's settings."""
+
+PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
+
+
+class Length(NamedTuple):
+    """How much traffic one simulation sees: enough requests, for long enough, but not beyond all measure."""
+
+    requests_min: int
+    requests_max: int
+    seconds: float
+
+    def requests_at(self, requests_per_s: float, seconds_min: float) -> int:
+        """Requests to simulate at a rate; `seconds_min` is what the workload itself needs to get going."""
+        wanted = math.ceil(requests_per_s * max(self.seconds, seconds_min))
+        return min(max(wanted, self.requests_min), self.requests_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is simulated before an answer is given."""
+
+    long: Length
+    short: Length  # of simulations that only narrow the range
+    precision: float  # relative, of a largest rate
+    replications_min: int
+    replications_max: int
+
+
+FULL = Effort(
+    long=Length(3_000, 20_000, 120.0),
+    short=Length(400, 1_500, 15.0),
+    precision=0.05,
+    replications_min=3,
+    replications_max=10,
+)
+QUICK = Effort(
+    long=Length(800, 2_500, 40.0),
+    short=Length(250, 600, 10.0),
+    precision=0.15,
+    replications_min=3,
+    replications_max=5,
+)
+LIVES = 3.0  # of a session: how long traffic must go on before those that end and those that begin are in balance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Everything that decides the answer."""
+
+    model: str
+    gpus: tuple[str, ...]
+    workload: str
+    slos: tuple[Slo, ...]
+    rate: float | None = None  # to be served; None: the largest rate is asked for
+    gpus_max: int | None = None  # of one configuration's replicas together, where the largest rate is asked for
+    search: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # in the order given
+    common: Mapping[str, Any] = field(default_factory=dict)  # fields of Trial that are not searched
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the scheduler, not searched
+    router: RouterConfig = field(default_factory=RouterConfig)
+    hop_us: int = 0
+    seed: int = 7
+    confidence: float = 0.95
+    effort: Effort = FULL
+    prices: Mapping[str, float] = field(default_factory=dict)  # USD per GPU-hour, by GPU as written in `gpus`
+    price_kind: str = PRICE_KINDS[0]
+    confirm_all: bool = False  # also those that others have shown to be worse
+
+    def __post_init__(self) -> None:
+        if not self.slos:
+            raise ConfigError("a plan needs at least one SLO\nhint: such as --slo ttft_p99=500ms --slo tpot_p99=40ms")
+        if len(set(self.slos)) < len(self.slos):
+            raise ConfigError(f"an SLO is given twice: {', '.join(map(str, self.slos))}")
+        if not self.gpus or not all(self.gpus):
+            raise ConfigError("`gpus` names no GPU\nhint: such as --gpus h100,h200")
+        if len(set(self.gpus)) < len(self.gpus):
+            raise ConfigError(f"`gpus` names one twice: {','.join(self.gpus)}")
+        if self.rate is not None and self.gpus_max is not None:
+            raise ConfigError("`rate` and `max_gpus` are two questions\nhint: leave one of them out")
+        if self.rate is not None and not (math.isfinite(self.rate) and self.rate >= 1e-6):
+            raise ConfigError(f"`rate` must be requests per second, at least 1e-6, got `{self.rate}`")
+        if self.gpus_max is not None and self.gpus_max < 1:
+            raise ConfigError(f"`max_gpus` must be at least 1, got `{self.gpus_max}`")
+        if not 0.5 <= self.confidence <= 0.999:
+            raise ConfigError(f"`confidence` must be from 0.5 to 0.999, got `{self.confidence}`\nhint: 0.95 is usual")
+        if self.price_kind not in PRICE_KINDS:
+            raise ConfigError(f"`price_kind` must be one of {', '.join(PRICE_KINDS)}, got `{self.price_kind}`")
+        for gpu in self.prices:
+            if gpu not in self.gpus:
+                raise ConfigError(f"`price` names `{gpu}`, which is not among the GPUs {', '.join(self.gpus)}")
+        if len(self.configurations()) > CONFIGURATIONS_MAX:
+            raise ConfigError(
+                f"the search spans {len(self.configurations()):,} configurations, the most is {CONFIGURATIONS_MAX:,}\n"
+                "hint: fewer values, or one search after another"
+            )
+
+    def configurations(self) -> tuple[Configuration, ...]:
+        """All of them, in the order of GPUs and searched values; numbered from 1."""
+        keys = [key for key, _ in self.search]
+        combinations = itertools.product(*(values for _, values in self.search))
+        made = []
+        for number, (gpu, values) in enumerate(itertools.product(self.gpus, combinations), 1):
+            chosen = dict(zip(keys, values, strict=True))
+            made.append(Configuration(number=number, gpu=gpu, chosen=chosen))
+        return tuple(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One GPU type and one value of everything searched."""
+
+    number: int
+    gpu: str
+    chosen: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """`h200 tp=2 schedule_policy=lpm`."""
+        return " ".join([self.gpu, *(f"{key}={shown(value)}" for key, value in self.chosen.items())])
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse_search(texts: tuple[str, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Read `tp=1,2,4`, `chunked_prefill_size=512..8192` (each twice the one before), `policy=fcfs,lpm`."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        name, equals, values_text = text.partition("=")
+        if not equals:
+            raise ConfigError(f"`search` has `{text}`, expected NAME=VALUES\nhint: such as --search tp=1,2,4")
+        key = field_of(name, OWN_KEYS)
+        if key in found:
+            raise ConfigError(f"`search` names `{key}` twice\nhint: put all its values into one")
+        words = [word for part in values_text.split(",") for word in _words(key, part.strip())]
+        if not words:
+            raise ConfigError(f"`search`: `{key}` has no values\nhint: such as --search tp=1,2,4")
+        values = tuple(_value(key, word) for word in words)
+        if len(set(map(shown, values))) < len(values):
+            raise ConfigError(f"`search`: `{key}` has a value twice: {values_text}")
+        found[key] = values
+    return tuple(found.items())
+
+
+def _words(key: str, part: str) -> list[str]:
+    """A single value, or the doublings of a range."""
+    if ".." not in part:
+        return [part] if part else []
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", part)
+    if match is None:
+        raise ConfigError(f"`search`: `{key}` cannot be `{part}`: a range is LOW..HIGH of whole numbers")
+    low, high = int(match[1]), int(match[2])
+    if not 1 <= low <= high:
+        raise ConfigError(f"`search`: `{key}` cannot be `{part}`: LOW must be at least 1, and at most HIGH")
+    words = []
+    while low <= high:
+        words.append(str(low))
+        low *= 2
+    return words
+
+
+def _value(key: str, word: str) -> Any:
+    if key == "tp":
+        if not word.isascii() or not word.isdigit() or int(word) < 1:
+            raise ConfigError(f"`search`: `tp` must be a whole number of at least 1, got `{word}`")
+        return int(word)
+    if key == "mem_fraction":
+        try:
+            return float(word)
+        except ValueError:
+            raise ConfigError(f"`search`: `mem_fraction` must be a number up to 1, got `{word}`") from None
+    if key == "router":
+        if word not in ROUTER_POLICIES:
+            raise ConfigError(f"`search`: `router` must be one of {', '.join(ROUTER_POLICIES)}, got `{word}`")
+        return word
+    if key in OWN_KEYS:
+        return word
+    return parse_setting(key, word)[1]
+
+
+def parse_prices(texts: tuple[str, ...]) -> dict[str, float]:
+    """Read `h100=1.99`, USD per GPU-hour."""
+    prices: dict[str, float] = {}
+    for text in texts:
+        gpu, equals, number = text.partition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not equals or not gpu or not (price > 0 and math.isfinite(price)):
+            raise ConfigError(f"`price` has `{text}`, expected GPU=USD above 0\nhint: such as --price h100=1.99")
+        prices[gpu.strip()] = price
+    return prices
+
+
+def price_of(question: Question, name: str, gpu: GpuSpec) -> tuple[float | None, str]:
+    """USD per GPU-hour and whence; None without a price."""
+    if name in question.prices:
+        return question.prices[name], "given"
+    known = gpu.usd_per_gpu_hour.get(question.price_kind)
+    if known is None:
+        return None, f"the catalogue has no `{question.price_kind}` price of {gpu.name}"
+    return known.value, f"{question.price_kind}: {known.source}"
+
+
+def is_drawn(workload: Workload) -> bool:
+    """Whether another seed makes another workload: not of a trace, nor of several mixed."""
+    if workload.format == "mix":
+        return PREFIX in workload.source or ".json@" in workload.source or workload.source.endswith(".json")
+    return workload.format in ("generated", "fitted", "servegen")
+
+
+def content_files(question: Question) -> list[Path]:
+    """Files whose content decides the answer, besides what the package ships."""
+    names = [question.model, *question.gpus, question.workload, str(question.common.get("calibration") or "")]
+    return [path for path in map(Path, names) if path.is_file()]

@@ -1,0 +1,221 @@
+"""One simulation of a plan: what describes it wholly, the key that follows from that, and what came of it.
+
+A trial is plain data: it travels to another process or machine as JSON, and equal trials have equal results, so that
+whoever has the result need not run it again. `run_trial` is all that a worker does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lockstep.core.router import RouterConfig
+from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.metrics import RunData, Slo
+from lockstep.sim.plan.interval import block_samples
+from lockstep.sim.simulate import Scenario
+from lockstep.sim.workload import Workload, open_workload
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a simulation depends on. `content` stands for what files and the installed code say."""
+
+    model: str
+    gpu: str
+    workload: str
+    replicas: int
+    rate: float
+    limit: int | None  # requests, at most
+    seed: int
+    tp: int = 1
+    mem_fraction: float = 0.9
+    weights_dtype: str | None = None
+    kv_dtype: str = "bf16"
+    profile: str = "lockstep"
+    settings: dict[str, Any] = {}
+    max_new_tokens: int | None = None
+    skip_bad_rows: bool = False
+    calibration: str | None = None
+    operators: str | None = None
+    router: RouterConfig = RouterConfig()
+    hop_us: int = 0
+    slos: tuple[str, ...] = ()
+    factor: float = 1.0  # multiplies the time of every batch: a draw of the calibration's systematic error
+    resample: bool = False  # draw blocks again, for intervals of a recorded trace
+    give_up: bool = False  # stop once too many requests are late for the SLO ever to be met
+    content: str = ""
+
+    @property
+    def key(self) -> str:
+        return blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
+
+    def scenario(self) -> ClusterScenario:
+        """The same in the words of the command line; the factor is not among them."""
+        base = Scenario(
+            model=self.model,
+            gpu=self.gpu,
+            workload=self.workload,
+            tp=self.tp,
+            rate=self.rate,
+            limit=self.limit,
+            skip_bad_rows=self.skip_bad_rows,
+            seed=self.seed,
+            mem_fraction=self.mem_fraction,
+            weights_dtype=self.weights_dtype,  # type: ignore[arg-type]  # checked where it is used
+            kv_dtype=self.kv_dtype,  # type: ignore[arg-type]
+            max_new_tokens=self.max_new_tokens,
+            profile=self.profile,
+            calibration=self.calibration,
+            operators=self.operators,
+            settings=self.settings,
+            slos=tuple(map(Slo.parse, self.slos)),
+        )
+        return ClusterScenario(base=base, replicas=self.replicas, router=self.router, hop_us=self.hop_us)
+
+
+class SloResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one bound fared."""
+
+    measured_us: float | None  # None: nothing was measured; see `failed`
+    failed: bool  # so many requests failed that they fill the percentile: infinitely late
+    samples: tuple[float, ...] = ()  # of drawn blocks, finite ones, ascending
+    samples_failed: int = 0  # draws in which failures fill the percentile
+
+    @property
+    def value(self) -> float:
+        """Infinite for failure and for nothing measured."""
+        return math.inf if self.failed or self.measured_us is None else self.measured_us
+
+
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a trial. One that was given up missed the SLO; its numbers are those until then."""
+
+    slos: tuple[SloResult, ...] = ()
+    gave_up: bool = False
+    requests: int = 0
+    extend_share: float | None = None  # of the device's busy time, in batches that extend
+    summary: dict[str, Any] = {}
+    cpu_s: float = 0.0  # never part of an answer
+    interrupted: bool = False
+
+
+def run_trial(trial: Trial) -> TrialResult:
+    """Simulate, measure, and keep what a plan needs of it. Raises what `assemble_cluster` raises."""
+    run = simulate_trial(trial)
+    if run.interrupted:
+        return TrialResult(interrupted=True)
+    data = run.data
+    slos = run.setup.scenario.base.slos
+    return TrialResult(
+        slos=tuple(_slo_result(slo, data, trial) for slo in slos),
+        gave_up=run.stopped_early,
+        requests=data.summary["requests"]["arrived"],
+        extend_share=_extend_share(data),
+        summary=_kept(data.summary),
+        cpu_s=run.cpu_s,
+    )
+
+
+def simulate_trial(trial: Trial) -> ClusterRun:
+    """The run itself, measured whole."""
+    # The environment's overrides stay out: a result must follow from its trial.
+    setup = assemble_cluster(trial.scenario(), {}, workload=_workload_of(trial))
+    if trial.factor != 1.0:
+        setup = setup.slowed(trial.factor)
+    lateness = Lateness.of(setup.scenario.base.slos, len(setup.workload.turns)) if trial.give_up else None
+    return simulate_cluster(setup, give_up=lateness)
+
+
+@lru_cache(maxsize=4)
+def _workload(source: str, seed: int, rate: float, limit: int | None, skip_bad_rows: bool) -> Workload:
+    return open_workload(source, seed=seed, rate=rate, limit=limit, skip_bad_rows=skip_bad_rows)
+
+
+def _workload_of(trial: Trial) -> Workload:
+    """Configurations are compared under the same traffic, one after another in each worker: keep the last few."""
+    return _workload(trial.workload, trial.seed, trial.rate, trial.limit, trial.skip_bad_rows)
+
+
+def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:
+    measured_us = data.measured_us(slo)
+    failed = measured_us is not None and math.isinf(measured_us)
+    samples = block_samples(slo, data.requests, trial.seed) if trial.resample else []
+    finite = tuple(round(sample, 3) for sample in samples if math.isfinite(sample))
+    return SloResult(
+        measured_us=None if failed or measured_us is None else round(measured_us, 3),
+        failed=failed,
+        samples=finite,
+        samples_failed=len(samples) - len(finite),
+    )
+
+
+def _extend_share(data: RunData) -> float | None:
+    """Of the time the devices were busy, the part in batches with a prompt in them."""
+    batches = data.batches
+    took_us = np.where(batches.finished_us >= 0, batches.finished_us - batches.started_us, 0)
+    total_us = int(took_us.sum())
+    return round(int(took_us[batches.prefill_tokens > 0].sum()) / total_us, 6) if total_us else None
+
+
+def _kept(summary: dict[str, Any]) -> dict[str, Any]:
+    """The parts that tables, limits and the report look at."""
+    return {name: summary[name] for name in ("requests", "latency", "throughput", "cache", "kv", "scheduler", "device")}
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Whether so many requests wait past their TTFT bound that the SLO cannot be met any more, whatever follows.
+
+    Who waits still has no first token. If it gets one it is late, if it fails it counts as late: both stand beyond the
+    bound, and a percentile that this many stand beyond is beyond it too.
+    """
+
+    bounds: tuple[tuple[int, float], ...]  # bound in microseconds, requests that may be late
+
+    @classmethod
+    def of(cls, slos: tuple[Slo, ...], requests: int) -> Lateness:
+        bounds = []
+        for slo in slos:
+            if slo.metric in ("ttft", "e2e"):
+                percentile = 100.0 if slo.percentile is None else slo.percentile
+                bounds.append((slo.bound_us, (requests - 1) * (1.0 - percentile / 100.0) + 1.0))
+        return cls(tuple(bounds))
+
+    def __call__(self, cluster: Cluster) -> bool:
+        """Whether to give up now."""
+        for bound_us, may_be_late in self.bounds:
+            late = 0
+            for lane in cluster.lanes:
+                engine = lane.host.engine
+                before_us = engine.now_us - bound_us  # by the engine's own clock: it may be behind the router's
+                late += sum(request.outputs == 0 and request.arrived_us < before_us for request in engine.waiting)
+            if late > may_be_late:
+                return True
+        return False
+
+
+def encode_trial(trial: Trial) -> bytes:
+    """For another process."""
+    return msgspec.json.encode(trial)
+
+
+def run_encoded(data: bytes) -> bytes:
+    """What a worker of any kind is given, and gives back."""
+    return msgspec.json.encode(run_trial(msgspec.json.decode(data, type=Trial)))
+
+
+def decode_result(data: bytes) -> TrialResult:
+    """What `run_encoded` gave back."""
+    return msgspec.json.decode(data, type=TrialResult)
+
+
+def file_digest(path: Path) -> str:
+    """Of what a file holds."""
+    return blake2b(path.read_bytes(), digest_size=16).hexdigest()

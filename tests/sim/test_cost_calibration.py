@@ -1,0 +1,474 @@
+"""Calibrations: files that say what they are, corrections that never turn more work into less time, fits."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.sim.calibrate import calibration_of_batches, timed_batches
+from lockstep.sim.calibrate_cli import calibrate
+from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
+from lockstep.sim.cli import simulate
+from lockstep.sim.cost import (
+    UNCALIBRATED,
+    BatchShape,
+    CalibratedModel,
+    Calibration,
+    CalibrationError,
+    CpuModel,
+    decode_shape,
+    extend_shape,
+    roofline,
+)
+from lockstep.sim.cost.calibration import (
+    FEATURES,
+    PROBABILITIES,
+    UNSEEN_MODELS,
+    Correction,
+    Residuals,
+    Source,
+    batch_features,
+)
+from lockstep.sim.cost.fit import fit_weights, nonnegative_least_squares, relative_shift
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "serving_points.json"
+SMALL = ["--model", "qwen3-0.6b", "--gpu", "h200", "--workload", "gen:n=40,rate=20,input=fixed:200,output=fixed:20"]
+PLANTED = Correction(kernels=1.25, collectives=2.0, step_us=400.0, row_us=30.0, collective_us=5.0, frontend_us=30_000.0)
+
+
+def residuals(**fields: Any) -> Residuals:
+    return msgspec.structs.replace(
+        Residuals(
+            metric="time",
+            population="seen",
+            method="invented",
+            count=20,
+            probabilities=(0.05, 0.5, 0.95),
+            ratios=(0.9, 1.0, 1.2),
+        ),
+        **fields,
+    )
+
+
+def calibration(**fields: Any) -> Calibration:
+    found = Calibration(
+        engine="vllm",
+        engine_version="0.12.0",
+        gpu="H200-SXM",
+        models=("qwen3-0.6b",),
+        date="2026-11-22",
+        correction=PLANTED,
+        residuals=(residuals(),),
+    )
+    return msgspec.structs.replace(found, **fields)
+
+
+def run(command: Any, *arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_comes_back_as_it_was_and_equal_ones_are_equal_bytes(tmp_path: Path) -> None:
+    source = Source(kind="journal", file="run", sha256="0" * 64, rows_used=7)
+    before = calibration(spread=0.03, sources=(source,), notes=("one",))
+    before.save(tmp_path / "a.json")
+    after = Calibration.load(tmp_path / "a.json")
+    assert after == before
+    after.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert before.digest == after.digest != calibration().digest
+    assert before.title == f"vllm 0.12.0 on H200-SXM, 2026-11-22, {before.digest[:12]}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 2}, "`version` 2 is not one this release reads"),
+        ({"format": "other"}, "`format` must be lockstep-calibration"),
+        ({"spread": -0.1}, "`spread` must be at least 0"),
+        ({"residuals": []}, "`residuals` must have time of seen models"),
+        ({"correction": {"row_us": -1.0}}, "`correction.row_us` must be at least 0"),
+        ({"correction": {"kernels": 0.0}}, "`correction.kernels` must be at least 0.01"),
+        ({"colour": "blue"}, "not a calibration file: Object contains unknown field `colour`"),
+        ({"cpu": "maybe"}, "not a calibration file"),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(json.loads(calibration().to_json()) | change))
+    with pytest.raises(CalibrationError) as error:
+        Calibration.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert said in str(error.value)
+
+
+def test_a_missing_or_broken_file_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="hint: `lockstep calibrate` makes"):
+        Calibration.load(tmp_path / "nowhere.json")
+    (tmp_path / "torn.json").write_text(calibration().to_json()[:200])
+    with pytest.raises(CalibrationError, match="not a calibration file"):
+        Calibration.load(tmp_path / "torn.json")
+    result = run(simulate, *SMALL, "--calibration", str(tmp_path / "torn.json"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("CalibrationError: ")
+    assert "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- corrections
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> BatchShape:
+    extends = draw(st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 50_000)), max_size=3))
+    decodes = draw(st.lists(st.integers(1, 50_000), max_size=300))
+    return BatchShape(
+        extend_rows=len(extends),
+        extend_tokens=sum(new for new, _ in extends),
+        extend_context_tokens=sum(context for _, context in extends),
+        extend_pairs=sum(new * context + new * (new + 1) // 2 for new, context in extends),
+        decode_rows=len(decodes),
+        decode_context_tokens=sum(decodes),
+        sampled_rows=len(extends) + len(decodes),
+    )
+
+
+corrections = st.builds(
+    Correction,
+    kernels=st.floats(0.01, 3.0),
+    collectives=st.floats(0.0, 5.0),
+    step_us=st.floats(0.0, 5000.0),
+    row_us=st.floats(0.0, 100.0),
+    collective_us=st.floats(0.0, 50.0),
+)
+BASES = {
+    (name, tp): roofline(load_model(name), load_gpu("h100"), tp, "fp8" if name == "qwen3-235b-a22b" else None)
+    for name, tps in (("qwen3-8b", (1, 2, 8)), ("gpt-oss-120b", (2, 8)), ("qwen3-235b-a22b", (4,)))
+    for tp in tps
+}
+
+
+@given(st.sampled_from(sorted(BASES)), corrections, shapes(), st.integers(1, 4000), st.integers(0, 50_000))
+def test_more_work_is_never_faster_whatever_the_correction(
+    key: tuple[str, int], correction: Correction, shape: BatchShape, new: int, context: int
+) -> None:
+    cost = calibration(correction=correction).cost_model(BASES[key])
+    before = cost.batch_us(shape).mean_us
+    assert before >= 0.0
+    one_more_decode = shape._replace(
+        decode_rows=shape.decode_rows + 1, decode_context_tokens=shape.decode_context_tokens + context
+    )
+    one_more_extend = shape._replace(
+        extend_rows=shape.extend_rows + 1,
+        extend_tokens=shape.extend_tokens + new,
+        extend_context_tokens=shape.extend_context_tokens + context,
+        extend_pairs=shape.extend_pairs + new * context + new * (new + 1) // 2,
+    )
+    for more in (one_more_decode, one_more_extend):
+        assert cost.batch_us(more).mean_us >= before * (1 - 1e-12)
+
+
+@given(st.sampled_from(sorted(BASES)), corrections, shapes(), st.floats(0.5, 2.0))
+def test_a_batch_is_the_weighted_sum_of_its_parts(
+    key: tuple[str, int], correction: Correction, shape: BatchShape, factor: float
+) -> None:
+    base = BASES[key]
+    cost = CalibratedModel(base, calibration(correction=correction), factor)
+    if shape.extend_tokens + shape.decode_rows:
+        expected = factor * float(np.dot(correction.weights, batch_features(base, shape)))
+        assert cost.batch_us(shape).mean_us == pytest.approx(expected, rel=1e-9)
+    else:
+        assert cost.batch_us(shape).mean_us == 0.0
+
+
+def test_no_correction_is_the_base_itself() -> None:
+    base = BASES["qwen3-8b", 2]
+    assert UNCALIBRATED.cost_model(base) is base
+    assert UNCALIBRATED.cpu_model(CpuModel()) == CpuModel()
+    doubled, shape = UNCALIBRATED.cost_model(base, 2.0), decode_shape(8, 900)
+    assert doubled.batch_us(shape).mean_us == pytest.approx(2.0 * base.batch_us(shape).mean_us)
+
+
+def test_the_base_must_be_what_was_calibrated() -> None:
+    with pytest.raises(CalibrationError, match="corrects the cost model `measured`, got `roofline`"):
+        calibration(base="measured").cost_model(BASES["qwen3-8b", 1])
+    with pytest.raises(CalibrationError, match="`factor` must be above 0"):
+        calibration().cost_model(BASES["qwen3-8b", 1], 0.0)
+
+
+def test_spread_is_that_of_single_batches() -> None:
+    cost = calibration(spread=0.04).cost_model(BASES["qwen3-8b", 1])
+    mean_us, spread_us = cost.batch_us(decode_shape(8, 900))
+    assert spread_us == pytest.approx(0.04 * mean_us)
+
+
+# ----------------------------------------------------------------------------------------------------------- residuals
+
+
+def test_draws_are_stratified_and_depend_on_their_seed_alone() -> None:
+    found = calibration()
+    draws = found.factors(200, seed=7, model="qwen3-0.6b")
+    assert np.array_equal(draws, found.factors(200, seed=7, model="qwen3-0.6b"))
+    assert not np.array_equal(draws, found.factors(200, seed=8, model="qwen3-0.6b"))
+    # One from each half percent: quantiles of the draws are those of the table, whatever the seed.
+    for probability, ratio in ((0.05, 0.9), (0.5, 1.0), (0.95, 1.2)):
+        assert np.quantile(draws, probability) == pytest.approx(ratio, rel=0.01)
+    assert np.corrcoef(np.arange(200), draws)[0, 1] < 0.3  # in random order
+    assert len(found.factors(1, seed=1)) == 1
+    with pytest.raises(CalibrationError, match="`n` must be at least 1"):
+        found.factors(0, seed=1)
+
+
+def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
+    found = calibration(residuals=(residuals(), residuals(metric="ttft", ratios=(0.7, 1.1, 2.0)), UNSEEN_MODELS[0]))
+    assert found.interval("time", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))
+    assert found.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.7, 2.0))
+    unseen = found.interval("time", 0.9, "qwen3-32b")
+    assert unseen[0] < 0.9
+    assert found.interval("time", 0.9) == unseen  # no model said: none that was seen
+    assert found.interval("ttft", 0.9, "qwen3-32b") == pytest.approx((0.7, 2.0))  # none but those of seen models
+    without = calibration(residuals=(residuals(), *UNSEEN_MODELS))
+    assert without.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))  # time stands for it
+    assert found.doubts("qwen3-0.6b", "H200-SXM") == []
+    assert len(found.doubts("qwen3-32b", "H100-SXM")) == 2
+
+
+def test_few_predictions_do_not_mean_narrow_intervals() -> None:
+    few = Residuals.of([0.95, 1.0, 1.05], metric="time", population="seen", method="invented")
+    assert few.ratios[0] < 0.95
+    assert few.ratios[-1] > 1.05
+    many = Residuals.of(np.linspace(0.9, 1.1, 999), metric="time", population="seen", method="invented")
+    assert many.at([0.25, 0.5]) == pytest.approx([0.95, 1.0], abs=1e-3)
+    with pytest.raises(CalibrationError, match="at least 3 predictions"):
+        Residuals.of([1.0, 1.1], metric="time", population="seen", method="invented")
+
+
+def test_what_holds_without_a_calibration_is_what_the_benchmark_measured() -> None:
+    figures = json.loads(RESULTS.read_text())
+    for metric in ("time", "ttft"):
+        [found] = [r for r in UNCALIBRATED.residuals if r.metric == metric]
+        measured = [figures["uncorrected"][metric]["ratios"][str(p)] for p in PROBABILITIES]
+        assert found.ratios == pytest.approx(measured, rel=0.006)
+        assert found.count == figures["uncorrected"][metric]["typical"]
+        [unseen] = [r for r in UNSEEN_MODELS if r.metric == metric]
+        left_out = [figures["models_left_out"]["ratios"][metric][str(p)] for p in PROBABILITIES]
+        assert unseen.count == figures["models_left_out"]["typical"][metric]
+        assert unseen.ratios == pytest.approx(left_out, rel=0.006)
+
+
+# ---------------------------------------------------------------------------------------------------------------- fits
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(0, 20))
+def test_nonnegative_least_squares_is_optimal(seed: int, columns: int, more_rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(columns + more_rows, columns))
+    target = rng.normal(size=columns + more_rows)
+    x = nonnegative_least_squares(matrix, target)
+    assert (x >= 0.0).all()
+    gradient = matrix.T @ (matrix @ x - target)
+    assert (gradient >= -1e-6).all()  # nothing is gained by more of anything,
+    assert np.abs(gradient * x).max() <= 1e-6 * (1.0 + np.abs(x).max())  # nor by less
+
+
+def grid_of_batches() -> list[BatchShape]:
+    decodes = [decode_shape(rows, context) for rows in (1, 4, 16, 64, 256) for context in (200, 2000, 20_000)]
+    return decodes + [extend_shape(tokens) for tokens in (64, 512, 2048, 8192)]
+
+
+def test_a_fit_finds_what_was_planted_and_is_not_bent_by_one_wrong_point() -> None:
+    batches = [(base, shape) for base in BASES.values() for shape in grid_of_batches()]
+    features = np.array([batch_features(base, shape) for base, shape in batches])
+    measured_us = features @ np.array(PLANTED.weights)
+    weights = dict(zip(FEATURES, fit_weights(features, measured_us), strict=True))
+    for name in FEATURES:
+        assert weights[name] == pytest.approx(getattr(PLANTED, name), rel=0.05), name
+    measured_us[3] *= 10.0
+    bent = fit_weights(features, measured_us)
+    assert np.median(np.abs(features @ bent / measured_us - 1.0)) < 0.01
+
+
+def test_few_points_stay_near_no_correction() -> None:
+    base = BASES["qwen3-8b", 1]
+    features = np.array([batch_features(base, decode_shape(8, 1000))])
+    kernels, collectives, *_ = fit_weights(features, features @ np.array([1.3, 1.0, 0.0, 0.0, 0.0]))
+    assert 1.0 < kernels < 1.3  # the rest could as well be the engine's own time
+    assert collectives == pytest.approx(1.0)
+
+
+def test_points_that_are_no_times_are_refused() -> None:
+    with pytest.raises(CalibrationError, match="no point to fit"):
+        fit_weights(np.empty((0, 5)), np.empty(0))
+    with pytest.raises(CalibrationError, match="above 0"):
+        fit_weights(np.ones((1, 5)), np.zeros(1))
+
+
+@given(st.lists(st.tuples(st.floats(1e3, 1e6), st.floats(1e3, 1e6)), min_size=1, max_size=12))
+def test_the_shift_is_the_best_constant(points: list[tuple[float, float]]) -> None:
+    predicted, measured = np.array(points).T
+
+    def error(shift: float) -> float:
+        return float((np.abs(predicted + shift - measured) / measured).sum())
+
+    shift = relative_shift(predicted, measured)
+    assert shift >= 0.0
+    others = [0.0, *np.maximum(0.0, measured - predicted), shift * 1.1 + 1.0, shift * 0.9]
+    assert error(shift) <= min(map(error, others)) * (1 + 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------------ simulate
+
+
+def metrics_of(*arguments: str) -> dict[str, Any]:
+    result = run(simulate, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_result_names_its_calibration_and_what_its_answers_lie_between(tmp_path: Path) -> None:
+    calibration().save(tmp_path / "c.json")
+    found = metrics_of(*SMALL, "--calibration", str(tmp_path / "c.json"))
+    assert found["about"]["calibration"]["digest"] == calibration().digest
+    assert found["intervals"]["calibration"] == found["about"]["calibration"]["title"] == calibration().title
+    assert found["intervals"]["time_factors"] == pytest.approx([0.9, 1.2])
+    plain = metrics_of(*SMALL)
+    assert plain["about"]["calibration"]["title"] == plain["intervals"]["calibration"] == "none"
+    for metrics in (found, plain):
+        answers = metrics["intervals"]["answers"]
+        assert answers.pop("goodput_requests_per_s") is None  # there were no SLOs
+        for name, (low, high) in answers.items():
+            value = metrics["latency"].get(name, metrics["throughput"].get(name))
+            assert low < high, name
+            if metrics is found or not name.startswith("ttft"):
+                assert low <= value <= high, name
+    assert "intervals" not in metrics_of(*SMALL, "--no-intervals")
+
+
+def test_tables_and_report_say_the_same(tmp_path: Path) -> None:
+    calibration().save(tmp_path / "c.json")
+    result = run(simulate, *SMALL, "--calibration", str(tmp_path / "c.json"), "--out", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    assert f"calibration: {calibration().title}\n" in result.stdout
+    assert "90 % intervals" in result.stdout
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert calibration().title in report
+    assert "TTFT p99, 90 % interval" in report
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert written["intervals"]["coverage"] == 0.9
+    assert f"--calibration {tmp_path / 'c.json'}" in written["about"]["command"]
+
+
+def test_time_outside_the_engine_is_part_of_ttft_and_of_nothing_between_tokens(tmp_path: Path) -> None:
+    calibration().save(tmp_path / "slow.json")
+    quick = msgspec.structs.replace(PLANTED, frontend_us=0.0)
+    calibration(correction=quick).save(tmp_path / "quick.json")
+    slow, fast = (
+        metrics_of(*SMALL, "--no-intervals", "--calibration", str(tmp_path / f"{name}.json"))["latency"]
+        for name in ("slow", "quick")
+    )
+    assert slow["ttft_us_p50"] - fast["ttft_us_p50"] == pytest.approx(30_000)
+    assert slow["e2e_us_p99"] - fast["e2e_us_p99"] == pytest.approx(30_000)
+    assert slow["tpot_us_p99"] == fast["tpot_us_p99"]
+
+
+def test_an_engine_whose_cpu_time_is_in_the_correction_has_a_free_lane(tmp_path: Path) -> None:
+    calibration(cpu="included").save(tmp_path / "c.json")
+    found = metrics_of(*SMALL, "--no-intervals", "--calibration", str(tmp_path / "c.json"))
+    assert found["about"]["cpu_model"]["plan_fixed_us"] == 0.0
+    assert found["about"]["calibration"]["cpu"] == "included"
+
+
+def test_another_gpu_or_model_is_remarked_upon(tmp_path: Path) -> None:
+    calibration(gpu="H100-SXM", models=("qwen3-32b",)).save(tmp_path / "c.json")
+    result = run(simulate, *SMALL, "--no-intervals", "--calibration", str(tmp_path / "c.json"))
+    assert "the calibration was made on H100-SXM, this is H200-SXM" in result.stdout
+    assert "the calibration has not seen qwen3-0.6b" in result.stdout
+
+
+def test_the_calibrations_that_are_shipped_are_those_the_benchmark_fitted() -> None:
+    fits = json.loads(RESULTS.read_text())["fits"]
+    assert calibration_names() == tuple(sorted(f"{engine}-h100" for engine in fits))
+    for engine, fit in fits.items():
+        found = load_calibration(f"{engine}-h100")
+        assert found.engine == engine
+        for name, value in fit["correction"].items():
+            assert getattr(found.correction, name) == pytest.approx(value, rel=1e-3), name
+        [source] = found.sources
+        assert source.rows_used == fit["time"]["count"]
+        if len(found.models) < 3:
+            assert set(UNSEEN_MODELS) <= set(found.residuals)
+
+
+def test_a_calibration_is_found_by_name() -> None:
+    found = metrics_of(*SMALL, "--no-intervals", "--calibration", "sglang-h100")
+    assert found["about"]["calibration"]["title"] == load_calibration("sglang-h100").title
+    result = run(simulate, *SMALL, "--calibration", "sglang-h900")
+    assert result.exit_code == 2
+    assert "unknown calibration `sglang-h900`\nknown: sglang-h100, trtllm-h100, vllm-h100\nhint: " in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ journals
+
+
+def recorded(folder: Path, correction: Correction, spread: float = 0.0) -> Path:
+    """The run folder of a simulation whose batches take what a correction says."""
+    calibration(correction=correction, spread=spread).save(folder / "planted.json")
+    workload = "gen:n=60,rate=30,input=lognormal:300:0.8,output=uniform:20:80"
+    arguments = ["--model", "qwen3-0.6b", "--gpu", "h200", "--workload", workload, "--no-intervals"]
+    out = folder / "run"
+    result = run(simulate, *arguments, "--calibration", str(folder / "planted.json"), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> None:
+    planted = Correction(kernels=1.3, step_us=500.0, row_us=20.0)
+    out = recorded(tmp_path, planted)
+    result = run(calibrate, "journal", str(out), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
+    assert result.exit_code == 0, result.output
+    found = Calibration.load(tmp_path / "c.json")
+    assert found.correction.kernels == pytest.approx(1.3, rel=0.02)
+    assert found.correction.step_us == pytest.approx(500.0, rel=0.05)
+    assert found.correction.row_us == pytest.approx(20.0, rel=0.05)
+    assert found.spread < 0.001
+    assert (found.gpu, found.models, found.date, found.cpu) == ("H200-SXM", ("qwen3-0.6b",), "2026-11-22", "separate")
+    [source] = found.sources
+    assert source.rows_used > 100
+    assert len(source.sha256) == 64
+    low, high = found.interval("time", 0.9, "qwen3-0.6b")
+    assert 0.98 < low <= high < 1.02
+
+
+def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
+    base = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
+    batches = timed_batches(recorded(tmp_path, Correction(), spread=0.05), base)
+    source = Source(kind="journal", file="run", sha256="0" * 64, rows_used=1)
+    found = calibration_of_batches(
+        batches, engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
+    )
+    assert found.spread == pytest.approx(0.05, rel=0.2)
+
+
+def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
+    result = run(calibrate, "journal", str(tmp_path), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
+    assert result.exit_code == 1
+    assert "Traceback" not in result.stderr
+    out = recorded(tmp_path, Correction())
+    result = run(calibrate, "journal", str(out), "--date", "today", "--out", str(tmp_path / "c.json"))
+    assert result.exit_code == 2
+    assert "expected YYYY-MM-DD, got `today`" in result.stderr
+
+
+def test_factors_of_an_interval_are_finite_for_every_probability() -> None:
+    assert all(math.isfinite(f) and f > 0 for f in UNCALIBRATED.factors(1000, seed=3))

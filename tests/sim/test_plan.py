@@ -1,0 +1,425 @@
+"""Plans: what is searched, how sure an answer is, and that the same question has the same answer, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shlex
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.core.errors import ConfigError
+from lockstep.sim.metrics import Slo
+from lockstep.sim.plan import answer as answers
+from lockstep.sim.plan.cli import plan
+from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
+from lockstep.sim.plan.ledger import Ledger
+from lockstep.sim.plan.question import QUICK, Configuration, Length, Question, parse_prices, parse_search
+from lockstep.sim.plan.search import PRUNE_MARGIN, Candidate, Progress, judge, prepare, prune, run_plan
+from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
+from lockstep.sim.plan.workers import Alone, crew_of
+from lockstep.sim.simulate import Scenario, assemble, simulate
+
+SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
+TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), replications_min=2, replications_max=3)
+
+
+def question(**changes: Any) -> Question:
+    asked: dict[str, Any] = {
+        "model": "qwen3-8b",
+        "gpus": ("h100",),
+        "workload": "gen:input=uniform:200:2000,output=uniform:5:15",
+        "slos": SLOS,
+        "effort": TINY,
+    }
+    return Question(**asked | changes)
+
+
+def planned(asked: Question, ledger: Ledger | None = None) -> answers.Answer:
+    candidates, _ = prepare(asked)
+    run_plan(asked, candidates, Alone(), ledger or Ledger(None))
+    return answers.Answer(question=asked, candidates=candidates, workload_line="a workload")
+
+
+# ----------------------------------------------------------------------------------------------------- what is searched
+
+
+def test_a_search_is_every_combination_in_the_order_given() -> None:
+    search = parse_search(("tp=1,2", "chunked-prefill-size=512..4096", "policy=fcfs"))
+    assert search == (("tp", (1, 2)), ("chunked_prefill_size", (512, 1024, 2048, 4096)), ("schedule_policy", ("fcfs",)))
+    names = [one.name for one in question(gpus=("h100", "h200"), search=search).configurations()]
+    assert len(names) == 16
+    assert names[0] == "h100 tp=1 chunked_prefill_size=512 schedule_policy=fcfs"
+    assert names[-1] == "h200 tp=2 chunked_prefill_size=4096 schedule_policy=fcfs"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp", r"`search` has `tp`, expected NAME=VALUES\nhint: such as --search tp=1,2,4"),
+        ("tp=", "`tp` has no values"),
+        ("tp=0", "`tp` must be a whole number of at least 1, got `0`"),
+        ("tp=4..1", r"`tp` cannot be `4..1`: LOW must be at least 1, and at most HIGH"),
+        ("tp=1..x", "a range is LOW..HIGH of whole numbers"),
+        ("tp=1,1", "`tp` has a value twice: 1,1"),
+        ("chunk=1", r"unknown setting `chunk`\nhint: "),
+        ("overlap_depth=deep", "`overlap_depth` cannot be `deep`"),
+        ("router=best", "`router` must be one of"),
+    ],
+)
+def test_a_search_that_cannot_be_read_says_where(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_search((text,))
+
+
+@pytest.mark.parametrize("text", ["h100", "h100=free", "h100=-1", "=2"])
+def test_a_price_that_cannot_be_read_says_so(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected GPU=USD above 0"):
+        parse_prices((text,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slos": ()}, "at least one SLO"),
+        ({"gpus": ("h100", "h100")}, "`gpus` names one twice"),
+        ({"gpus": ("",)}, "`gpus` names no GPU"),
+        ({"rate": 3.0, "gpus_max": 2}, "two questions"),
+        ({"rate": -1.0}, "`rate` must be requests per second"),
+        ({"confidence": 1.0}, "`confidence` must be from 0.5 to 0.999"),
+        ({"prices": {"a100": 1.0}}, "`price` names `a100`, which is not among the GPUs h100"),
+        ({"search": parse_search(("tp=1..512", "page_size=1..512", "max_running_requests=1..2097152"))}, "the most is"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        question(**changes)
+
+
+# ------------------------------------------------------------------------------------------------------------ intervals
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "value"),
+    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.95, 4, 2.13185), (0.995, 9, 3.24984), (0.975, 1000, 1.96234)],
+)
+def test_student_t_is_that_of_the_tables(probability: float, freedom: int, value: float) -> None:
+    assert student_t(probability, freedom) == pytest.approx(value, rel=1e-4)
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    draws = random.Random(3)
+    covered = predicted = 0
+    for _ in range(400):
+        values = [draws.gauss(10.0, 2.0) for _ in range(5)]
+        mean = interval_of(values, 0.9, systematic=False)
+        covered += mean.low <= 10.0 <= mean.high
+        another = interval_of(values, 0.9, systematic=True)
+        predicted += another.low <= draws.gauss(10.0, 2.0) <= another.high
+    assert 0.85 <= covered / 400 <= 0.95
+    assert 0.85 <= predicted / 400 <= 0.95
+
+
+def test_failures_are_infinitely_late_in_every_interval() -> None:
+    assert interval_of([1.0, math.inf], 0.9, systematic=False).high == math.inf
+    assert interval_of_samples(5.0, [4.0, 5.0, math.inf], 0.9).high == math.inf
+    assert interval_of_samples(5.0, [], 0.9).high == math.inf
+
+
+def test_blocks_keep_neighbours_together() -> None:
+    """Late requests in one burst make a wider interval than the same ones spread out."""
+    run = simulate(assemble(Scenario(model="qwen3-8b", gpu="h100", workload="gen:n=400,rate=4,output=fixed:3")))
+    requests = run.data.requests
+
+    def width(late: list[int]) -> float:
+        ttft_us = requests.ttft_us.copy() * 0 + 1_000
+        ttft_us[late] = 1_000_000
+        samples = block_samples(Slo.parse("ttft_p95=1s"), replace(requests, ttft_us=ttft_us), seed=1)
+        return statistics.pstdev(samples)
+
+    assert width(list(range(100, 118))) > width(list(range(0, 400, 23)))
+
+
+def slo_result(value: float) -> TrialResult:
+    return TrialResult(slos=(SloResult(measured_us=value, failed=False),))
+
+
+def test_a_rate_is_sustained_only_if_the_whole_interval_lies_within_the_bound() -> None:
+    slos = (Slo.parse("ttft_p99=100us"),)
+    sure = [slo_result(value) for value in (50.0, 51.0, 52.0)]
+    unsure = [slo_result(value) for value in (60.0, 99.0, 80.0)]
+    beyond = [slo_result(value) for value in (99.0, 101.0, 130.0)]
+    assert judge(slos, sure, 0.95, systematic=False)[0] == "met"
+    assert judge(slos, unsure, 0.95, systematic=False)[0] == "undecided"
+    assert judge(slos, beyond, 0.95, systematic=False)[0] == "missed"
+    gave_up = TrialResult(slos=sure[0].slos, gave_up=True)
+    assert judge(slos, [gave_up], 0.95, systematic=False)[0] == "missed"
+
+
+# --------------------------------------------------------------------------------------------------------------- trials
+
+
+def trial(**changes: Any) -> Trial:
+    described: dict[str, Any] = {
+        "model": "qwen3-8b", "gpu": "h100", "workload": "gen:n=80,input=fixed:2000,output=fixed:40",
+        "replicas": 1, "rate": 5.0, "limit": 80, "seed": 7, "slos": ("ttft_p90=1s",),
+    }  # fmt: skip
+    return Trial(**described | changes)
+
+
+def test_giving_up_changes_no_verdict() -> None:
+    """It stops early exactly where the whole run misses the SLO."""
+    verdicts = []
+    for rate in (5.0, 25.0, 40.0):
+        long = trial(rate=rate, workload="gen:n=300,input=fixed:2000,output=fixed:20", limit=300)
+        whole, short = run_trial(long), run_trial(msgspec.structs.replace(long, give_up=True))
+        missed = whole.slos[0].value > 1e6
+        assert missed or not short.gave_up
+        if not short.gave_up:
+            assert short.slos == whole.slos
+        verdicts.append((missed, short.gave_up))
+    assert verdicts[0] == (False, False)
+    assert verdicts[-1] == (True, True)
+
+
+def test_equal_trials_have_equal_keys_and_anything_else_another() -> None:
+    assert trial().key == trial().key
+    keys = {trial(**change).key for change in ({}, {"seed": 8}, {"settings": {"overlap_depth": 0}}, {"content": "x"})}
+    assert len(keys) == 4
+
+
+def test_a_factor_makes_every_batch_longer() -> None:
+    plain, slowed = run_trial(trial()), run_trial(trial(factor=1.5))
+    assert slowed.summary["latency"]["tpot_us_p50"] > 1.3 * plain.summary["latency"]["tpot_us_p50"]
+
+
+def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "plan")
+    one = trial()
+    ledger.add(one, run_trial(one))
+    assert Ledger(tmp_path / "plan").find(one) is not None
+    next((tmp_path / "plan" / "simulations").iterdir()).write_bytes(b"{")
+    assert Ledger(tmp_path / "plan").find(one) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_the_largest_rate_is_sustained_and_the_next_is_not() -> None:
+    found = planned(question())
+    (candidate,) = found.candidates
+    assert candidate.best is not None
+    assert candidate.missed is not None
+    assert 1 < candidate.missed.rate / candidate.best.rate <= 1.15 * 1.01
+    assert candidate.best.rate < candidate.estimated_rate  # nothing beats the best case
+    for slo, interval in zip(SLOS, candidate.best.intervals, strict=True):
+        assert interval.value <= interval.high <= slo.bound_us
+    assert f"sustains {candidate.best.rate:g}/s" in found.headline
+
+
+def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> None:
+    found = planned(question(gpus=("h100", "h200"), rate=60.0, prices={"h100": 1.0, "h200": 10.0}, confirm_all=True))
+    winner = found.winner
+    assert winner is not None
+    assert winner.configuration.gpu == "h100"
+    assert winner.best is not None
+    assert winner.best.replicas > 1
+    fewest = math.ceil(60.0 / (winner.estimated_rate * PRUNE_MARGIN))  # by the estimate alone
+    assert winner.missed.replicas == winner.best.replicas - 1 if winner.missed else winner.best.replicas == fewest
+    other = found.candidates[1].best
+    assert other is not None
+    assert found.candidates[1].cost_per_hour(other.replicas) > winner.cost_per_hour(winner.best.replicas)
+
+
+def test_who_is_worse_whatever_long_runs_say_is_not_confirmed() -> None:
+    asked = question(gpus=("h100", "h200"), rate=60.0, prices={"h100": 1.0, "h200": 10.0})
+    found = planned(asked)
+    assert found.candidates[1].pruned == "costs more than #1"
+    assert "not confirmed: costs more than #1" in answers.why_not(found.candidates[1])
+    assert not found.candidates[1].evaluations
+
+
+def test_on_the_same_gpus_only_clearly_worse_settings_are_pruned() -> None:
+    asked = question(search=(("overlap_depth", (0, 1, 2)),))
+    made = [
+        Candidate(configuration=one, question=asked, setup=object(), narrow_met=met, narrow_missed=missed)  # type: ignore[arg-type]
+        for one, met, missed in zip(asked.configurations(), (10.0, 14.0, 15.0), (11.0, 16.0, 17.0), strict=True)
+    ]
+    prune(asked, made)
+    assert [bool(candidate.pruned) for candidate in made] == [True, False, False]
+
+
+def test_an_impossible_slo_says_what_could_be_had() -> None:
+    found = planned(question(slos=(Slo.parse("ttft_p90=1ms"),)))
+    assert found.winner is None
+    assert found.headline.startswith("No configuration meets ttft_p90=1ms. The best achievable, at ")
+    assert "TTFT p90" in answers.why_not(found.candidates[0])
+
+
+def test_what_does_not_fit_is_listed_with_its_numbers() -> None:
+    found = planned(question(model="llama-3.1-70b", search=(("tp", (1, 4)),), gpus_max=4))
+    assert "does not fit on 1 x H100-SXM: per GPU weights 141" in answers.why_not(found.candidates[0])
+    assert found.candidates[1].best is not None
+    assert found.winner is found.candidates[1]
+
+
+def test_gpus_at_most_are_shared_among_replicas() -> None:
+    found = planned(question(gpus_max=3, search=(("tp", (1, 2, 4)),)))
+    assert [candidate.replicas for candidate in found.candidates[:2]] == [3, 1]
+    assert answers.why_not(found.candidates[2]) == "needs 4 GPUs, of at most 3"
+
+
+def test_the_front_holds_who_is_not_beaten_in_everything() -> None:
+    asked = question(search=(("overlap_depth", (0, 1)),), prices={"h100": 2.0})
+    found = planned(replace(asked, confirm_all=True))
+    points = {}
+    for candidate in found.candidates:
+        assert candidate.best is not None
+        cost = answers.usd_per_million(candidate)
+        points[candidate.configuration.number] = (cost, *(interval.value for interval in candidate.best.intervals))
+    front = answers.pareto_front(found.question, found.candidates)
+    for number, point in points.items():
+        beaten = any(p != point and all(a <= b for a, b in zip(p, point, strict=True)) for p in points.values())
+        assert (number in front) != beaten
+
+
+def test_rates_of_sessions_are_sessions_begun() -> None:
+    found = planned(question(workload="gen:turns=fixed:4,think=fixed:100ms,input=fixed:200,output=fixed:30"))
+    (candidate,) = found.candidates
+    assert candidate.turns_per_arrival == 4
+    assert candidate.best is not None
+    assert found.remarks()[0].startswith("Rates are sessions begun per second.")
+
+
+def test_the_winners_command_repeats_its_run() -> None:
+    from lockstep.sim.cli import simulate as command
+
+    found = planned(question())
+    winner = found.winner
+    assert winner is not None
+    assert winner.best is not None
+    arguments = shlex.split(answers.simulate_command(winner))[2:]
+    shown = CliRunner().invoke(command, [*arguments, "--json", "--no-intervals"])
+    assert shown.exit_code == 0, shown.output
+    metrics = json.loads(shown.stdout)
+    assert metrics["latency"] == winner.best.results[0].summary["latency"]
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+ARGUMENTS = [
+    *("--model", "qwen3-8b", "--gpus", "h100", "--workload", "gen:input=uniform:200:2000,output=uniform:5:15"),
+    *("--slo", "ttft_p90=1s", "--slo", "tpot_p90=40ms", "--quick", "--requests", "40", "--search", "overlap_depth=0,1"),
+]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(plan, [*ARGUMENTS, *arguments])
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("plan.html", "plan.json")}
+
+
+def test_a_plan_that_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = invoke("--jobs", "1", "--out", str(tmp_path / "whole"))
+    assert whole.exit_code == 0, whole.output
+
+    left = 7
+    take = Alone.next_result
+
+    def interrupted(self: Alone) -> tuple[Trial, TrialResult]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return take(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Alone, "next_result", interrupted)
+        first = invoke("--jobs", "1", "--out", str(tmp_path / "parts"))
+    assert first.exit_code == 130
+    assert "keeps 7 simulations\nhint: the same command goes on from there" in first.stderr
+    assert not (tmp_path / "parts" / "plan.json").exists()
+
+    second = invoke("--jobs", "1", "--out", str(tmp_path / "parts"))
+    assert second.exit_code == 0, second.output
+    assert "7 found from before" in second.stderr
+    assert second.stdout == whole.stdout
+    assert outputs(tmp_path / "parts") == outputs(tmp_path / "whole")
+    page = (tmp_path / "whole" / "plan.html").read_text()
+    assert "default-src 'none'" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_more_processes_give_the_same_bytes(tmp_path: Path) -> None:
+    alone = invoke("--jobs", "1", "--json", str(tmp_path / "alone.json"))
+    many = invoke("--jobs", "2", "--json", str(tmp_path / "many.json"))
+    assert alone.exit_code == many.exit_code == 0, many.output
+    assert alone.stdout == many.stdout
+    assert (tmp_path / "alone.json").read_bytes() == (tmp_path / "many.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "h999"], "unknown GPU `h999`"),
+        (["--model", "nothing"], "unknown model `nothing`"),
+        (["--slo", "latency=1s"], "unknown metric `latency`"),
+        (["--search", "speed=1"], "unknown setting `speed`"),
+        (["--jobs", "0"], "`jobs` must be at least 1, got `0`"),
+        (["--requests", "1"], "`requests` must be at least 10, got `1`"),
+        (["--price-kind", "free"], "`price_kind` must be one of"),
+        (["--ray", "auto"], "`--ray` needs Ray, which is not installed\nhint: pip install 'lockstep-sim[ray]'"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    shown = invoke(*arguments)
+    assert shown.exit_code == 2
+    assert message in shown.stderr
+    assert "Traceback" not in shown.output
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    shown = invoke("--out", str(tmp_path))
+    assert shown.exit_code == 2
+    assert "exists and does not hold a plan" in shown.stderr
+
+
+def test_crews_are_chosen_by_what_is_asked() -> None:
+    assert isinstance(crew_of(1, None), Alone)
+
+
+def test_progress_is_told_of_stages_searches_and_simulations() -> None:
+    told: list[str] = []
+    asked = question()
+    candidates, _ = prepare(asked)
+    progress = Progress(
+        stage=lambda name, searches: told.append(f"{name} {searches}"),
+        trial=lambda: told.append("trial"),
+        search=lambda: told.append("search"),
+    )
+    ledger = Ledger(None)
+    run_plan(asked, candidates, Alone(), ledger, progress)
+    assert [word for word in told if word != "trial"] == ["narrowing down 1", "search", "confirming 1", "search"]
+    assert told.count("trial") == ledger.run
+
+
+def test_a_configurations_name_says_what_was_chosen() -> None:
+    chosen = {"tp": 2, "radix_cache": False, "chunked_prefill_size": None, "mem_fraction": 0.85}
+    name = Configuration(number=1, gpu="h200", chosen=chosen).name
+    assert name == "h200 tp=2 radix_cache=no chunked_prefill_size=none mem_fraction=0.85"
