@@ -25,6 +25,7 @@ NEEDS = {
     "policy_pass": ("LOCKSTEP_PEERS",),
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
+    "memory_growth": ("LOCKSTEP_PEERS",),
     "cluster_speed": (),
     "profiles": ("LOCKSTEP_DATA",),
     "rtx4090_truth": ("LOCKSTEP_DATA",),

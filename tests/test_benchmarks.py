@@ -76,6 +76,30 @@ def test_profiles_names_the_missing_traces() -> None:
     assert (done.returncode, done.stderr) == (1, "LOCKSTEP_DATA is not set: it names the folder with traces/\n")
 
 
+MAKE_WORKLOAD = """
+import sys
+lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+lines += [f"2024-01-01 00:00:{i % 60:02}.{i // 60:03}000,20,3" for i in range(int(sys.argv[3]))]
+open(sys.argv[1], "w").write("\\n".join([lines[0], *sorted(lines[1:])]))
+"""
+
+
+def test_memory_growth_compares_the_shortest_with_the_longest(tmp_path: Path) -> None:
+    (tmp_path / "make_workload.py").write_text(MAKE_WORKLOAD)
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "memory_growth.py", "--n", "4", "2"],
+        env=os.environ | {"LOCKSTEP_PEERS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "bytes per finished request between 2 and 4; the bar of 1,024 is " in done.stdout, done.stderr
+    assert done.returncode == ("missed" in done.stdout)
+    same = [sys.executable, BENCHMARKS / "memory_growth.py", "--n", "4", "4"]
+    refused = subprocess.run(same, capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stderr) == (2, "--n 4 4: growth needs two different lengths above 0\n")
+
+
 def test_serving_points_tests_one_half_by_the_other(tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
     rows = [

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import EventRecord, read_journal
@@ -27,7 +28,8 @@ from lockstep.sim.cluster import (
     write_cluster_run,
 )
 from lockstep.sim.cost import BatchShape, Duration
-from lockstep.sim.metrics import Slo
+from lockstep.sim.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
+from lockstep.sim.packed_rows import PackedRows
 from lockstep.sim.router_journal import FILE, RouterDivergence, verify_router
 from lockstep.sim.settings import parse_setting
 from lockstep.sim.simulate import Scenario, assemble, simulate
@@ -204,19 +206,56 @@ def test_the_whole_adds_up_to_its_engines() -> None:
     whole = done.data
     assert whole.summary["requests"]["completed"] == sum(part.summary["requests"]["completed"] for part in parts) == 120
     assert whole.requests.request_id.tolist() == list(range(120))
-    assert len(whole.itl_us) == sum(len(part.itl_us) for part in parts)
+    gaps_us = np.sort(np.concatenate([part.itl_us.expand() for part in parts]))
+    np.testing.assert_array_equal(whole.itl_us.expand(), gaps_us)
     tokens = sum(int(part.requests.output_tokens.sum()) for part in parts)
     assert whole.summary["throughput"]["output_tokens"] == tokens
     made = float((whole.series.output_tokens_per_s * np.diff([*whole.series.t_us, whole.span_us[1]])).sum() / 1e6)
     assert made == pytest.approx(tokens, rel=0.02)
     assert whole.summary["device"]["busy_us"] == sum(part.summary["device"]["busy_us"] for part in parts)
-    first = whole.requests.columns()["output_tokens"][:20] - 1
-    start = 0
-    for row, gaps in enumerate(first.tolist()):  # gaps stand with their requests
-        if gaps > 0:
-            mean_us = whole.itl_us[start : start + gaps].mean()
-            assert mean_us == pytest.approx(whole.requests.tpot_us[row]), row
-        start += gaps
+    gap_us = whole.summary["device"]["decode_gap_us_mean"]
+    assert gap_us == pytest.approx(np.concatenate([idle_between_decodes_us(part.batches) for part in parts]).mean())
+
+
+def idle_between_decodes_us(batches: Batches) -> NDArray[np.int64]:
+    """Of one engine."""
+    decodes = batches.mode == "decode"
+    return (batches.started_us[1:] - batches.finished_us[:-1])[decodes[1:] & decodes[:-1]].clip(0)
+
+
+def test_batches_and_cpu_of_the_whole_are_those_of_its_engines_with_their_names() -> None:
+    done = run(replace(BASE, workload="gen:n=40,rate=20,input=fixed:600,output=fixed:8"), replicas=3)
+    parts, whole = [one.data for one in done.engines], done.data
+    assert (np.diff(whole.batches.launched_us) >= 0).all()
+    assert rows_of(whole.batches) == sorted(row for part in parts for row in rows_of(part.batches))
+    assert rows_of(whole.cpu) == sorted(row for part in parts for row in rows_of(part.cpu))
+    assert {"extend", "decode"} <= set(whole.batches.mode)
+
+
+def rows_of(columns: Columns) -> list[tuple[object, ...]]:
+    return sorted(zip(*(column.tolist() for column in columns.columns().values()), strict=True))
+
+
+def test_packed_lists_join_though_their_codes_differ() -> None:
+    def packed(modes: tuple[str, ...], launched_us: list[int], works: tuple[str, ...]) -> Packed:
+        batches, cpu = PackedRows(*BATCH_COLUMNS), PackedRows(*CPU_COLUMNS)
+        for place, time_us in enumerate(launched_us):
+            row = dict.fromkeys(BATCH_COLUMNS, 1) | {"batch_id": place, "launched_us": time_us, "mode": place % 2}
+            batches.recent.extend(row.values())
+            cpu.recent.extend((time_us, 2, place % 2))
+        return Packed(batches, modes, cpu, works)
+
+    one = packed(("extend", "decode"), list(range(0, 20_000, 2)), ("plan", "results"))
+    other = packed(("decode", "mixed"), list(range(1, 20_000, 2)), ("results", "arrival"))
+    none = packed((), [], ())
+    joined = Packed.join([one, none, other])
+    assert joined.batches.column("launched_us").tolist() == list(range(20_000))
+    names = np.array(joined.modes, np.object_)[joined.batches.column("mode")]
+    assert names.tolist() == ["extend", "decode", "decode", "mixed"] * 5_000
+    works = np.array(joined.works, np.object_)[joined.cpu.column("work")]
+    assert works.tolist() == ["plan", "results"] * 5_000 + ["results", "arrival"] * 5_000
+    nothing = Packed.join([none])
+    assert (len(nothing.batches), len(nothing.cpu), nothing.modes) == (0, 0, ())
 
 
 # ----------------------------------------------------------------------------------------------- spec and command line

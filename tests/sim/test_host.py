@@ -106,6 +106,13 @@ class Recorder:
         return {c.request_id: c for step in self.steps for c in step.commands if isinstance(c, FinishRequest)}
 
 
+def in_order_of_arrival(turns: Sequence[Turn], recorder: Recorder) -> list[Turn]:
+    """The turns that arrived: position i is that of request i. Their labels must differ."""
+    turn_of = {turn.label: turn for turn in turns}
+    assert len(turn_of) == len(turns)
+    return [turn_of[event.label] for event in recorder.of(RequestArrived)]
+
+
 FREE_CPU = CpuModel(plan_fixed_us=0, plan_row_us=0, result_fixed_us=0, result_row_us=0, arrival_us=0)
 
 
@@ -190,9 +197,9 @@ def test_times_never_decrease_and_the_device_runs_one_batch_at_a_time(settings: 
 
 @pytest.mark.parametrize("settings", CONFIGS)
 def test_every_request_is_sent_the_tokens_of_its_turn(settings: dict[str, Any]) -> None:
-    host, recorder = play(workload(CHAT), cpu=CpuModel(), **settings)
+    _, recorder = play(workload(CHAT), cpu=CpuModel(), **settings)
     sent = recorder.tokens()
-    for request_id, of in enumerate(host.arrivals.turns):
+    for request_id, of in enumerate(in_order_of_arrival(workload(CHAT), recorder)):
         assert sent[request_id] == list(range(of.output_first_token, of.output_first_token + of.output_tokens))
 
 
@@ -298,13 +305,14 @@ def test_never_more_in_flight_than_the_depth_allows() -> None:
 def test_the_next_turn_comes_after_the_answer_and_a_thought() -> None:
     turns = [turn(0), turn(1, after=0, think_us=7000), turn(2, after=1, think_us=0), turn(3, 1)]
     host, recorder = play(turns)
+    assert (host.arrivals.open_turns, host.arrivals.never_sent) == ({}, 0)
     ends = {
         decided.request_id: decided.time_us
         for step in recorder.steps
         for decided in step.decided
         if isinstance(decided, RequestFinished)
     }
-    assert [of.index for of in host.arrivals.turns] == [0, 3, 1, 2]  # request ids count arrivals
+    assert [of.index for of in in_order_of_arrival(turns, recorder)] == [0, 3, 1, 2]  # request ids count arrivals
     arrived = [event.time_us for event in recorder.of(RequestArrived)]
     assert arrived == [0, 1, ends[0] + 7000, ends[2]]
 
@@ -356,9 +364,9 @@ def test_the_clock_is_advanced_for_deadlines() -> None:
 
 def test_answers_shorter_than_their_limit_end_with_an_end_token() -> None:
     turns = workload(CHAT)
-    host, recorder = play(turns, max_new_tokens=100, eos_token_ids=(EOS_TOKEN_ID,), cpu=CpuModel())
+    _, recorder = play(turns, max_new_tokens=100, eos_token_ids=(EOS_TOKEN_ID,), cpu=CpuModel())
     sent, finished = recorder.tokens(), recorder.finished()
-    for request_id, of in enumerate(host.arrivals.turns):
+    for request_id, of in enumerate(in_order_of_arrival(turns, recorder)):
         assert len(sent[request_id]) == of.output_tokens
         assert sent[request_id][-1] == EOS_TOKEN_ID
         assert finished[request_id].reason == "stop"

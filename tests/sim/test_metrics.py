@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +35,7 @@ from lockstep.core.events import (
     TokenIds,
     TokenRuns,
 )
+from lockstep.sim import metrics
 from lockstep.sim.metrics import BINS_MAX, MetricsFold, RunData, Slo, count_tokens
 
 
@@ -123,7 +126,7 @@ def test_one_request_drawn_by_hand() -> None:
         "e2e_us": 260, "ended_us": 360, "prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 3, "retractions": 0,
         "finish_reason": "stop", "label": "q7", "tenant": "acme",
     }  # fmt: skip
-    assert data.itl_us.tolist() == [20.0, 40.0]
+    assert data.itl_us.expand().tolist() == [20.0, 40.0]
     latency = data.summary["latency"]
     assert (latency["ttft_us_p99"], latency["itl_us_mean"], latency["tpot_us_p50"]) == (200.0, 30.0, 30.0)
     assert data.span_us == (100, 360)
@@ -137,7 +140,7 @@ def test_tokens_of_one_message_share_its_gap() -> None:
     run.stream(170, {1: (5, 1)})
     run.finish(170, 1)
     data = run.result()
-    assert data.itl_us.tolist() == [20.0, 20.0, 20.0, 10.0]
+    assert data.itl_us.expand().tolist() == [10.0, 20.0, 20.0, 20.0]
     assert data.requests.tpot_us.tolist() == [70 / 5]
     assert data.requests.output_tokens.tolist() == [6]
 
@@ -167,7 +170,7 @@ def test_tokens_sent_again_after_a_restart_count_once_and_when_first_seen() -> N
     run.finish(310, 2)
     data = run.result()
     assert data.requests.output_tokens.tolist() == [4, 2]
-    assert data.itl_us.tolist() == [100.0, 100.0, 210.0]
+    assert data.itl_us.expand().tolist() == [100.0, 100.0, 210.0]
     assert data.requests.ttft_us.tolist() == [100, 100]
 
 
@@ -193,7 +196,7 @@ def test_latencies_are_those_of_completed_requests_and_columns_hold_the_rest() -
     assert data.requests.ttft_us.tolist() == [10, 500]
     assert data.requests.e2e_us.tolist() == [20, 900]
     assert data.summary["latency"]["ttft_us_max"] == 10.0
-    assert data.itl_us.tolist() == [10.0]
+    assert data.itl_us.expand().tolist() == [10.0]
     assert data.summary["throughput"]["output_tokens"] == 2
 
 
@@ -643,7 +646,7 @@ def test_the_fold_equals_a_walk_over_every_token(told: list[Story], data: st.Dat
         gaps += [gap for gap in message_gaps(story) if not math.isnan(gap)]
         assert run.requests.e2e_us[row] == story.finish_us - story.arrival_us
 
-    assert sorted(run.itl_us.tolist()) == pytest.approx(sorted(gaps))
+    assert sorted(run.itl_us.expand().tolist()) == pytest.approx(sorted(gaps))
     assert run.summary["throughput"]["good_requests"] == good
     assert run.summary["throughput"]["output_tokens"] == output_tokens
     if gaps:
@@ -679,3 +682,182 @@ def test_slos_agree_with_the_percentiles_of_the_summary(told: list[Story]) -> No
         for metric in ("ttft", "tpot", "itl", "e2e"):
             measured_us = run.measured_us(Slo(metric, float(percentile), 1))
             assert measured_us == pytest.approx(run.summary["latency"][f"{metric}_us_p{percentile}"], abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------- what is settled along the way
+
+Told = tuple[str, tuple[Any, ...]]  # the name of a method of MetricsFold, and its arguments
+
+
+class Historian:
+    """Invents a run with everything in it: retractions, repeats after a restart, lost batches and late results."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.told: list[Told] = []
+        self.time_us = 0
+        self.sent: dict[int, int] = {}  # of who is open: where the output that the client has seen ends
+        self.next_batch = 1
+        self.in_flight: list[int] = []
+
+    def tell(self, actions: int) -> list[Told]:
+        for _ in range(actions):
+            self.time_us += self.random.choice((0, 0, 1, 7, 40, 5_000_000_000))
+            self.random.choice((self.arrive, self.stream, self.stream, self.decide, self.launch, self.report))()
+        return self.told
+
+    def observe(self, event: Any, decided: Sequence[DecidedEvent] = (), commands: Sequence[Command] = ()) -> None:
+        self.told.append(("observe", (event, Step(decided=list(decided), commands=list(commands)))))
+
+    def arrive(self) -> None:
+        """Somebody new, perhaps under the id of one that ended."""
+        request_id = self.random.choice([i for i in range(len(self.sent) + 3) if i not in self.sent])
+        self.sent[request_id] = 0
+        arrival = RequestArrived(
+            time_us=self.time_us,
+            request_id=request_id,
+            prompt=TokenRuns((0, self.random.randrange(1, 50))),
+            max_new_tokens=9,
+            label=f"r{request_id}" * self.random.choice((1, 9)),
+            tenant=self.random.choice("ab"),
+        )
+        self.observe(arrival)
+
+    def stream(self) -> None:
+        random = self.random
+        ids = [request_id for request_id in self.sent if random.randrange(3)]
+        random.shuffle(ids)
+        commands: list[Command] = []
+        if ids:
+            repeated = [random.randrange(self.sent[i] + 1) if random.randrange(8) == 0 else 0 for i in ids]
+            counts = [random.choice((1, 1, 1, 2, 3)) for _ in ids]
+            offsets = [self.sent[i] - again for i, again in zip(ids, repeated, strict=True)]
+            for request_id, offset, count in zip(ids, offsets, counts, strict=True):
+                self.sent[request_id] = max(self.sent[request_id], offset + count)
+            commands.append(StreamTokens(np.array(ids, np.int64), int32s(offsets), int32s(counts), int32s([])))
+        ending = [i for i in ids if random.randrange(4) == 0]
+        for request_id in ending:
+            del self.sent[request_id]
+        reasons: tuple[FinishReason, ...] = ("length", "stop", "cancelled", "error")
+        decided = [RequestFinished(self.time_us, i, random.choice(reasons), 0, 0) for i in ending]
+        batch_id = self.in_flight.pop(random.randrange(len(self.in_flight))) if self.in_flight else 0
+        started_us = max(0, self.time_us - random.randrange(50))
+        times = (started_us, self.time_us) if random.randrange(5) else (0, 0)
+        self.observe(BatchFinished(self.time_us, batch_id, b"", *times), decided, commands)
+
+    def decide(self) -> None:
+        if not self.sent:
+            return
+        request_id = self.random.choice(list(self.sent))
+        decided: DecidedEvent = self.random.choice(
+            (
+                RequestAdmitted(self.time_us, request_id, 0, self.random.randrange(9), 1, 0),
+                RequestRetracted(self.time_us, request_id, 1, 2, 3, "pages"),
+                RequestRejected(self.time_us, request_id, "queue_full", "no"),
+                PagesEvicted(self.time_us, 3, "decode"),
+            )
+        )
+        if isinstance(decided, RequestRejected):
+            del self.sent[request_id]
+        self.observe(LaneReady(self.time_us), [decided])
+
+    def launch(self) -> None:
+        random = self.random
+        starts = int32s(random.randrange(90) for _ in range(random.randrange(4)))
+        stops = starts + int32s(random.randrange(1, 5) for _ in starts)
+        rows, modes = int32s(range(len(starts))), ("decode", "decode", "extend", "mixed")
+        plan = BatchPlan(
+            batch_id=self.next_batch, mode=random.choice(modes), rows=rows, request_ids=rows.astype(np.int64),
+            starts=starts, stops=stops, extend_rows=random.randrange(len(starts) + 1),
+        )  # fmt: skip
+        if random.randrange(6):  # otherwise it is lost
+            self.in_flight.append(plan.batch_id)
+        self.next_batch += 1
+        self.observe(LaneReady(self.time_us), commands=[LaunchBatch(plan)])
+
+    def report(self) -> None:
+        random = self.random
+        self.told.append(("gauge", (self.time_us, random.randrange(9), random.randrange(3), random.randrange(99), 1)))
+        self.told.append(("cpu_interval", (self.time_us, self.time_us + 3, random.choice(("plan", "results")))))
+
+
+def folded(told: Sequence[Told], disturb: Callable[[MetricsFold], object] = lambda fold: None) -> RunData:
+    """The measured run; `disturb` is called before everything that is told."""
+    fold = MetricsFold(kv_pages=100)
+    for name, arguments in told:
+        disturb(fold)
+        getattr(fold, name)(*arguments)
+    return fold.result([Slo.parse("itl_p90=30us"), Slo.parse("ttft_p50=1s")])
+
+
+def assert_equal_runs(one: RunData, other: RunData) -> None:
+    assert one.summary == other.summary
+    assert one.span_us == other.span_us
+    np.testing.assert_array_equal(one.itl_us.values, other.itl_us.values)
+    np.testing.assert_array_equal(one.itl_us.counts, other.itl_us.counts)
+    for table in ("requests", "series", "batches", "cpu"):
+        columns, others = getattr(one, table).columns(), getattr(other, table).columns()
+        for name, column in columns.items():
+            np.testing.assert_array_equal(column, others[name], err_msg=f"{table}.{name}")
+
+
+@given(random=st.randoms(use_true_random=False), actions=st.integers(0, 40))
+def test_settling_at_any_points_changes_no_answer(random: Random, actions: int) -> None:
+    told = Historian(random).tell(actions)
+    at_the_end = folded(told)
+    often = random.randrange(1, 6)
+
+    def compact(fold: MetricsFold) -> None:
+        if random.randrange(often) == 0:
+            fold.compact(part_rows=random.choice((1, 2, 4096)))
+
+    def ask(fold: MetricsFold) -> None:
+        if random.randrange(often) == 0:
+            fold.result()
+
+    assert_equal_runs(folded(told, compact), at_the_end)
+    assert_equal_runs(folded(told, ask), at_the_end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "COMPACT_RESULTS_MIN", 1)  # it does so by itself
+        patch.setattr(metrics, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon gives batches up for lost
+        assert_equal_runs(folded(told), at_the_end)
+        assert_equal_runs(folded(told, compact), at_the_end)
+
+
+def test_a_long_run_keeps_no_more_than_who_is_open() -> None:
+    run, ids = Run(), np.zeros(1, np.int64)
+    for request_id in range(2_000):
+        ids = np.array([request_id], np.int64)
+        run.arrive(10 * request_id, request_id)
+        for offset in range(3):
+            message = StreamTokens(ids, int32s([offset]), int32s([1]), int32s([7]))
+            finished = [RequestFinished(10 * request_id + offset, request_id, "length", 0, 0)] if offset == 2 else []
+            event = BatchFinished(10 * request_id + offset, 3 * request_id + offset)
+            run.fold.observe(event, Step(commands=[message], decided=finished))
+    fold = run.fold
+    assert len(fold._row_of) == 0
+    assert len(fold._message_ids) == len(fold._results) // 3 <= metrics.COMPACT_RESULTS_MAX
+    fold.compact(part_rows=1)
+    assert (len(fold._ended), len(fold._message_ids), len(fold._open_gaps[0])) == (0, 0, 0)
+    data = run.result()
+    assert (data.itl_us.values.tolist(), data.itl_us.counts.tolist()) == ([1.0], [4_000])
+    assert data.requests.output_tokens.tolist() == [3] * 2_000
+
+
+def test_who_has_ended_is_sent_nothing_more_and_may_not_arrive_twice() -> None:
+    for settle in (False, True):
+        run = Run()
+        run.answer(1, 0, [10])
+        if settle:
+            run.fold.compact()
+        run.stream(10, {1: (1, 1)})
+        with pytest.raises(ContractError, match="request 1 acts but never arrived, or has ended"):
+            run.result()
+    run = Run()
+    run.arrive(0, 1)
+    with pytest.raises(ContractError, match="request 1 arrived twice"):
+        run.arrive(0, 1)
+    run.finish(5, 1)
+    run.answer(1, 10, [20])  # an id may be used again
+    assert run.result().requests.request_id.tolist() == [1, 1]
+    assert run.result().requests.ttft_us.tolist() == [-1, 10]

@@ -18,7 +18,8 @@ import pytest
 
 from lockstep.core.commands import BatchPlan, LaunchBatch, Step, StreamTokens
 from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, RequestFinished, TokenDigest
-from lockstep.sim.metrics import Columns, MetricsFold, RunData, Slo
+from lockstep.sim.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.packed_rows import PackedRows
 from lockstep.sim.report import ReportRun, render_report, write_report
 from lockstep.sim.report.payload import Spans, pack, timeline
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent
@@ -72,18 +73,16 @@ def run_data(
     return fold.result([Slo.parse(slo) for slo in slos])
 
 
-def repeated(table: Columns, times: int, shift_us: int) -> dict[str, Any]:
-    """The columns many times over, each time later by `shift_us`."""
-    shifts = np.repeat(np.arange(times) * shift_us, len(next(iter(table.columns().values()))))
-    return {
-        name: np.tile(column, times) + (shifts if name in MOMENTS else 0)
-        if column.dtype.kind == "i"
-        else np.tile(column, times)
-        for name, column in table.columns().items()
-    }
+def repeated(rows: PackedRows, times: int, shift_us: int) -> PackedRows:
+    """The rows many times over, each time later by `shift_us`."""
+    many = PackedRows(*rows.names)
+    for number in range(times):
+        shift = dict.fromkeys(MOMENTS, number * shift_us)
+        many.add_columns(*(rows.column(name) + shift.get(name, 0) for name in rows.names))
+    return many
 
 
-MOMENTS = ("launched_us", "started_us", "finished_us", "start_us", "stop_us")
+MOMENTS = ("launched_us", "started_us", "finished_us", "start_us")
 
 
 class Page(HTMLParser):
@@ -231,8 +230,11 @@ def test_300_000_batches_fit_and_the_page_says_what_it_merged(runs: int) -> None
     times, span_us = 100, data.span_us[1] + 100_000
     many = replace(
         data,
-        batches=type(data.batches)(**repeated(data.batches, times, span_us)),
-        cpu=type(data.cpu)(**repeated(data.cpu, times, span_us)),
+        packed=replace(
+            data.packed,
+            batches=repeated(data.packed.batches, times, span_us),
+            cpu=repeated(data.packed.cpu, times, span_us),
+        ),
         span_us=(0, times * span_us),
     )
     assert len(many.batches.batch_id) == 300_000

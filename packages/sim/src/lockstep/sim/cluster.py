@@ -396,7 +396,7 @@ class Cluster:
         thinking = turns.think_us[turns.after >= 0]
         self._think_us_min = int(thinking.min()) if len(thinking) else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
-            feed, clock = Feed(engine, self.arrivals.turns, self._on_end), LaneClock()
+            feed, clock = Feed(engine, self.arrivals.open_turns, self._on_end), LaneClock()
             metrics = MetricsFold(kv_pages=one.config.pages)
             frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(
@@ -481,7 +481,7 @@ class Cluster:
     def _route(self) -> None:
         event = self.arrivals.take(self._max_new_tokens)
         assert type(event) is RequestArrived
-        turn = self.arrivals.turns[event.request_id]
+        turn = self.arrivals.open_turns[event.request_id]
         prefix: tuple[int, ...] = ()
         if self._by_prefix:
             assert type(event.prompt) is TokenRuns
@@ -510,11 +510,13 @@ class Cluster:
     def _on_end(self, engine: int, request_id: RequestId, now_us: int, answered: bool) -> None:
         """A lane says that a request ended. The router and the client learn of it one hop later."""
         seen_us = now_us + self._hop_us
-        turn = self.arrivals.turns[request_id]
+        turn = self.arrivals.open_turns[request_id]  # which it leaves now
         heappush(self._ended, (seen_us, engine, request_id, turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
             self.lanes[engine].hold_at(self.arrivals.next_us + self._hop_us)
+        else:
+            self.arrivals.broke_off(request_id, seen_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)

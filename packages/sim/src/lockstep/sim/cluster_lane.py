@@ -15,7 +15,7 @@ holds this against advancing every engine at every arrival.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from simpy import Environment, Event
 
@@ -49,8 +49,8 @@ class LaneClock(Environment):
 class Feed:
     """The requests that were sent to one engine; what `host.Arrivals` is to an engine that stands alone."""
 
-    def __init__(self, engine: int, turns: Sequence[Turn], ended: Ended) -> None:
-        self.turns = turns  # of the whole cluster; its index is the request id
+    def __init__(self, engine: int, open_turns: Mapping[RequestId, Turn], ended: Ended) -> None:
+        self.open_turns = open_turns  # of the whole cluster
         self.next_us = NEVER_US
         self._engine = engine
         self._ended = ended

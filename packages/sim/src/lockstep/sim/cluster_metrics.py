@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import Int64s
 from lockstep.sim.metrics import (
     BINS_MAX,
-    Batches,
-    CpuIntervals,
-    Float64s,
+    Packed,
     Requests,
     RunData,
     Series,
@@ -32,6 +29,7 @@ from lockstep.sim.metrics import (
     describe_throughput,
     makespan,
 )
+from lockstep.sim.value_counts import ValueCounts
 
 LEVELS = ("waiting", "running", "kv_used_pages", "kv_cached_pages")
 AMOUNTS = ("prefill_tokens", "decode_tokens")
@@ -39,12 +37,10 @@ AMOUNTS = ("prefill_tokens", "decode_tokens")
 
 def combine(datas: Sequence[RunData], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
     """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat."""
-    requests, order = _requests(datas, hop_us)
-    itl_us = _gaps(datas, order)
+    requests = _requests(datas, hop_us)
+    itl_us = ValueCounts.join([data.itl_us for data in datas])
     begun = [data.span_us for data in datas if data.summary["requests"]["arrived"]]
     span_us = (min((s for s, _ in begun), default=0) - (hop_us if begun else 0), max((s for _, s in begun), default=0))
-    cpu = CpuIntervals(**{name: _joined(datas, "cpu", name) for name in ("start_us", "stop_us", "what")})
-    batches = _batches(datas)
     summary = {
         "requests": _added([data.summary["requests"] for data in datas]),
         "latency": describe_latency(requests, itl_us),
@@ -56,16 +52,15 @@ def combine(datas: Sequence[RunData], *, hop_us: int, slos: Sequence[Slo]) -> Ru
         "cpu": _cpu(datas),
         "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
     }
-    return RunData(requests, _series(datas, span_us), batches, cpu, itl_us, span_us, summary)
+    packed = Packed.join([data.packed for data in datas])
+    return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed)
 
 
-def _joined(datas: Sequence[RunData], part: str, name: str) -> NDArray[Any]:
-    return np.concatenate([getattr(getattr(data, part), name) for data in datas])
-
-
-def _requests(datas: Sequence[RunData], hop_us: int) -> tuple[Requests, Int64s]:
-    """All requests by id, which is by arrival, and where each stood when the engines' stand end to end."""
-    columns = {name: _joined(datas, "requests", name) for name in datas[0].requests.columns()}
+def _requests(datas: Sequence[RunData], hop_us: int) -> Requests:
+    """All requests by id, which is by arrival."""
+    columns: dict[str, NDArray[Any]] = {
+        name: np.concatenate([getattr(data.requests, name) for data in datas]) for name in datas[0].requests.columns()
+    }
     order = np.argsort(columns["request_id"], kind="stable")
     columns = {name: column[order] for name, column in columns.items()}
     if hop_us:
@@ -73,38 +68,7 @@ def _requests(datas: Sequence[RunData], hop_us: int) -> tuple[Requests, Int64s]:
         for name, hops in (("queue_us", 1), ("ttft_us", 2), ("e2e_us", 2)):
             columns[name] = np.where(columns[name] < 0, columns[name], columns[name] + hops * hop_us)
         columns["ended_us"] = np.where(columns["ended_us"] < 0, columns["ended_us"], columns["ended_us"] + hop_us)
-    return Requests(**columns), order
-
-
-def _gaps(datas: Sequence[RunData], order: Int64s) -> Float64s:
-    """Every gap by request, in the order of the requests of all engines."""
-    gaps = np.concatenate([data.itl_us for data in datas])
-    counts = np.concatenate([_gap_counts(data) for data in datas])
-    starts = np.cumsum(counts) - counts
-    lengths = counts[order]
-    places = np.repeat(starts[order] - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(gaps))
-    return gaps[places]
-
-
-def _gap_counts(data: RunData) -> Int64s:
-    """How many gaps each request of an engine has in `itl_us`: those of its output behind the first message.
-
-    A run whose answers come in messages of several tokens has fewer than tokens - 1; its gaps are then left where they
-    are, as one lot, since only their distribution is asked for.
-    """
-    requests = data.requests
-    counts = np.where(requests.completed, np.maximum(requests.output_tokens - 1, 0), 0)
-    if int(counts.sum()) != len(data.itl_us):
-        counts = np.zeros(len(counts), np.int64)
-        if len(counts):
-            counts[0] = len(data.itl_us)
-    return counts
-
-
-def _batches(datas: Sequence[RunData]) -> Batches:
-    columns = {name: _joined(datas, "batches", name) for name in datas[0].batches.columns()}
-    order = np.argsort(columns["launched_us"], kind="stable")
-    return Batches(**{name: column[order] for name, column in columns.items()})
+    return Requests(**columns)
 
 
 def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:
@@ -176,8 +140,8 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
     )
     start_us, stop_us = makespan(requests) or (0, 0)
     work_us = sum(part["bubble_us"] / part["bubble_share"] for part in parts if part["bubble_share"])
-    gaps = [decode_gaps_us(data.batches) for data in datas]
-    gap_us = sum(int(gap.sum()) for gap, _ in gaps)
+    gaps = [decode_gaps_us(data) for data in datas]
+    gap_us = sum(round(gap.sum()) for gap, _ in gaps)
     return {
         "batches": out["batches"],
         "batches_by_mode": out["batches_by_mode"],
@@ -185,7 +149,7 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
         "busy_fraction": _ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
         "bubble_us": out["bubble_us"],
         "bubble_share": _ratio(out["bubble_us"], work_us) if work_us else (0.0 if out["bubble_us"] == 0 else None),
-        **describe("decode_gap", np.concatenate([gap for gap, _ in gaps])),
+        **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
         "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
     }
 

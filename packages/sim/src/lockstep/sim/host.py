@@ -18,7 +18,7 @@ at which the lane got round to it; both wait while the lane is busy, and older f
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 from statistics import NormalDist
@@ -60,7 +60,7 @@ from lockstep.core.events import (
 )
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.token_runs import TOKEN_IDS
-from lockstep.sim.turns import Turn
+from lockstep.sim.turns import Turn, Turns
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
 """What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
@@ -101,8 +101,8 @@ class RequestSource(Protocol):
     next_us: int
 
     @property
-    def turns(self) -> Sequence[Turn]:
-        """Those that arrived; its index is the request id."""
+    def open_turns(self) -> Mapping[RequestId, Turn]:
+        """Those that arrived and have not ended."""
 
     def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
         """The next fact, due at `next_us`."""
@@ -120,20 +120,34 @@ class RequestSource(Protocol):
 class Arrivals:
     """Turns to come. Those with a time of their own stand in a line; a follow-up joins when the answer before it ends.
 
+    Of a columnar workload (`Turns`) only the turns that are open or thought about exist as objects.
     `cancel_after_us` says for turns, by index, how long after arrival their client leaves.
     """
 
     def __init__(self, turns: Sequence[Turn], cancel_after_us: Mapping[int, int] | None = None) -> None:
-        self._by_clock = deque(turn for turn in turns if turn.after is None)
-        self._follow_ups: dict[int, list[Turn]] = {}
-        for turn in turns:
-            if turn.after is not None:
-                self._follow_ups.setdefault(turn.after, []).append(turn)
+        self._turns = turns
+        self.never_sent: int  # turns that wait for an answer; in the end, those whose session broke off before them
+        self._by_clock: Iterator[Turn]
+        self._follow_ups: Callable[[int], Sequence[int]]  # indices of the turns behind one
+        if isinstance(turns, Turns):
+            self._by_clock = turns.by_clock()
+            self.never_sent = len(turns) - len(turns.by_clock_rows)
+            self._follow_ups = turns.follow_ups
+        else:
+            self._by_clock = (turn for turn in turns if turn.after is None)
+            behind: dict[int, list[int]] = {}
+            for index, turn in enumerate(turns):
+                if turn.after is not None:
+                    behind.setdefault(turn.after, []).append(index)
+            self.never_sent = sum(map(len, behind.values()))
+            self._follow_ups = lambda index: behind.get(index, ())
+        self._next_by_clock = next(self._by_clock, None)
         self._thinking: list[tuple[int, int, Turn]] = []  # heap: when, index
         self._cancel_after_us = cancel_after_us or {}
         self._cancels: list[tuple[int, RequestId]] = []  # heap
         self.expected = len(turns)
-        self.turns: list[Turn] = []  # those that arrived; its index is the request id
+        self.arrived = 0  # also the next request id
+        self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
         self.next_us = NEVER_US  # the next arrival or cancel
         self._look_ahead()
 
@@ -142,7 +156,7 @@ class Arrivals:
         return None
 
     def _look_ahead(self) -> None:
-        next_us = self._by_clock[0].arrival_us if self._by_clock else NEVER_US
+        next_us = self._next_by_clock.arrival_us if self._next_by_clock is not None else NEVER_US
         if self._thinking and self._thinking[0][0] < next_us:
             next_us = self._thinking[0][0]
         if self._cancels and self._cancels[0][0] < next_us:
@@ -156,13 +170,14 @@ class Arrivals:
             _, request_id = heappop(self._cancels)
             self._look_ahead()
             return RequestCancelled(time_us, request_id)
-        by_clock = self._by_clock[0] if self._by_clock else None
-        if by_clock is not None and by_clock.arrival_us == time_us and not self._thinks_before(time_us, by_clock.index):
-            turn = self._by_clock.popleft()
+        turn = self._next_by_clock
+        if turn is not None and turn.arrival_us == time_us and not self._thinks_before(time_us, turn.index):
+            self._next_by_clock = next(self._by_clock, None)
         else:
             turn = heappop(self._thinking)[2]
-        request_id = len(self.turns)
-        self.turns.append(turn)
+        request_id = self.arrived
+        self.arrived += 1
+        self.open_turns[request_id] = turn
         if turn.index in self._cancel_after_us:
             heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
         self._look_ahead()
@@ -181,22 +196,23 @@ class Arrivals:
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
         """An answer ended: its user begins to think about the next turn."""
-        for turn in self._follow_ups.pop(self.turns[request_id].index, ()):
+        ended = self.open_turns.pop(request_id)
+        if not self.never_sent:
+            return
+        for index in self._follow_ups(ended.index):
+            turn = self._turns[index]
             heappush(self._thinking, (now_us + turn.think_us, turn.index, turn))
-            self._look_ahead()
+            self.never_sent -= 1
+        self._look_ahead()
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
         """A request was rejected, or its client left: its session does not go on."""
+        del self.open_turns[request_id]
 
     @property
     def awaits_answers(self) -> bool:
-        """Whether turns to come wait for the end of an answer."""
-        return bool(self._follow_ups)
-
-    @property
-    def never_sent(self) -> int:
-        """Turns whose session ended before them, because an earlier turn was rejected or its client left."""
-        return sum(map(len, self._follow_ups.values()))
+        """Whether turns to come wait for the end of an answer, or did when it broke off."""
+        return self.never_sent > 0
 
 
 class Running(NamedTuple):
@@ -493,7 +509,7 @@ class EngineHost:
             self._nothing_new = True
             return None
         for taken in plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.turns[taken.request_id])
+            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
         shape = self.device.shape_of(plan)
         handed_over_us = self._spend(now_us, self.cpu.plan_us(shape), "plan")
         self.device.launch(plan, shape, handed_over_us)

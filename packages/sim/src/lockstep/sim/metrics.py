@@ -6,8 +6,10 @@
     ...
     run = fold.result([Slo.parse("ttft_p99=500ms")])
 
-`observe` only remembers: it appends numbers and references to arrays that the core never writes again. All arithmetic
-happens in `result`, on whole columns, so a run of millions of tokens costs the host about a microsecond per batch.
+`observe` only remembers: it appends numbers and references to arrays that the core never writes again. Now and then
+`compact` does the arithmetic on whole columns, and forgets what it has measured: a request that has ended is a row of
+numbers, its gaps are counted among all gaps (value_counts.py), a batch is about 25 bytes (packed_rows.py). `result`
+adds up.
 
     arrival                first token                    last token, finish
     |-- queue --|-- prefill --|-- itl --|-- itl --|-- itl --|
@@ -21,8 +23,10 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -49,17 +53,22 @@ from lockstep.core.events import (
     TokenIds,
     TokenRuns,
 )
+from lockstep.sim.packed_rows import PART_ROWS, PackedRows
+from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
 
 Float64s = NDArray[np.float64]
 Rows = NDArray[Any]  # unsigned integers: indices of requests
 Bools = NDArray[np.bool_]
-Strings = NDArray[np.str_]
-Objects = NDArray[np.object_]
+Objects = NDArray[np.object_]  # references to texts, which equal ones share
+Texts = NDArray[Any]  # of numpy's StringDType: 16 bytes for a short one; an element is a str
 Summary = dict[str, Any]
 """Nested dicts of str, int, float, bool and None: ready for JSON, never NaN; None is "there was nothing to measure"."""
 
 PERCENTILES = (50, 90, 95, 99)
 BINS_MAX = 600  # of the series; a chart has no more pixels to tell them apart
+
+COMPACT_ENTRIES = 2**18  # messages times their requests that `compact` lays out at a time: about 20 MB while it does
+COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two times
 
 COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
 """The request got its whole answer. Latencies and throughput are those of completed requests."""
@@ -149,19 +158,24 @@ class Requests(Columns):
     cached_tokens: Int64s  # of the prompt, found in the radix cache at the first admission
     output_tokens: Int64s  # delivered to the client
     retractions: Int64s
-    finish_reason: Strings  # a FinishReason; "rejected_" and a RejectReason; "" while unfinished
-    label: Objects
+    finish_reason: Objects  # a FinishReason; "rejected_" and a RejectReason; "" while unfinished
+    label: Texts
     tenant: Objects
 
-    @property
+    @cached_property
     def completed(self) -> Bools:
-        """Requests that got their whole answer."""
-        return np.isin(self.finish_reason, COMPLETED)
+        """Requests that got their whole answer. Read-only."""
+        return self._ended_by(COMPLETED)
 
-    @property
+    @cached_property
     def failed(self) -> Bools:
-        """Requests that the service let down; see FAILED."""
-        return np.isin(self.finish_reason, FAILED)
+        """Requests that the service let down; see FAILED. Read-only."""
+        return self._ended_by(FAILED)
+
+    def _ended_by(self, reasons: Sequence[str]) -> Bools:
+        matches = np.isin(self.finish_reason, reasons)
+        matches.flags.writeable = False
+        return matches
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +198,7 @@ class Batches(Columns):
     """One row per launched batch, in launch order. Times the host did not report, or not yet, are -1."""
 
     batch_id: Int64s
-    mode: Strings
+    mode: Objects
     launched_us: Int64s
     started_us: Int64s
     finished_us: Int64s
@@ -194,13 +208,60 @@ class Batches(Columns):
     kv_tokens: Int64s  # context lengths added up: what attention reads
 
 
+BATCH_COLUMNS = tuple(field.name for field in fields(Batches))
+_BATCH_ID, _MODE, _LAUNCHED, _STARTED, _FINISHED = map(
+    BATCH_COLUMNS.index, ("batch_id", "mode", "launched_us", "started_us", "finished_us")
+)
+CPU_COLUMNS = ("start_us", "took_us", "work")
+_WORK = CPU_COLUMNS.index("work")
+
+
 @dataclass(frozen=True, eq=False)
 class CpuIntervals(Columns):
     """What the scheduler's CPU did, as told by the host."""
 
     start_us: Int64s
     stop_us: Int64s
-    what: Strings
+    what: Objects
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """The long lists of a run: rows of integers, and the texts that codes among them stand for."""
+
+    batches: PackedRows  # BATCH_COLUMNS
+    modes: tuple[str, ...]
+    cpu: PackedRows  # CPU_COLUMNS
+    works: tuple[str, ...]
+
+    @classmethod
+    def join(cls, parts: Sequence[Packed]) -> Packed:
+        """Those of several engines: batches by launch, CPU intervals engine by engine."""
+        modes, works = _Codes(), _Codes()
+        batches, cpu = PackedRows(*BATCH_COLUMNS), PackedRows(*CPU_COLUMNS)
+        launched = [
+            _recoded(columns, _MODE, np.array([modes[mode] for mode in part.modes], np.int64))
+            for part in parts
+            for columns in part.batches.parts()
+        ]
+        if launched:
+            columns = [np.concatenate(column) for column in zip(*launched, strict=True)]
+            order = np.argsort(columns[_LAUNCHED], kind="stable")
+            for start in range(0, len(order), PART_ROWS):
+                rows = order[start : start + PART_ROWS]
+                batches.add_columns(*(column[rows] for column in columns))
+                batches.pack()
+        for part in parts:
+            codes = np.array([works[work] for work in part.works], np.int64)
+            for done in part.cpu.parts():
+                cpu.add_columns(*_recoded(done, _WORK, codes))
+                cpu.pack()
+        return cls(batches, tuple(modes), cpu, tuple(works))
+
+
+def _recoded(columns: tuple[Int64s, ...], place: int, codes: Int64s) -> tuple[Int64s, ...]:
+    """The same columns with other numbers for the texts in one of them."""
+    return *columns[:place], codes[columns[place]], *columns[place + 1 :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,11 +270,24 @@ class RunData:
 
     requests: Requests
     series: Series
-    batches: Batches
-    cpu: CpuIntervals
-    itl_us: Float64s  # every gap of every completed request, by request and time
+    itl_us: ValueCounts  # every gap of every completed request
     span_us: tuple[int, int]  # first arrival, last event
     summary: Summary
+    packed: Packed  # what `batches` and `cpu` are made from
+
+    @property
+    def batches(self) -> Batches:
+        """Every batch, 72 bytes each and their modes. Made anew each time: keep it for as long as it is read."""
+        column, modes = self.packed.batches.column, _objects(self.packed.modes)
+        numbers = {name: column(name) for name in self.packed.batches.names if name != "mode"}
+        return Batches(mode=modes[column("mode")], **numbers)
+
+    @property
+    def cpu(self) -> CpuIntervals:
+        """What the scheduler's CPU did. Made anew each time, like `batches`."""
+        column, works = self.packed.cpu.column, _objects(self.packed.works)
+        start_us = column("start_us")
+        return CpuIntervals(start_us, start_us + column("took_us"), works[column("work")])
 
     def measured_us(self, slo: Slo) -> float | None:
         """Return the latency that `slo` bounds; infinite if too many requests failed, None if nothing was measured.
@@ -243,15 +317,13 @@ def tpot_us(first_us: Int64s, last_us: Int64s, output_tokens: Int64s) -> Float64
     return tpot
 
 
-def gaps_us(message_us: Int64s, new_tokens: Int64s | Int32s, is_first: Bools) -> Float64s:
+def gaps_us(message_us: Int64s, before_us: Int64s, new_tokens: Int64s | Int32s) -> Float64s:
     """Inter-token latency, per message: the time since the request's previous message, shared by its new tokens.
 
-    A message of n tokens after a wait of g gives n gaps of g / n. NaN for a request's first message.
+    A message of n tokens after a wait of g gives n gaps of g / n. NaN for a request's first message, whose `before_us`
+    is -1.
     """
-    gaps = np.empty(len(message_us))
-    gaps[1:] = np.diff(message_us) / new_tokens[1:]
-    gaps[is_first] = np.nan
-    return gaps
+    return np.where(before_us < 0, np.nan, (message_us - before_us) / new_tokens)
 
 
 def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
@@ -260,30 +332,29 @@ def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
     For ITL it is the request's longest gap that counts. What a request does not have, such as the TPOT of one token,
     misses no bound.
     """
-    good = requests.completed
+    good = requests.completed.copy()
     for slo in slos:
         good &= ~(per_request(slo.metric, requests) > slo.bound_us)
     return good
 
 
-def _measure(slo: Slo, requests: Requests, itl_us: Float64s) -> float | None:
+def _measure(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | None:
     """See RunData.measured_us."""
     failures = int(requests.failed.sum())
     if slo.metric == "itl" and slo.percentile is not None:
         values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
     else:
-        values = per_request(slo.metric, requests)[requests.completed]
-        values = values[~np.isnan(values)]
-    count = len(values) + failures
+        known = per_request(slo.metric, requests)[requests.completed]
+        values = ValueCounts.of(known[~np.isnan(known)])
+    count = values.size + failures
     if count == 0:
         return None
     percentile = 100.0 if slo.percentile is None else slo.percentile
     rank = (count - 1) * percentile / 100  # as in numpy's "linear"; the failures stand behind the last value
-    if math.ceil(rank) >= len(values):
+    if math.ceil(rank) >= values.size:
         return math.inf
-    low, high = math.floor(rank), math.ceil(rank)
-    ordered = np.partition(values, (low, high))
-    return float(ordered[low] + (ordered[high] - ordered[low]) * (rank - low))
+    low, high = values.at((math.floor(rank), math.ceil(rank))).tolist()
+    return float(low + (high - low) * (rank - math.floor(rank)))
 
 
 def per_request(metric: SloMetric, requests: Requests) -> Float64s:
@@ -308,28 +379,53 @@ class MetricsFold:
         self._first_us: int | None = None
         self._last_us = 0
 
-        # One entry per request, in order of arrival.
-        self._row_of: dict[RequestId, int] = {}
+        # One entry per request, in order of arrival. Positions in a request fit 32 bits, as they do in a BatchPlan.
+        self._request_ids = array("q")
         self._arrival_us = array("q")
-        self._prompt_tokens = array("q")
-        self._labels: list[str] = []
-        self._tenants: list[str] = []
+        self._prompt_tokens = array("i")
         self._admitted_us = array("q")
-        self._cached_tokens = array("q")
-        self._retractions = array("q")
+        self._cached_tokens = array("i")
+        self._retractions = array("i")
         self._ended_us = array("q")
-        self._finish_reasons: list[str] = []
+        self._finish_codes = array("H")
+        self._tenant_codes = array("I")
+        self._labels: list[Texts] = []
+        self._recent_labels: list[str] = []
+        self._finish_reasons = _Codes({"": 0})
+        self._tenants = _Codes()
+        # And of what the client was sent, up to the last `compact`.
+        self._sent = array("i")  # where the output that it has seen ends
+        self._output_tokens = array("i")
+        self._first_message_us = array("q")
+        self._last_message_us = array("q")
+        self._itl_us_max = array("d")
 
-        # One entry per message, launch, result, gauge and CPU interval.
+        # Who is open, and who ended since the last `compact`: the row, and the number of messages until then.
+        self._row_of: dict[RequestId, int] = {}
+        self._ended: dict[RequestId, tuple[int, int]] = {}
+
+        # Since the last `compact`: one entry per message, launch and result.
         self._message_us = array("q")
         self._message_ids: list[Int64s] = []
         self._message_offsets: list[Int32s] = []
         self._message_counts: list[Int32s] = []
         self._launches: list[tuple[int, int, str, int, Int32s, Int32s]] = []
         self._results = array("q")  # batch_id, started_us, finished_us
-        self._gauges = array("q")  # time_us, waiting, running, free_pages, cached_pages
-        self._cpu_us = array("q")  # start_us, stop_us
-        self._cpu_whats: list[str] = []
+        self._results_max = 3 * COMPACT_RESULTS_MIN  # numbers in there before the next `compact`
+
+        # Measured, but not settled: gaps of open requests, and batches whose result has not come.
+        self._open_gaps: tuple[Rows, Float64s, Int32s] = (np.empty(0, np.uint32), np.empty(0), np.empty(0, np.int32))
+        self._open_batches: NDArray[np.int64] = np.empty((len(BATCH_COLUMNS), 0), np.int64)
+        self._lost_batches: dict[int, int] = {}  # batch id -> row, of those nobody waits for any more
+
+        # Settled.
+        self._itl_us = ValueCountsBuilder()
+        self._messages = PackedRows("time_us", "new_tokens")
+        self._batches = PackedRows(*BATCH_COLUMNS)
+        self._modes = _Codes()
+        self._gauges = PackedRows("time_us", "waiting", "running", "free_pages", "cached_pages")
+        self._cpu = PackedRows(*CPU_COLUMNS)
+        self._works = _Codes()
 
         # Counts.
         self._tokens_discarded = 0
@@ -339,9 +435,11 @@ class MetricsFold:
         self._evicted_pages: Counter[str] = Counter()
 
     def observe(self, event: Observed, step: Step) -> None:
-        """Take in one event and the Step it gave. Raises ContractError for requests that never arrived."""
+        """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
         time_us = self._last_us = event.time_us
         if type(event) is BatchFinished:
+            if len(self._results) >= self._results_max:
+                self.compact()
             self._results.extend((event.batch_id, event.started_us, event.finished_us))
         elif type(event) is RequestArrived:
             self._arrive(event)
@@ -360,56 +458,78 @@ class MetricsFold:
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
         """Say how things stand after a LaneReady: requests waiting and running, pages free and cached."""
-        self._gauges.extend((time_us, waiting, running, free_pages, cached_pages))
+        self._gauges.recent.extend((time_us, waiting, running, free_pages, cached_pages))
 
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
         """Say what the scheduler's CPU did in [start_us:stop_us), such as "plan" or "results"."""
-        self._cpu_us.extend((start_us, stop_us))
-        self._cpu_whats.append(what)
+        self._cpu.recent.extend((start_us, stop_us - start_us, self._works[what]))
+
+    def compact(self, part_rows: int = PART_ROWS) -> None:
+        """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
+
+        Args:
+            part_rows: the long lists are packed when so many rows have come; fewer are not worth it.
+        Raises: ContractError if a message went to a request that was not open.
+        """
+        self._settle_messages()
+        self._settle_batches()
+        for rows in (self._messages, self._batches, self._gauges, self._cpu):
+            rows.pack(part_rows)
+        if len(self._recent_labels) >= part_rows:
+            self._labels.append(_texts(self._recent_labels))
+            self._recent_labels.clear()
 
     def result(self, slos: Sequence[Slo] = ()) -> RunData:
         """Measure everything observed so far. The fold may go on afterwards."""
-        messages = self._messages()
-        requests = self._requests(messages)
-        batches = self._batches()
-        cpu_us = np.array(self._cpu_us, np.int64).reshape(-1, 2)
-        cpu = CpuIntervals(cpu_us[:, 0], cpu_us[:, 1], _strings(self._cpu_whats))
-
-        of_completed = requests.completed[messages.rows] & ~messages.is_first
-        itl_us = np.repeat(messages.gaps_us[of_completed], messages.new_tokens[of_completed])
-
+        self.compact()
+        batches = self._batches.snapshot()
+        batches.add_columns(*self._open_batches)
+        packed = Packed(batches, tuple(self._modes), self._cpu.snapshot(), tuple(self._works))
+        requests, itl_us = self._requests(), self._itl_us.build()
         span_us = (self._first_us or 0, self._last_us)
-        gauges = _Gauges.of(self._gauges, self._kv_pages, stop_us=self._last_us)
-        device = _Intervals.union(batches.started_us, batches.finished_us)
+        edges_us = _edges_us(span_us)
+        gauges = _Gauges.of(self._gauges, self._kv_pages, edges_us, span_us)
+        device = _Device.of(packed)
         summary = {
             "requests": self._count_requests(requests),
             "latency": describe_latency(requests, itl_us),
             "throughput": describe_throughput(requests, slos),
             "cache": self._describe_cache(requests),
-            "kv": gauges.describe_kv(self._kv_pages, span_us),
-            "scheduler": self._describe_scheduler(requests, gauges, span_us),
-            "device": self._describe_device(requests, batches, device),
-            "cpu": _describe_cpu(cpu),
+            "kv": gauges.describe_kv(self._kv_pages),
+            "scheduler": self._describe_scheduler(requests, gauges),
+            "device": self._describe_device(requests, device),
+            "cpu": _describe_cpu(packed),
             "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
         }
-        series = _make_series(span_us, gauges, messages, batches, device)
-        return RunData(requests, series, batches, cpu, itl_us, span_us, summary)
+        series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
+        return RunData(requests, series, itl_us, span_us, summary, packed)
 
     # ------------------------------------------------------------------------------------------------- taking in
 
     def _arrive(self, event: RequestArrived) -> None:
         if self._first_us is None:
             self._first_us = event.time_us
-        self._row_of[event.request_id] = len(self._labels)
+        request_id = event.request_id
+        if request_id in self._row_of:
+            raise ContractError(f"request {request_id} arrived twice\nhint: fold each record of a journal once")
+        if request_id in self._ended or len(self._ended) >= PART_ROWS:
+            self.compact()  # an id may be used again; and requests may end without any batch
+        self._row_of[request_id] = len(self._request_ids)
+        self._request_ids.append(request_id)
         self._arrival_us.append(event.time_us)
         self._prompt_tokens.append(count_tokens(event.prompt))
-        self._labels.append(event.label)
-        self._tenants.append(event.tenant)
+        self._recent_labels.append(event.label)
+        self._tenant_codes.append(self._tenants[event.tenant])
         self._admitted_us.append(-1)
         self._cached_tokens.append(-1)
         self._retractions.append(0)
         self._ended_us.append(-1)
-        self._finish_reasons.append("")
+        self._finish_codes.append(0)
+        self._sent.append(0)
+        self._output_tokens.append(0)
+        self._first_message_us.append(-1)
+        self._last_message_us.append(-1)
+        self._itl_us_max.append(math.nan)
 
     def _learn(self, decided: DecidedEvent) -> None:
         match decided:
@@ -438,108 +558,197 @@ class MetricsFold:
     def _end(self, request_id: RequestId, time_us: int, reason: str) -> None:
         row = self._row(request_id)
         self._ended_us[row] = time_us
-        self._finish_reasons[row] = reason
+        self._finish_codes[row] = self._finish_reasons[reason]
+        del self._row_of[request_id]
+        self._ended[request_id] = row, len(self._message_us)
 
     def _row(self, request_id: RequestId) -> int:
         try:
             return self._row_of[request_id]
         except KeyError:
-            raise ContractError(_never_arrived(request_id)) from None
+            raise ContractError(_unknown(request_id)) from None
 
-    # -------------------------------------------------------------------------------------------------- measuring
+    # -------------------------------------------------------------------------------------------------- settling
 
-    def _messages(self) -> _Messages:
-        """Lay all messages out by request and time, without what a client saw twice."""
-        sizes = np.fromiter(map(len, self._message_ids), np.int64, len(self._message_ids))
-        rows = self._rows_of(_joined(self._message_ids, np.int64))
-        order = np.argsort(rows, kind="stable")  # time never goes back, so this is by request, then time
-        rows = rows[order]
-        time_us = np.repeat(np.array(self._message_us, np.int64), sizes)[order]
-        offsets = _joined(self._message_offsets, np.int32)[order]
-        counts = _joined(self._message_counts, np.int32)[order]
-        new_tokens = _new_tokens(rows, offsets, counts)
+    def _settle_messages(self) -> None:
+        """Measure the messages since the last time; then the gaps of those who ended."""
+        gaps = [self._open_gaps]
+        if self._message_ids:
+            gaps.append(self._measure_messages())
+        rows, gaps_us, tokens = (np.concatenate(column) for column in zip(*gaps, strict=True))
+        reasons = np.frombuffer(self._finish_codes, np.uint16)[rows]
+        completed = np.array([reason in COMPLETED for reason in self._finish_reasons], np.bool_)[reasons]
+        single, several = completed & (tokens == 1), completed & (tokens > 1)
+        self._itl_us.add(gaps_us[single])  # nearly all; without counts they are sorted much faster
+        self._itl_us.add(gaps_us[several], tokens[several])
+        is_open = reasons == 0
+        self._open_gaps = rows[is_open], gaps_us[is_open], tokens[is_open]
+        self._ended.clear()
+
+    def _measure_messages(self) -> tuple[Rows, Float64s, Int32s]:
+        """Lay the messages out by request and time, measure them, and forget them.
+
+        Returns: for each that has a gap the request's row, the gap per token, and the new tokens.
+        """
+        messages = len(self._message_ids)
+        rows, members, number = self._members()
+        offsets, counts = np.concatenate(self._message_offsets), np.concatenate(self._message_counts)
+        order = np.argsort(members, kind="stable")  # time never goes back, so this is by request, then time
+        members, number, offsets, counts = members[order], number[order], offsets[order], counts[order]
+        message_us = np.array(self._message_us, np.int64)
+        self._results_max = 3 * min(
+            max(messages * COMPACT_ENTRIES // len(order) if len(order) else 0, COMPACT_RESULTS_MIN), COMPACT_RESULTS_MAX
+        )
+        self._message_us = array("q")
+        for column in (self._message_ids, self._message_offsets, self._message_counts):
+            column.clear()
+
+        # What a client saw twice does not count.
+        starts = np.flatnonzero(_is_first(members))
+        sent = np.frombuffer(self._sent, np.int32)
+        who = rows[members[starts]]
+        new_tokens = _new_tokens(members, offsets, counts, sent[who].astype(np.int64))
+        if len(starts):
+            sent[who] = np.maximum(sent[who], np.maximum.reduceat(offsets + counts, starts))
         if not new_tokens.all():
             kept = new_tokens > 0
-            rows, time_us, new_tokens = rows[kept], time_us[kept], new_tokens[kept]
-        is_first = _is_first(rows)
-        return _Messages(rows, time_us, new_tokens, is_first, gaps_us(time_us, new_tokens, is_first))
+            members, number, new_tokens = members[kept], number[kept], new_tokens[kept]
+            starts = np.flatnonzero(_is_first(members))
+            who = rows[members[starts]]
 
-    def _rows_of(self, request_ids: Int64s) -> Rows:
-        """The row of each id, in the smallest type that holds them: numpy sorts 16-bit rows ten times faster."""
-        known = np.array(list(self._row_of), np.int64)
-        if len(known) == 0 and len(request_ids):
-            raise ContractError(_never_arrived(int(request_ids[0])))
-        order = np.argsort(known, kind="stable")
-        found = np.searchsorted(known[order], request_ids)
-        rows: Rows = order.astype(np.min_scalar_type(len(known))).take(found, mode="clip")
-        strangers = request_ids[known[rows] != request_ids]
+        sizes = np.bincount(number, new_tokens, messages).astype(np.int64)
+        self._messages.add_columns(message_us[sizes > 0], sizes[sizes > 0])
+
+        time_us = message_us[number]
+        first_us = np.frombuffer(self._first_message_us, np.int64)
+        last_us = np.frombuffer(self._last_message_us, np.int64)
+        output_tokens, itl_us_max = np.frombuffer(self._output_tokens, np.int32), np.frombuffer(self._itl_us_max)
+        before_us = np.append(0, time_us[:-1])[: len(time_us)]
+        before_us[starts] = last_us[who]
+        gaps = gaps_us(time_us, before_us, new_tokens)
+        if len(starts):
+            first_us[who] = np.where(first_us[who] < 0, time_us[starts], first_us[who])
+            last_us[who] = time_us[np.append(starts[1:], len(time_us)) - 1]
+            output_tokens[who] += np.add.reduceat(new_tokens, starts, dtype=np.int32)
+            itl_us_max[who] = np.fmax(itl_us_max[who], np.fmax.reduceat(gaps, starts))  # fmax passes over NaN
+        real = before_us >= 0
+        return rows[members[real]].astype(np.uint32), gaps[real], new_tokens[real].astype(np.int32)
+
+    def _members(self) -> tuple[Int64s, Rows, Int64s]:
+        """Who the messages went to.
+
+        Returns: the rows of those who were open since the last `compact`, by request id; for each entry of each message
+            the index of its request in there, in the smallest type that holds it (numpy sorts 16 bits ten times
+            faster); and the number of its message.
+        """
+        open_, ended = self._row_of, self._ended
+        known = np.fromiter(chain(open_, ended), np.int64, len(open_) + len(ended))
+        rows = np.fromiter(chain(open_.values(), (row for row, _ in ended.values())), np.int64, len(known))
+        until = np.full(len(known), len(self._message_ids), np.int64)  # who ended is sent nothing more
+        until[len(open_) :] = [messages for _, messages in ended.values()]
+        order = np.argsort(known)
+        known, rows, until = known[order], rows[order], until[order]
+
+        # Decodes in a row go to the same requests, in one and the same array.
+        cohorts: list[Int64s] = []
+        cohort_of: list[int] = []
+        for ids in self._message_ids:
+            if not cohorts or ids is not cohorts[-1]:
+                cohorts.append(ids)
+            cohort_of.append(len(cohorts) - 1)
+        ids = np.concatenate(cohorts)
+        found = np.searchsorted(known, ids).astype(np.min_scalar_type(len(known)))
+        strangers = ids[np.append(known, -1)[found] != ids] if len(known) else ids
         if len(strangers):
-            raise ContractError(_never_arrived(int(strangers[0])))
-        return rows
+            raise ContractError(_unknown(int(strangers[0])))
+        parts = np.split(found, np.cumsum([len(cohort) for cohort in cohorts])[:-1])
+        members = np.concatenate([parts[cohort] for cohort in cohort_of])
+        number = np.repeat(np.arange(len(cohort_of)), [len(parts[cohort]) for cohort in cohort_of])
+        late = np.flatnonzero(number >= until[members])
+        if len(late):
+            raise ContractError(_unknown(int(known[members[late[0]]])))
+        return rows, members, number
 
-    def _requests(self, messages: _Messages) -> Requests:
-        count = len(self._labels)
+    def _settle_batches(self) -> None:
+        """Join launches and results. Batches are settled in the order of their launches, when their results are there.
+
+        One for whose result more than COMPACT_RESULTS_MAX launches wait is taken for lost, until it comes after all.
+        """
+        batches = np.concatenate((self._open_batches, self._launched()), axis=1)
+        results = np.array(self._results, np.int64).reshape(-1, 3)
+        del self._results[:]
+        has_come = np.zeros(batches.shape[1], np.bool_)
+        started_us, finished_us = batches[_STARTED], batches[_FINISHED]
+        if batches.shape[1]:
+            order = np.argsort(batches[_BATCH_ID], kind="stable")
+            place = np.searchsorted(batches[_BATCH_ID], results[:, 0], side="right", sorter=order) - 1
+            index = order[place]  # of the newest launch of that name; -1 stands for any, and is not equal
+            mine = batches[_BATCH_ID][index] == results[:, 0]
+            has_come[index[mine]] = True
+            timed = mine & (results[:, 2] > 0)  # a host without a device clock reports 0
+            started_us[index[timed]], finished_us[index[timed]] = results[timed, 1], results[timed, 2]
+            results = results[~mine]
+        for batch_id, start_us, stop_us in results.tolist():
+            if batch_id in self._lost_batches and stop_us > 0:
+                self._batches.amend(self._lost_batches.pop(batch_id), started_us=start_us, finished_us=stop_us)
+        waiting = np.flatnonzero(~has_come)
+        settled = int(waiting[0]) if len(waiting) else len(has_come)
+        if len(has_come) - settled > COMPACT_RESULTS_MAX:
+            settled = len(has_come) - COMPACT_RESULTS_MAX
+            for index in waiting[waiting < settled].tolist():
+                self._lost_batches[int(batches[_BATCH_ID, index])] = len(self._batches) + index
+        self._batches.add_columns(*batches[:, :settled])
+        self._open_batches = batches[:, settled:].copy()
+
+    def _launched(self) -> NDArray[np.int64]:
+        """Launches since the last time, in BATCH_COLUMNS."""
+        launches = self._launches
+        columns = np.full((len(BATCH_COLUMNS), len(launches)), -1, np.int64)
+        if not launches:
+            return columns
+        launched_us, batch_id, modes, extend_rows, starts, stops = zip(*launches, strict=True)
+        rows = np.fromiter(map(len, stops), np.int64, len(launches))
+        kv_tokens = _sums(stops, rows)
+        new_tokens = kv_tokens - _sums(starts, rows)
+        only_decodes = np.array([mode in ("decode", "verify", "draft_extend", "idle") for mode in modes], np.bool_)
+        values: dict[str, Any] = {
+            "batch_id": batch_id,
+            "mode": [self._modes[mode] for mode in modes],
+            "launched_us": launched_us,
+            "rows": rows,
+            "new_tokens": new_tokens,
+            "prefill_tokens": np.where(only_decodes, 0, new_tokens - (rows - np.array(extend_rows, np.int64))),
+            "kv_tokens": kv_tokens,
+        }
+        for name, column in values.items():
+            columns[BATCH_COLUMNS.index(name)] = column
+        launches.clear()
+        return columns
+
+    def _requests(self) -> Requests:
         arrival_us = np.array(self._arrival_us, np.int64)
         admitted_us = np.array(self._admitted_us, np.int64)
         ended_us = np.array(self._ended_us, np.int64)
-        finish_reason = _strings(self._finish_reasons)
-        rejected = np.strings.startswith(finish_reason, "rejected_")
-
-        first_us, last_us = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
-        output_tokens = np.zeros(count, np.int64)
-        itl_us_max = np.full(count, np.nan)
-        starts = np.flatnonzero(messages.is_first)
-        if len(starts):
-            rows = messages.rows[starts]
-            first_us[rows] = messages.time_us[starts]
-            last_us[rows] = messages.time_us[np.append(starts[1:], len(messages.rows)) - 1]
-            output_tokens[rows] = np.add.reduceat(messages.new_tokens, starts)
-            itl_us_max[rows] = np.fmax.reduceat(messages.gaps_us, starts)  # fmax passes over NaN
+        codes = np.array(self._finish_codes, np.uint16)
+        rejected = np.array([_is_rejection(reason) for reason in self._finish_reasons], np.bool_)[codes]
+        first_us, last_us = np.array(self._first_message_us, np.int64), np.array(self._last_message_us, np.int64)
+        output_tokens = np.array(self._output_tokens, np.int64)
         return Requests(
-            request_id=np.array(list(self._row_of), np.int64),
+            request_id=np.array(self._request_ids, np.int64),
             arrival_us=arrival_us,
             queue_us=np.where(admitted_us < 0, -1, admitted_us - arrival_us),
             ttft_us=ttft_us(arrival_us, first_us),
             tpot_us=tpot_us(first_us, last_us, output_tokens),
-            itl_us_max=itl_us_max,
+            itl_us_max=np.array(self._itl_us_max, np.float64),
             e2e_us=np.where((ended_us < 0) | rejected, -1, ended_us - arrival_us),
             ended_us=ended_us,
             prompt_tokens=np.array(self._prompt_tokens, np.int64),
             cached_tokens=np.array(self._cached_tokens, np.int64),
             output_tokens=output_tokens,
             retractions=np.array(self._retractions, np.int64),
-            finish_reason=finish_reason,
-            label=_objects(self._labels),
-            tenant=_objects(self._tenants),
-        )
-
-    def _batches(self) -> Batches:
-        launches = self._launches
-        batch_id = np.array([launch[1] for launch in launches], np.int64)
-        mode = _strings([launch[2] for launch in launches])
-        extend_rows = np.array([launch[3] for launch in launches], np.int64)
-        rows = np.fromiter((len(launch[5]) for launch in launches), np.int64, len(launches))
-        kv_tokens = _sums([launch[5] for launch in launches], rows)
-        new_tokens = kv_tokens - _sums([launch[4] for launch in launches], rows)
-        only_decodes = np.isin(mode, ("decode", "verify", "draft_extend", "idle"))
-
-        started_us, finished_us = np.full(len(launches), -1, np.int64), np.full(len(launches), -1, np.int64)
-        results = np.array(self._results, np.int64).reshape(-1, 3)
-        results = results[results[:, 2] > 0]  # a host without a device clock reports 0
-        index_of = {int(batch): index for index, batch in enumerate(batch_id)}
-        indices = np.array([index_of.get(batch, -1) for batch in results[:, 0].tolist()], np.int64)
-        results, indices = results[indices >= 0], indices[indices >= 0]
-        started_us[indices], finished_us[indices] = results[:, 1], results[:, 2]
-        return Batches(
-            batch_id=batch_id,
-            mode=mode,
-            launched_us=np.array([launch[0] for launch in launches], np.int64),
-            started_us=started_us,
-            finished_us=finished_us,
-            rows=rows,
-            new_tokens=new_tokens,
-            prefill_tokens=np.where(only_decodes, 0, new_tokens - (rows - extend_rows)),
-            kv_tokens=kv_tokens,
+            finish_reason=_objects(list(self._finish_reasons))[codes],
+            label=np.concatenate([*self._labels, _texts(self._recent_labels)]),
+            tenant=_objects(list(self._tenants))[np.array(self._tenant_codes, np.uint32)],
         )
 
     # ------------------------------------------------------------------------------------------------ summarising
@@ -572,7 +781,7 @@ class MetricsFold:
             "pages_evicted_by_reason": dict(sorted(self._evicted_pages.items())),
         }
 
-    def _describe_scheduler(self, requests: Requests, gauges: _Gauges, span_us: tuple[int, int]) -> Summary:
+    def _describe_scheduler(self, requests: Requests, gauges: _Gauges) -> Summary:
         return {
             "retractions": self._retracted.total(),
             "retractions_by_reason": dict(sorted(self._retracted.items())),
@@ -581,48 +790,36 @@ class MetricsFold:
             "decodes_skipped": self._decodes_skipped,
             "admissions_deferred": self._deferred.total(),
             "admissions_deferred_by_reason": dict(sorted(self._deferred.items())),
-            "waiting_mean": gauges.mean(gauges.waiting, span_us),
-            "waiting_max": gauges.max(gauges.waiting),
-            "running_mean": gauges.mean(gauges.running, span_us),
-            "running_max": gauges.max(gauges.running),
+            "waiting_mean": gauges.mean("waiting"),
+            "waiting_max": gauges.max("waiting"),
+            "running_mean": gauges.mean("running"),
+            "running_max": gauges.max("running"),
         }
 
-    def _describe_device(self, requests: Requests, batches: Batches, device: _Intervals) -> Summary:
+    def _describe_device(self, requests: Requests, device: _Device) -> Summary:
         """How busy the device was; None throughout for a host that reports no device times.
 
         A bubble is time in which the device was idle although a request had arrived and not ended.
         """
-        modes = Counter(batches.mode.tolist())
-        out: Summary = {"batches": len(batches.batch_id), "batches_by_mode": dict(sorted(modes.items()))}
         open_until_us = np.where(requests.ended_us < 0, self._last_us, requests.ended_us)
         at_work = _Intervals.union(requests.arrival_us, open_until_us)
-        work_us = at_work.total_us()
-        measured = len(device.starts) > 0
-        busy_at_work_us = float(np.sum(device.covered_us(at_work.stops) - device.covered_us(at_work.starts)))
+        work_us, busy = at_work.total_us(), device.busy
+        measured = len(busy.starts) > 0
+        busy_at_work_us = float(np.sum(busy.covered_us(at_work.stops) - busy.covered_us(at_work.starts)))
         bubble_us = round(work_us - busy_at_work_us) if measured else None
         start_us, stop_us = makespan(requests) or (0, 0)
-        busy_us = np.diff(device.covered_us(np.array([start_us, stop_us])))[0]
-        gaps, busy_after = decode_gaps_us(batches)
+        busy_us = np.diff(busy.covered_us(np.array([start_us, stop_us])))[0]
+        gaps_us = round(device.decode_gaps_us.sum())
         return {
-            **out,
-            "busy_us": device.total_us() if measured else None,
+            "batches": sum(device.batches_by_mode.values()),
+            "batches_by_mode": device.batches_by_mode,
+            "busy_us": busy.total_us() if measured else None,
             "busy_fraction": _ratio(float(busy_us), stop_us - start_us) if measured else None,
             "bubble_us": bubble_us,
             "bubble_share": _ratio(bubble_us, work_us) if bubble_us is not None else None,
-            **describe("decode_gap", gaps),
-            "decode_gap_share": _ratio(int(gaps.sum()), int(gaps.sum()) + busy_after),
+            **describe("decode_gap", device.decode_gaps_us),
+            "decode_gap_share": _ratio(gaps_us, gaps_us + device.busy_after_decode_us),
         }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Messages:
-    """New output tokens of one request in one StreamTokens, by request and time."""
-
-    rows: Rows
-    time_us: Int64s
-    new_tokens: Int64s | Int32s
-    is_first: Bools
-    gaps_us: Float64s  # per token; NaN for a request's first message
 
 
 def _is_first(rows: Rows) -> Bools:
@@ -630,20 +827,22 @@ def _is_first(rows: Rows) -> Bools:
     return np.append(True, rows[1:] != rows[:-1])[: len(rows)]
 
 
-def _new_tokens(rows: Rows, offsets: Int32s, counts: Int32s) -> Int64s | Int32s:
+def _new_tokens(rows: Rows, offsets: Int32s, counts: Int32s, sent: Int64s) -> Int64s | Int32s:
     """How many of each message's tokens the client had not seen; messages by request and time.
 
-    After a restart a message may repeat offsets. New is what lies behind everything sent before.
+    After a restart a message may repeat offsets. New is what lies behind everything sent before: within these messages,
+    and before them, `sent`, one number for each request in order.
     """
     stops = offsets + counts
+    is_first = _is_first(rows)
     before = np.append(0, stops[:-1])[: len(stops)]
-    before[_is_first(rows)] = 0
+    before[is_first] = sent
     if np.array_equal(before, offsets):
         return counts
     # A request's row in the high bits makes one running maximum start afresh at each request.
     high = rows.astype(np.int64) << 32
-    sent = np.append(0, np.maximum.accumulate(high | stops)[:-1])
-    before = np.maximum(sent, high) - high
+    before = np.maximum(np.append(0, np.maximum.accumulate(high | stops)[:-1]), high) - high
+    before = np.maximum(before, sent[np.cumsum(is_first) - 1])
     new_tokens: Int64s = np.maximum(stops - np.maximum(before, offsets), 0)
     return new_tokens
 
@@ -665,20 +864,24 @@ def makespan(requests: Requests) -> tuple[int, int] | None:
     return int(requests.arrival_us.min()), int(requests.ended_us[finished].max())
 
 
-def describe(name: str, values: NDArray[Any]) -> dict[str, float | None]:
+def describe(name: str, values: NDArray[Any] | ValueCounts) -> dict[str, float | None]:
     """Mean, least, greatest and percentiles of microseconds, under names such as `ttft_us_p99`; None if there are none.
 
     Percentiles lie between two neighbours where need be (numpy's "linear"), like those of the benchmark tools.
     """
     names = ["mean", "min", *(f"p{p}" for p in PERCENTILES), "max"]
-    if len(values) == 0:
+    if (values.size if isinstance(values, ValueCounts) else len(values)) == 0:
         return {f"{name}_us_{statistic}": None for statistic in names}
-    percentiles = np.percentile(values, PERCENTILES).tolist()
-    numbers = [float(values.mean()), float(values.min()), *percentiles, float(values.max())]
+    if isinstance(values, ValueCounts):
+        percentiles = [values.percentile(percentile) for percentile in PERCENTILES]
+        numbers = [values.mean(), float(values.values[0]), *percentiles, float(values.values[-1])]
+    else:
+        percentiles = np.percentile(values, PERCENTILES).tolist()
+        numbers = [float(values.mean()), float(values.min()), *percentiles, float(values.max())]
     return {f"{name}_us_{statistic}": round(number, 3) for statistic, number in zip(names, numbers, strict=True)}
 
 
-def describe_latency(requests: Requests, itl_us: Float64s) -> Summary:
+def describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
     """The `latency` part of a summary: of completed requests."""
     done = requests.completed
 
@@ -719,12 +922,16 @@ def describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
     }
 
 
-def _describe_cpu(cpu: CpuIntervals) -> Summary:
-    busy_us = {str(what): int((cpu.stop_us - cpu.start_us)[cpu.what == what].sum()) for what in np.unique(cpu.what)}
-    return {"busy_us": sum(busy_us.values()) if busy_us else None, "busy_us_by_work": busy_us}
+def _describe_cpu(packed: Packed) -> Summary:
+    busy_us = [0] * len(packed.works)
+    for _, took_us, work in packed.cpu.parts():
+        for code in np.unique(work).tolist():
+            busy_us[code] += int(took_us[work == code].sum())
+    by_work = dict(sorted(zip(packed.works, busy_us, strict=True)))
+    return {"busy_us": sum(busy_us) if by_work else None, "busy_us_by_work": by_work}
 
 
-def describe_slo(slo: Slo, requests: Requests, itl_us: Float64s) -> Summary:
+def describe_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> Summary:
     """An entry of the `slos` part of a summary."""
     measured_us = _measure(slo, requests, itl_us)
     finite = measured_us is not None and math.isfinite(measured_us)
@@ -734,17 +941,6 @@ def describe_slo(slo: Slo, requests: Requests, itl_us: Float64s) -> Summary:
         "measured_us": round(cast(float, measured_us), 3) if finite else None,  # None if failures fill the percentile
         "met": None if measured_us is None else measured_us <= slo.bound_us,
     }
-
-
-def decode_gaps_us(batches: Batches) -> tuple[Int64s, int]:
-    """Idle times of the device between two decode batches in a row, and the time that the second ones took."""
-    measured = np.flatnonzero(batches.finished_us >= 0)
-    order = measured[np.argsort(batches.started_us[measured], kind="stable")]
-    started_us, finished_us = batches.started_us[order], batches.finished_us[order]
-    decodes = batches.mode[order] == "decode"
-    both = decodes[1:] & decodes[:-1]
-    gaps = np.maximum(started_us[1:] - finished_us[:-1], 0)[both]
-    return gaps, int((finished_us - started_us)[1:][both].sum())
 
 
 # ------------------------------------------------------------------------------------------------ intervals and bins
@@ -782,78 +978,175 @@ class _Intervals:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Gauges:
-    """Levels over time: each holds from its report to the next."""
+class _Device:
+    """What the batches of a run did to the device, added up."""
 
-    time_us: Int64s
-    waiting: Float64s
-    running: Float64s
-    used_pages: Float64s
-    cached_pages: Float64s
-    stop_us: int
+    batches_by_mode: dict[str, int]
+    busy: _Intervals
+    decode_gaps_us: ValueCounts  # idle times between two decode batches in a row
+    busy_after_decode_us: int  # what the second ones took
 
     @classmethod
-    def of(cls, packed: array[int], kv_pages: int | None, stop_us: int) -> _Gauges:
-        time_us, waiting, running, free_pages, cached_pages = np.array(packed, np.int64).reshape(-1, 5).T
-        pages = np.nan if kv_pages is None else kv_pages
-        used_pages = pages - free_pages.astype(np.float64) - cached_pages
-        levels = (waiting.astype(np.float64), running.astype(np.float64), used_pages, cached_pages.astype(np.float64))
-        return cls(time_us, *levels, max(stop_us, int(time_us[-1]) if len(time_us) else 0))
+    def of(cls, packed: Packed) -> _Device:
+        mode_counts = np.zeros(len(packed.modes), np.int64)
+        for columns in packed.batches.parts():
+            mode_counts += np.bincount(columns[_MODE], minlength=len(packed.modes))
+        decode = packed.modes.index("decode") if "decode" in packed.modes else -1
+        gaps_us, busy_after_us = ValueCountsBuilder(), 0
+        busy: list[_Intervals] = []
+        before_us, decoded = np.empty(0, np.int64), np.empty(0, np.bool_)  # end and kind of the last batch before these
+        for mode, started_us, finished_us in _by_start(packed.batches):
+            busy.append(_Intervals.union(started_us, finished_us))
+            ends_us, decodes = np.append(before_us, finished_us), np.append(decoded, mode == decode)
+            begins_us = started_us[1 - len(before_us) :]
+            both = decodes[1:] & decodes[:-1]
+            gaps_us.add(np.maximum(begins_us - ends_us[:-1], 0)[both])
+            busy_after_us += int((finished_us - started_us)[1 - len(before_us) :][both].sum())
+            before_us, decoded = ends_us[-1:], decodes[-1:]
+        starts = [np.empty(0, np.int64), *(part.starts for part in busy)]
+        stops = [np.empty(0, np.int64), *(part.stops for part in busy)]
+        return cls(
+            batches_by_mode=dict(sorted(zip(packed.modes, mode_counts.tolist(), strict=True))),
+            busy=_Intervals.union(np.concatenate(starts), np.concatenate(stops)),
+            decode_gaps_us=gaps_us.build(),
+            busy_after_decode_us=busy_after_us,
+        )
 
-    def means(self, level: Float64s, edges_us: Int64s) -> Float64s:
-        """Mean of a level between every two edges, by time; NaN without reports. Before the first it is 0."""
-        if len(self.time_us) == 0:
-            return np.full(len(edges_us) - 1, np.nan)
-        knots_us = np.append(self.time_us, self.stop_us)
-        area = np.append(0.0, np.cumsum(level * np.diff(knots_us)))
-        means: Float64s = np.diff(np.interp(edges_us, knots_us, area)) / np.diff(edges_us)
+
+def decode_gaps_us(run: RunData) -> tuple[ValueCounts, int]:
+    """Idle times of one device between two decode batches in a row, and the time that the second ones took."""
+    device = _Device.of(run.packed)
+    return device.decode_gaps_us, device.busy_after_decode_us
+
+
+def _by_start(batches: PackedRows) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
+    """Mode, start and end of the batches whose times are known, by start: part by part if that is their order."""
+
+    def measured() -> Iterator[tuple[Int64s, Int64s, Int64s]]:
+        for columns in batches.parts():
+            mode, started_us, finished_us = columns[_MODE], columns[_STARTED], columns[_FINISHED]
+            known = finished_us >= 0
+            if known.any():
+                yield mode[known], started_us[known], finished_us[known]
+
+    latest_us = -1
+    for _, started_us, _ in measured():
+        if started_us[0] < latest_us or (np.diff(started_us) < 0).any():
+            break
+        latest_us = int(started_us[-1])
+    else:
+        yield from measured()
+        return
+    mode, started_us, finished_us = (np.concatenate(column) for column in zip(*measured(), strict=True))
+    order = np.argsort(started_us, kind="stable")
+    yield mode[order], started_us[order], finished_us[order]
+
+
+LEVELS = ("waiting", "running", "used_pages", "cached_pages")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gauges:
+    """Levels over time: each holds from its report to the next. Before the first it is 0; without one, unknown."""
+
+    edges_us: Int64s  # moments that the series is cut at, from the beginning of the run to its end
+    span_us: tuple[int, int]
+    areas: dict[str, Float64s]  # of each level: level x time up to each edge
+    maxima: dict[str, int | None]
+
+    @classmethod
+    def of(cls, reports: PackedRows, kv_pages: int | None, edges_us: Int64s, span_us: tuple[int, int]) -> _Gauges:
+        known = [level for level in LEVELS if len(reports) and (kv_pages is not None or level != "used_pages")]
+        areas = {
+            level: np.zeros(len(edges_us)) if level in known else np.full(len(edges_us), np.nan) for level in LEVELS
+        }
+        maxima: dict[str, int | None] = dict.fromkeys(LEVELS)
+        so_far = dict.fromkeys(known, 0.0)
+        parts = reports.parts()
+        part = next(parts, None)
+        while part is not None:
+            following = next(parts, None)
+            time_us, waiting, running, free_pages, cached_pages = part
+            until_us = int(following[0][0]) if following else max(span_us[1], int(time_us[-1]))
+            levels = {"waiting": waiting, "running": running, "cached_pages": cached_pages}
+            if kv_pages is not None:
+                levels["used_pages"] = kv_pages - free_pages - cached_pages
+            knots_us = np.append(time_us, until_us)
+            first = np.searchsorted(edges_us, time_us[0])
+            last = np.searchsorted(edges_us, until_us) if following else len(edges_us)
+            for name in known:
+                steps = levels[name].astype(np.float64) * np.diff(knots_us)
+                area = np.cumsum(np.append(so_far[name], steps))
+                so_far[name] = float(area[-1])
+                areas[name][first:last] = np.interp(edges_us[first:last], knots_us, area)
+                peak, before = int(levels[name].max()), maxima[name]
+                maxima[name] = peak if before is None else max(peak, before)
+            part = following
+        return cls(edges_us, span_us, areas, maxima)
+
+    def means(self, level: str) -> Float64s:
+        """Mean of a level between every two edges, by time; NaN without reports."""
+        means: Float64s = np.diff(self.areas[level]) / np.diff(self.edges_us)
         return means
 
-    def mean(self, level: Float64s, span_us: tuple[int, int]) -> float | None:
-        if span_us[1] <= span_us[0]:
+    def mean(self, level: str) -> float | None:
+        """Mean over the whole run."""
+        start_us, stop_us = self.span_us
+        if stop_us <= start_us:
             return None
-        return _number(self.means(level, np.array(span_us))[0])
+        area = self.areas[level]
+        return _number((area[-1] - area[0]) / (stop_us - start_us))
 
-    def max(self, level: Float64s) -> int | None:
-        return int(level.max()) if len(level) and not np.isnan(level[0]) else None
+    def max(self, level: str) -> int | None:
+        return self.maxima[level]
 
-    def describe_kv(self, kv_pages: int | None, span_us: tuple[int, int]) -> Summary:
-        peak, mean = self.max(self.used_pages), self.mean(self.used_pages, span_us)
+    def describe_kv(self, kv_pages: int | None) -> Summary:
+        peak, mean = self.max("used_pages"), self.mean("used_pages")
         return {
             "pages": kv_pages,
             "used_pages_mean": mean,
             "used_pages_max": peak,
             "used_share_mean": _ratio(mean, kv_pages),
             "used_share_max": _ratio(peak, kv_pages),
-            "cached_pages_mean": self.mean(self.cached_pages, span_us),
-            "cached_pages_max": self.max(self.cached_pages),
+            "cached_pages_mean": self.mean("cached_pages"),
+            "cached_pages_max": self.max("cached_pages"),
         }
 
 
-def _make_series(
-    span_us: tuple[int, int], gauges: _Gauges, messages: _Messages, batches: Batches, device: _Intervals
-) -> Series:
+def _edges_us(span_us: tuple[int, int]) -> Int64s:
+    """The moments at which the spans of the series begin, and the one at which the last ends."""
     start_us, stop_us = span_us[0], max(span_us[1], span_us[0] + 1)
     width_us = -(-(stop_us - start_us) // BINS_MAX)
-    edges_us = np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
-    bins = len(edges_us) - 1
+    return np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
 
-    def add_up(time_us: Int64s, amounts: Int64s | Int32s) -> Int64s:
-        indices = np.clip((time_us - start_us) // width_us, 0, bins - 1)  # what happens at the very end is in the last
+
+def _make_series(
+    edges_us: Int64s, gauges: _Gauges, messages: PackedRows, batches: PackedRows, busy: _Intervals
+) -> Series:
+    bins, widths_us = len(edges_us) - 1, np.diff(edges_us)
+
+    def add_up(time_us: Int64s, amounts: Int64s) -> Int64s:
+        indices = np.clip((time_us - edges_us[0]) // widths_us[0], 0, bins - 1)  # the very end belongs to the last one
         return np.bincount(indices, weights=amounts, minlength=bins).astype(np.int64)
 
-    ended_us = np.where(batches.finished_us >= 0, batches.finished_us, batches.launched_us)
-    widths_us = np.diff(edges_us)
+    prefill_tokens, decode_tokens, output_tokens = (np.zeros(bins, np.int64) for _ in range(3))
+    for columns in batches.parts():
+        part = dict(zip(batches.names, columns, strict=True))
+        ended_us = np.where(part["finished_us"] >= 0, part["finished_us"], part["launched_us"])
+        prefill_tokens += add_up(ended_us, part["prefill_tokens"])
+        decode_tokens += add_up(ended_us, part["new_tokens"] - part["prefill_tokens"])
+    for time_us, new_tokens in messages.parts():
+        output_tokens += add_up(time_us, new_tokens)
     return Series(
         t_us=edges_us[:-1],
-        waiting=gauges.means(gauges.waiting, edges_us),
-        running=gauges.means(gauges.running, edges_us),
-        kv_used_pages=gauges.means(gauges.used_pages, edges_us),
-        kv_cached_pages=gauges.means(gauges.cached_pages, edges_us),
-        prefill_tokens=add_up(ended_us, batches.prefill_tokens),
-        decode_tokens=add_up(ended_us, batches.new_tokens - batches.prefill_tokens),
-        gpu_busy_fraction=np.diff(device.covered_us(edges_us)) / widths_us,
-        output_tokens_per_s=add_up(messages.time_us, messages.new_tokens) / widths_us * 1e6,
+        waiting=gauges.means("waiting"),
+        running=gauges.means("running"),
+        kv_used_pages=gauges.means("used_pages"),
+        kv_cached_pages=gauges.means("cached_pages"),
+        prefill_tokens=prefill_tokens,
+        decode_tokens=decode_tokens,
+        gpu_busy_fraction=np.diff(busy.covered_us(edges_us)) / widths_us,
+        output_tokens_per_s=output_tokens / widths_us * 1e6,
     )
 
 
@@ -872,13 +1165,20 @@ def _sums(parts: Sequence[Int32s], sizes: Int64s) -> Int64s:
     return sums
 
 
-def _strings(values: Sequence[str]) -> Strings:
-    return np.array(values, np.str_) if values else np.empty(0, "<U1")
+def _objects(values: Sequence[str]) -> Objects:
+    return np.array(values, np.object_)
 
 
-def _objects(values: Iterable[str]) -> Objects:
-    """References to texts of any length; a column as wide as the longest label could be huge."""
-    return np.array(list(values), np.object_)
+def _texts(values: Sequence[str]) -> Texts:
+    return np.array(values, np.dtypes.StringDType())
+
+
+class _Codes(dict[str, int]):
+    """A number for every text, given out when it is first asked for."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = code = len(self)
+        return code
 
 
 def _number(value: float) -> float | None:
@@ -893,5 +1193,8 @@ def _is_rejection(reason: str) -> bool:
     return reason.startswith("rejected_")
 
 
-def _never_arrived(request_id: RequestId) -> str:
-    return f"request {request_id} acts but never arrived\nhint: fold a journal from its first record"
+def _unknown(request_id: RequestId) -> str:
+    return (
+        f"request {request_id} acts but never arrived, or has ended\n"
+        "hint: fold a journal from its first record, each record once"
+    )

@@ -76,8 +76,9 @@ def _events(run: RunData, requests_shown: int) -> Iterator[str]:
 
 
 def _cpu_events(run: RunData) -> Iterator[str]:
-    names = {str(what): _json(str(what)) for what in np.unique(run.cpu.what)}
-    columns = (column.tolist() for column in (run.cpu.start_us, run.cpu.stop_us, run.cpu.what))
+    cpu = run.cpu
+    names = {what: _json(what) for what in set(cpu.what.tolist())}
+    columns = (column.tolist() for column in (cpu.start_us, cpu.stop_us, cpu.what))
     for start_us, stop_us, what in zip(*columns, strict=True):
         yield f'{{"ph":"X","pid":{ENGINE},"tid":{CPU},"ts":{start_us},"dur":{stop_us - start_us},"name":{names[what]}}}'
 

@@ -225,7 +225,7 @@ def requests_frame(run: RunData) -> polars.DataFrame:
 
     frame = pl.DataFrame(
         {
-            name: pl.Series(name, column.tolist(), pl.String) if column.dtype.kind in "OU" else pl.Series(name, column)
+            name: pl.Series(name, column.tolist(), pl.String) if column.dtype.kind in "OT" else pl.Series(name, column)
             for name, column in run.requests.columns().items()
         }
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.metrics import Batches, CpuIntervals
 from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
+from lockstep.sim.value_counts import ValueCounts
 
 Json = dict[str, Any]
 Ints = NDArray[np.int64]
@@ -32,12 +33,13 @@ def run_payload(run: ReportRun, spans_max: int) -> Json:
     """Everything the charts of one run read; each timeline has at most `spans_max` spans."""
     data, done = run.data, run.data.requests.completed
     columns = {name: getattr(data.requests, f"{name}_us")[done] for name in METRIC_NAMES if name != "itl"}
-    columns["itl"] = data.itl_us
+    known = {name: ValueCounts.of(values[values >= 0]) for name, values in columns.items()}  # a NaN is not >= 0
+    known["itl"] = data.itl_us
     slos = {slo.metric: {"limit_us": slo.bound_us, "label": slo.bound} for slo in reversed(run.slos)}
     latencies = {}
     for metric, name in METRIC_NAMES.items():
         marks = [[mark, run.summary("latency", f"{metric}_us_{mark}")] for mark in MARKS]
-        latency = curve(columns[metric], name, marks, slos.get(metric))
+        latency = curve(known[metric], name, marks, slos.get(metric))
         if latency is not None:
             latencies[metric] = latency
     series = data.series.columns()
@@ -98,15 +100,14 @@ def _smallest_dtype(numbers: Ints) -> str:
 # ------------------------------------------------------------------------------------------------------- latencies
 
 
-def curve(values_us: NDArray[Any], name: str, marks: list[list[Any]], slo: Json | None) -> Json | None:
-    """The share of values at or below each latency, thinned to a few hundred points; None if all are -1 or NaN."""
-    known_us = np.sort(values_us[values_us >= 0])
+def curve(known_us: ValueCounts, name: str, marks: list[list[Any]], slo: Json | None) -> Json | None:
+    """The share of values at or below each latency, thinned to a few hundred points; None if there are none."""
     n = known_us.size
     if n == 0:
         return None
     body, tail = np.linspace(0, n - 1, CURVE_POINTS), np.linspace(0.99 * (n - 1), n - 1, CURVE_POINTS // 3)
     at = np.unique(np.concatenate([body, tail]).astype(np.int64))
-    x_us = np.round(known_us[at].astype(np.float64), 1)
+    x_us = np.round(known_us.at(at), 1)
     share = (at + 1) / n
     return {
         "name": name,
