@@ -30,7 +30,7 @@ from lockstep.sim.fitted import (
     WorkloadModel,
     arrival_times_s,
 )
-from lockstep.sim.reuse import hit_ratio
+from lockstep.sim.reuse import hit_ratio, prompts_in_pieces
 from lockstep.sim.turns import Int64s, Turns
 from lockstep.sim.workload_summary import sharing_ratio
 
@@ -319,26 +319,19 @@ def _fit_requests(turns: Turns, paces: Floats) -> RequestModel:
 
 def _reuse(turns: Turns) -> tuple[Int64s, Int64s]:
     """For each first turn: tokens shared with earlier ones, and how many first turns ago the last of them was used."""
-    by_clock = turns.by_clock_rows.tolist()
-    starts = turns.run_first_token.astype(np.int64)
-    stops = starts + turns.run_tokens
-    bounds = np.unique(np.concatenate((starts, stops)))
-    lengths = np.diff(bounds).tolist()
-    firsts, ends = np.searchsorted(bounds, starts).tolist(), np.searchsorted(bounds, stops).tolist()
-    run_starts, run_stops = turns.run_starts.tolist(), turns.run_stops.tolist()
+    by_clock = turns.by_clock_rows
     used: dict[int, int] = {}  # piece -> the last opening that has it
     shared, lags = np.zeros(len(by_clock), np.int64), np.zeros(len(by_clock), np.int64)
-    for opening, turn in enumerate(by_clock):
+    for opening, (pieces, lengths) in enumerate(prompts_in_pieces(turns, by_clock)):
         tokens, last = 0, opening
         is_shared = True
-        for run in range(run_starts[turn], run_stops[turn]):
-            for piece in range(firsts[run], ends[run]):
-                if is_shared and piece in used:
-                    tokens += lengths[piece]
-                    last = used[piece]
-                else:
-                    is_shared = False
-                used[piece] = opening
+        for piece, length in zip(pieces, lengths, strict=True):
+            if is_shared and piece in used:
+                tokens += length
+                last = used[piece]
+            else:
+                is_shared = False
+            used[piece] = opening
         shared[opening], lags[opening] = tokens, opening - last
     return shared, lags
 

@@ -19,7 +19,7 @@ def hit_ratio(turns: Turns, capacity_tokens: int) -> float:
     """Prompt tokens found in a cache of `capacity_tokens`, over all prompt tokens."""
     cached: OrderedDict[int, int] = OrderedDict()  # piece -> tokens of it in the cache, least recently touched first
     used = hits = 0
-    for pieces, lengths in _prompts_in_pieces(turns):
+    for pieces, lengths in prompts_in_pieces(turns, service_order(turns)):
         for piece, length in zip(pieces, lengths, strict=True):
             held = cached.get(piece, 0)
             hits += held
@@ -50,14 +50,14 @@ def service_order(turns: Turns) -> Int64s:
     return np.argsort(np.array(times, np.int64), kind="stable")
 
 
-def _prompts_in_pieces(turns: Turns) -> Iterator[tuple[list[int], list[int]]]:
-    """Each prompt, in order of service, as pieces that every prompt has whole or not at all, and their lengths."""
+def prompts_in_pieces(turns: Turns, order: Int64s) -> Iterator[tuple[list[int], list[int]]]:
+    """The prompts of these turns as pieces, which every prompt has whole or not at all, and their lengths."""
     starts = turns.run_first_token.astype(np.int64)
     stops = starts + turns.run_tokens
     bounds = np.unique(np.concatenate((starts, stops)))
     lengths = np.diff(bounds).tolist()
     firsts, ends = np.searchsorted(bounds, starts).tolist(), np.searchsorted(bounds, stops).tolist()
     run_starts, run_stops = turns.run_starts.tolist(), turns.run_stops.tolist()
-    for turn in service_order(turns).tolist():
+    for turn in order.tolist():
         pieces = [piece for run in range(run_starts[turn], run_stops[turn]) for piece in range(firsts[run], ends[run])]
         yield pieces, [lengths[piece] for piece in pieces]
