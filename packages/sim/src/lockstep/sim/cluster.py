@@ -396,7 +396,8 @@ class Cluster:
         thinking = turns.think_us[turns.after >= 0]
         self._think_us_min = int(thinking.min()) if len(thinking) else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
-            feed, clock = Feed(engine, self.arrivals.open_turns, self._on_end), LaneClock()
+            clock = LaneClock()
+            feed = Feed(engine, self.arrivals.open_turns, self._on_end, clock)
             metrics = MetricsFold(kv_pages=one.config.pages)
             frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(

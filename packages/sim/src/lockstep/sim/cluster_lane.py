@@ -49,11 +49,12 @@ class LaneClock(Environment):
 class Feed:
     """The requests that were sent to one engine; what `host.Arrivals` is to an engine that stands alone."""
 
-    def __init__(self, engine: int, open_turns: Mapping[RequestId, Turn], ended: Ended) -> None:
+    def __init__(self, engine: int, open_turns: Mapping[RequestId, Turn], ended: Ended, clock: LaneClock) -> None:
         self.open_turns = open_turns  # of the whole cluster
         self.next_us = NEVER_US
         self._engine = engine
         self._ended = ended
+        self._clock = clock
         self._line: deque[RequestArrived | RequestCancelled] = deque()
         self._awaited: Event | None = None
 
@@ -70,6 +71,11 @@ class Feed:
         event = self._line.popleft()
         self.next_us = self._line[0].time_us if self._line else NEVER_US
         return event
+
+    @property
+    def settled_until_us(self) -> int:
+        """The router may send another one from here on."""
+        return int(min(self._clock.horizon_us, NEVER_US))
 
     def more(self, env: Environment) -> Event | None:
         """The router may always send another one."""

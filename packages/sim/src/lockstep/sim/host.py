@@ -107,6 +107,10 @@ class RequestSource(Protocol):
     def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
         """The next fact, due at `next_us`."""
 
+    @property
+    def settled_until_us(self) -> int:
+        """Before this moment no request comes but those known now and those that follow this lane's own answers."""
+
     def more(self, env: Environment) -> Event | None:
         """What to wait for when nothing is due any more; None: nothing will come."""
 
@@ -150,6 +154,8 @@ class Arrivals:
         self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
         self.next_us = NEVER_US  # the next arrival or cancel
         self._look_ahead()
+
+    settled_until_us = NEVER_US  # nobody else sends any
 
     def more(self, env: Environment) -> Event | None:
         """What to wait for when nothing is due any more; None: nothing will come."""
@@ -439,8 +445,7 @@ class EngineHost:
                         break
                     yield more
                     next_us = int(env.now)
-                elif next_us > self._others_us:
-                    next_us = int(self._others_us)  # who may bring an arrival before
+                next_us = min(next_us, self.arrivals.settled_until_us)
                 now_us = max(now_us, next_us)
         if now_us > env.now:
             yield env.timeout(now_us - env.now)

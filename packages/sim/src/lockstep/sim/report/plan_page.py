@@ -28,7 +28,7 @@ def render_plan(answer: Answer) -> str:
     title = f"{question.model} on {', '.join(question.gpus)}"
     remarks = "".join(f"<li>{escape(line)}</li>" for line in answer.remarks())
     below = f'<p class="subtitle">{escape(answer.workload_line)}</p>'
-    body = [head("plan", title, below, answer.headline, f"<ul>{remarks}</ul>"), _configurations(answer)]
+    body = [head("plan", title, below, answer.headline, ""), _configurations(answer, remarks)]
     data: Json = {"runs": [], "first": 0}
     if winner is not None:
         points = sweep(winner)
@@ -58,10 +58,10 @@ def _load(candidate: Candidate) -> str:
     return f"{best.rate:g}/s"
 
 
-def _configurations(answer: Answer) -> str:
-    """The table of the terminal, as HTML."""
+def _configurations(answer: Answer, remarks: str) -> str:
+    """The table of the terminal, as HTML, and below it what must be known to read it."""
     shown = answer.table()
-    head_cells = "".join(f'<th scope="col">{escape(str(column.header))}</th>' for column in shown.columns)
+    head_cells = "".join(f'<th scope="col" class="text">{escape(str(column.header))}</th>' for column in shown.columns)
     cells = [[str(cell) for cell in column.cells] for column in shown.columns]
     rows = []
     for place in range(len(answer.candidates)):
@@ -72,6 +72,7 @@ def _configurations(answer: Answer) -> str:
 <p class="lead">&gt; is the winner. * is on the Pareto front: no other one is cheaper without being slower in some
 SLO.</p>
 {table(head_cells, rows, "Configurations")}
+<ul class="remarks">{remarks}</ul>
 </section>"""
 
 
@@ -84,12 +85,12 @@ def _commands(winner: Candidate) -> str:
         f'<td class="text">{"by the runtime" if runs else "simulated only"}</td></tr>'
         for flag, runs in flags
     ]
-    head_cells = '<th scope="col">flag of lockstep serve</th><th scope="col">carried out</th>'
+    head_cells = '<th scope="col" class="text">flag of lockstep serve</th><th scope="col" class="text">carried out</th>'
     return f"""<section id="commands" aria-labelledby="commands-h">
 <h2 id="commands-h">The winner as commands</h2>
 <div><pre>{escape("lockstep serve " + " ".join(flag for flag, _ in flags))}</pre></div>
 {table(head_cells, rows, "Flags")}
-<p>Its simulation once more:</p>
+<p class="lead">Its simulation once more:</p>
 <div><pre>{escape(simulate_command(winner))}</pre></div>
 </section>"""
 
