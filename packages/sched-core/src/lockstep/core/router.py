@@ -30,13 +30,15 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from math import ceil, isfinite
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError, ContractError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity", "session_sticky"]
 ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
@@ -373,6 +375,8 @@ def prefix_keys(ids: NDArray[np.int32], block_tokens: int, namespace: str = "") 
     Returns: 64-bit numbers. Equal beginnings have equal keys; different ones do by a chance of 2**-64 only, unless
         somebody seeks them, and then a request goes to the wrong engine, where the radix cache compares tokens.
     """
+    import numpy as np  # not at the top: a command line reads names and defaults here before it needs any array
+
     blocks = len(ids) // block_tokens
     if not blocks:
         return ()
@@ -397,6 +401,8 @@ _WEIGHTS: dict[int, NDArray[np.int64]] = {}
 
 
 def _weights(block_tokens: int) -> NDArray[np.int64]:
+    import numpy as np
+
     weights = _WEIGHTS.get(block_tokens)
     if weights is None:
         numbers = [_mixed(((place + 1) * _GOLDEN) & _MASK) | 1 for place in range(block_tokens)]
