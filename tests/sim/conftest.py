@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +23,12 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(simulate_module, "simulate", simulate_and_replay)
+
+
+@pytest.fixture
+def data() -> Path:
+    """The folder of public traces and measurements."""
+    folder = os.environ.get("LOCKSTEP_DATA")
+    if not folder:
+        pytest.skip("LOCKSTEP_DATA does not name the folder of public traces")
+    return Path(folder)

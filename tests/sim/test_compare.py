@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from lockstep.sim.report.compare_page import overlay, render_comparison
 from lockstep.sim.report.text import setting, span
 from lockstep.sim.results import show_us
 from lockstep.sim.stored_run import read_run
+from tests.support.browser import dom_of, needs_chromium
 
 CHAT = "gen:n=40,rate=60,input=lognormal:300:0.8,output=lognormal:40:0.5"
 SESSIONS = "gen:n=40,rate=60,turns=uniform:1:3,think=fixed:20ms,input=lognormal:300:0.8,output=fixed:20"
@@ -476,7 +476,7 @@ def test_distributions_of_several_runs_share_one_axis() -> None:
     assert overlay("c", "l", [(0, "a", np.array([-1.0]))]) is None
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs_chromium
 @pytest.mark.parametrize(
     ("names", "charts"), [(("base", "narrow"), 3 + 4 + 3), (("base", "loose"), 3 + 4), (tuple(RUNS), 3 + 4 + 3)]
 )
@@ -485,14 +485,8 @@ def test_browser_draws_every_chart_without_a_complaint(
 ) -> None:
     path = tmp_path / "comparison.html"
     path.write_text(render_comparison(found(folder, *names)), "utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
-             "--enable-logging=stderr", "--v=0", "--virtual-time-budget=2000", "--dump-dom"]  # fmt: skip
-    done = subprocess.run(
-        ["chromium", *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True, errors="replace"
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert done.stdout.count('class="uplot') == charts
+    dom = dom_of(path, tmp_path / "profile")
+    assert dom.count('class="uplot') == charts
 
 
 def test_errors_are_of_one_kind(tmp_path: Path) -> None:

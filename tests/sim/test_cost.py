@@ -23,26 +23,12 @@ from lockstep.sim.cost import (
     kv_capacity,
     roofline,
 )
+from tests.support.shapes import shapes
 
 # One of each kind of attention and feed-forward.
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
 MODELS: dict[str, RooflineModel] = {name: roofline(load_model(name), load_gpu("h200")) for name in KINDS}
 CAPACITY_ERROR_MAX = 0.05  # largest seen: 3.1 % (RTX 4090), 1.4 % on H100
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> BatchShape:
-    extends = draw(st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 100_000)), max_size=4))
-    decodes = draw(st.lists(st.integers(1, 100_000), max_size=600))
-    return BatchShape(
-        extend_rows=len(extends),
-        extend_tokens=sum(new for new, _ in extends),
-        extend_context_tokens=sum(context for _, context in extends),
-        extend_pairs=sum(new * context + new * (new + 1) // 2 for new, context in extends),
-        decode_rows=len(decodes),
-        decode_context_tokens=sum(decodes),
-        sampled_rows=len(extends) + len(decodes),
-    )
 
 
 @given(st.sampled_from(KINDS), shapes(), st.integers(1, 5000), st.integers(0, 50_000))

@@ -39,6 +39,7 @@ from lockstep.sim.cost.calibration import (
     batch_features,
 )
 from lockstep.sim.cost.fit import fit_weights, nonnegative_least_squares, relative_shift
+from tests.support.shapes import shapes
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "serving_points.json"
 SMALL = ["--model", "qwen3-0.6b", "--gpu", "h200", "--workload", "gen:n=40,rate=20,input=fixed:200,output=fixed:20"]
@@ -128,21 +129,6 @@ def test_a_missing_or_broken_file_is_one_error(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- corrections
 
 
-@st.composite
-def shapes(draw: st.DrawFn) -> BatchShape:
-    extends = draw(st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 50_000)), max_size=3))
-    decodes = draw(st.lists(st.integers(1, 50_000), max_size=300))
-    return BatchShape(
-        extend_rows=len(extends),
-        extend_tokens=sum(new for new, _ in extends),
-        extend_context_tokens=sum(context for _, context in extends),
-        extend_pairs=sum(new * context + new * (new + 1) // 2 for new, context in extends),
-        decode_rows=len(decodes),
-        decode_context_tokens=sum(decodes),
-        sampled_rows=len(extends) + len(decodes),
-    )
-
-
 corrections = st.builds(
     Correction,
     kernels=st.floats(0.01, 3.0),
@@ -158,7 +144,13 @@ BASES = {
 }
 
 
-@given(st.sampled_from(sorted(BASES)), corrections, shapes(), st.integers(1, 4000), st.integers(0, 50_000))
+@given(
+    st.sampled_from(sorted(BASES)),
+    corrections,
+    shapes(extends_max=3, decodes_max=300, context_tokens_max=50_000),
+    st.integers(1, 4000),
+    st.integers(0, 50_000),
+)
 def test_more_work_is_never_faster_whatever_the_correction(
     key: tuple[str, int], correction: Correction, shape: BatchShape, new: int, context: int
 ) -> None:
@@ -178,7 +170,12 @@ def test_more_work_is_never_faster_whatever_the_correction(
         assert cost.batch_us(more).mean_us >= before * (1 - 1e-12)
 
 
-@given(st.sampled_from(sorted(BASES)), corrections, shapes(), st.floats(0.5, 2.0))
+@given(
+    st.sampled_from(sorted(BASES)),
+    corrections,
+    shapes(extends_max=3, decodes_max=300, context_tokens_max=50_000),
+    st.floats(0.5, 2.0),
+)
 def test_a_batch_is_the_weighted_sum_of_its_parts(
     key: tuple[str, int], correction: Correction, shape: BatchShape, factor: float
 ) -> None:

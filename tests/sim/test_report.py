@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,6 +21,7 @@ from lockstep.sim.packed_rows import PackedRows
 from lockstep.sim.report import ReportRun, render_report, write_report
 from lockstep.sim.report.payload import Spans, pack, timeline
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent
+from tests.support.browser import dom_of, needs_chromium
 
 EVIL = '</script><img src=x onerror="alert(1)">{{script}}&amp;'
 FACTS = {"model": "qwen3-8b", "gpu": "1 x H200", "seed": "7", "command": "lockstep simulate --rate 8 --seed 7"}
@@ -328,17 +327,11 @@ def test_numbers_are_rounded_for_reading() -> None:
     assert [percent(0.1234), percent(1.0), percent(None)] == ["12.3 %", "100 %", NOTHING]
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs_chromium
 @pytest.mark.parametrize("requests", [0, 1, 40])
 def test_browser_draws_every_chart_without_a_complaint(tmp_path: Path, requests: int) -> None:
     runs = [ReportRun(f"{rate} req/s", FACTS, run_data(requests, label=EVIL), rate) for rate in (4.0, 8.0)]
     path = write_report(tmp_path / "report.html", runs, title=EVIL)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
-             "--enable-logging=stderr", "--v=0", "--virtual-time-budget=2000", "--dump-dom"]  # fmt: skip
-    done = subprocess.run(
-        ["chromium", *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True, errors="replace"
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    drawn = done.stdout.count('class="uplot')
+    dom = dom_of(path, tmp_path / "profile")
+    drawn = dom.count('class="uplot')
     assert drawn == {0: 3, 1: 3 + 5 + 5, 40: 3 + 6 + 5}[requests]

@@ -6,7 +6,6 @@ import gzip
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -44,14 +43,6 @@ MOONCAKE_JSONL = (
     + mooncake_line(0, 1500, 6, [0, 1, 3])
     + mooncake_line(3000, 1600, 7, [0, 7, 8, 9])
 )
-
-
-@pytest.fixture
-def data() -> Path:
-    folder = os.environ.get("LOCKSTEP_DATA")
-    if not folder:
-        pytest.skip("LOCKSTEP_DATA does not name the folder of public traces")
-    return Path(folder)
 
 
 def write(folder: Path, text: str | bytes, name: str = "trace.csv") -> str:

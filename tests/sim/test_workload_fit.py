@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import cache
 from pathlib import Path
 
@@ -24,14 +23,6 @@ AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
 AGENTIC = "traces/agentic/agentic_developers.jsonl.gz"
 
 CHAT = "gen:n=900,rate=5,turns=uniform:1:4,input=lognormal:300:0.8,output=lognormal:90:0.6,shared_prefix=64x3"
-
-
-@pytest.fixture
-def data() -> Path:
-    folder = os.environ.get("LOCKSTEP_DATA")
-    if not folder:
-        pytest.skip("LOCKSTEP_DATA does not name the folder of public traces")
-    return Path(folder)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import tarfile
 from pathlib import Path
 
@@ -24,14 +23,6 @@ LENGTHS = "traces/lengths/vidur_arxiv_summarization_llama2_lengths.csv.gz"
 SERVEGEN = "traces/servegen/servegen_deepseek-r1.tar.zst"
 SERVEGEN_IMAGES = "traces/servegen/servegen_mm-image.tar.zst"
 SHAREGPT = "published/llmservingsim/sharegpt-llama-3.1-8b-300-sps10.jsonl.gz"
-
-
-@pytest.fixture
-def data() -> Path:
-    folder = os.environ.get("LOCKSTEP_DATA")
-    if not folder:
-        pytest.skip("LOCKSTEP_DATA does not name the folder of public traces")
-    return Path(folder)
 
 
 def open_text(folder: Path, text: str, **options: object) -> Workload:

@@ -25,7 +25,6 @@ class CapacityEstimate(NamedTuple):
     prefill_us: float  # of GPU time per request
     decode_us: float  # of GPU time per request
     decode_rows: int  # of a full batch
-    rows_by: str  # what limits these: "kv" or "max_running_requests"
 
 
 def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSummary) -> CapacityEstimate:
@@ -44,5 +43,4 @@ def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSu
     context = int(rows * (prompt + output / 2))
     shape = BatchShape(decode_rows=rows, decode_context_tokens=context, sampled_rows=rows)
     decode_us = (output - 1.0) * cost.batch_us(shape).mean_us / rows
-    limit = "kv" if fitting < config.max_running_requests else "max_running_requests"
-    return CapacityEstimate(1e6 / max(prefill_us + decode_us, 1e-3), prefill_us, decode_us, rows, limit)
+    return CapacityEstimate(1e6 / max(prefill_us + decode_us, 1e-3), prefill_us, decode_us, rows)

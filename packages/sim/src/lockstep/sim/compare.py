@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
 from lockstep.sim.results import show_rate, show_us
-from lockstep.sim.stored_run import StoredRun, read_run
+from lockstep.sim.stored_run import Requests, StoredRun, read_run
 
 SAME = 0.01  # changes of less than this share are called the same
 SAME_POINTS = 0.001  # and of shares, changes of less than this
@@ -445,7 +445,7 @@ def _ratios_at_ends(first: tuple[float, float] | None, other: tuple[float, float
 def _pair(first: StoredRun, other: StoredRun) -> Pairs | None:
     if first.requests is None or other.requests is None:
         return None
-    rows, others, matched_by = _match(first, other)
+    rows, others, matched_by = _match(first.requests, other.requests)
     done, other_done = first.completed[rows], other.completed[others]
     both = done & other_done
     rows, others = rows[both], others[both]
@@ -472,23 +472,21 @@ def _pair(first: StoredRun, other: StoredRun) -> Pairs | None:
     )
 
 
-def _match(first: StoredRun, other: StoredRun) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
+def _match(first: Requests, other: Requests) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
     """Rows of the same requests in both tables.
 
     By tenant and label, which name a row of the workload. The later turns of a session get their ids when they are
     sent, which is another moment in every run; so ids serve only where labels name no single request.
     """
-    assert first.requests is not None
-    assert other.requests is not None
-    keys = [list(zip(run.requests["tenant"], run.requests["label"], strict=True)) for run in (first, other)]  # type: ignore[index]
+    keys: list[list[object]] = [list(zip(table["tenant"], table["label"], strict=True)) for table in (first, other)]
     matched_by = "label"
     if any(len(set(column)) < len(column) for column in keys):
-        keys = [run.requests["request_id"].tolist() for run in (first, other)]  # type: ignore[index]
+        keys = [table["request_id"].tolist() for table in (first, other)]
         matched_by = "request_id"
     at = {key: row for row, key in enumerate(keys[1])}
     found = [(row, at[key]) for row, key in enumerate(keys[0]) if key in at]
     rows, others = np.array(found, np.int64).reshape(-1, 2).T
-    alike = first.requests["prompt_tokens"][rows] == other.requests["prompt_tokens"][others]
+    alike = first["prompt_tokens"][rows] == other["prompt_tokens"][others]
     return rows[alike], others[alike], matched_by
 
 

@@ -123,7 +123,7 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
         hint = f"hint: the runs are inside it: {', '.join(inside)}" if inside else HINT
         raise ConfigError(f"`{folder}` is not a run folder: it has no metrics.json\n{hint}")
     try:
-        metrics = json.loads(path.read_text("utf-8"), parse_constant=_refuse_constant)
+        metrics: Any = json.loads(path.read_text("utf-8"), parse_constant=_refuse_constant)
     except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
     about = metrics.get("about") if isinstance(metrics, dict) else None
@@ -146,7 +146,8 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
     missing += [f"about.{name}" for name in ("workload", "scheduler", "calibration", "seed") if name not in about]
     if missing:
         raise ConfigError(f"`{path}` lacks {', '.join(missing)}\nhint: run its about.command again")
-    return metrics  # type: ignore[no-any-return]
+    found: dict[str, Any] = metrics
+    return found
 
 
 def _refuse_constant(name: str) -> float:

@@ -301,9 +301,9 @@ def _whole(value: object) -> int | None:
 
 
 def _number(value: object) -> float | None:
-    if type(value) in (int, float, str):
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
-            return float(value)  # type: ignore[arg-type]  # one of the three types of the line above
+            return float(value)
         except (ValueError, OverflowError):
             pass
     return None

@@ -348,18 +348,25 @@ class RooflineModel:
         extend_us = max(shape.extend_tokens * self._delta_token_us, shape.extend_rows * self._delta_row_us)
         return shape.decode_rows * self._delta_row_us + extend_us
 
+    def _per_kv_token(self, heads: Float64s, *rest: Float64s, expanded: bool) -> tuple[Float64s, Float64s]:
+        """Return values read, and FLOPs of one query, per token of KV in one layer; float64 [shapes] both.
+
+        MLA, which has no `rest`, computes in the latent unless `expanded`.
+        """
+        if rest:
+            kv_heads, head_dim = rest
+            return 2.0 * kv_heads * head_dim, 4.0 * heads * head_dim
+        a = self.model.attention
+        assert isinstance(a, LatentAttention)
+        width = a.nope_dim + a.rope_dim + a.value_dim if expanded else 2 * a.kv_rank + a.rope_dim
+        return np.full_like(heads, a.kv_rank + a.rope_dim), 2.0 * heads * width
+
     def one_layer_decode_us(self, tokens: Float64s, heads: Float64s, *rest: Float64s) -> Float64s:
         """Return the time of one layer that reads `tokens` of KV in all, each float64 [shapes].
 
         `rest` is the number of KV heads and the head's size, for attention that has them.
         """
-        if rest:
-            kv_heads, head_dim = rest
-            values, flops = 2.0 * kv_heads * head_dim, 4.0 * heads * head_dim
-        else:
-            a = self.model.attention
-            assert isinstance(a, LatentAttention)
-            values, flops = np.full_like(heads, a.kv_rank + a.rope_dim), 2.0 * heads * (2 * a.kv_rank + a.rope_dim)
+        values, flops = self._per_kv_token(heads, *rest, expanded=False)
         read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3
         flops_us = achieved(self.gpu, "attention_prefill_tflops").value * 1e6
         per_token = np.maximum(values * KV_BYTES[self.kv_dtype] / read_us, flops / flops_us)
@@ -367,14 +374,7 @@ class RooflineModel:
 
     def one_layer_extend_us(self, rows: Float64s, tokens: Float64s, heads: Float64s, *rest: Float64s) -> Float64s:
         """Return the time of one layer over `rows` prompts of `tokens` each, each float64 [shapes]."""
-        if rest:
-            kv_heads, head_dim = rest
-            values, flops = 2.0 * kv_heads * head_dim, 4.0 * heads * head_dim
-        else:
-            a = self.model.attention
-            assert isinstance(a, LatentAttention)
-            values = np.full_like(heads, a.kv_rank + a.rope_dim)
-            flops = 2.0 * heads * (a.nope_dim + a.rope_dim + a.value_dim)
+        values, flops = self._per_kv_token(heads, *rest, expanded=True)
         pairs = rows * tokens * (tokens + 1.0) / 2.0 + self._extra_keys * rows * tokens
         compute = pairs * flops / (achieved(self.gpu, "attention_prefill_tflops").value * 1e6)
         read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3

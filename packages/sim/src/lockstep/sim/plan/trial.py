@@ -18,6 +18,7 @@ import numpy as np
 
 from lockstep.core.router import RouterConfig
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cost import KvDtype, WeightsDtype
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.simulate import Scenario
@@ -36,8 +37,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seed: int
     tp: int = 1
     mem_fraction: float = 0.9
-    weights_dtype: str | None = None
-    kv_dtype: str = "bf16"
+    weights_dtype: WeightsDtype | None = None
+    kv_dtype: KvDtype = "bf16"
     profile: str = "lockstep"
     settings: dict[str, Any] = {}
     max_new_tokens: int | None = None
@@ -68,8 +69,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             skip_bad_rows=self.skip_bad_rows,
             seed=self.seed,
             mem_fraction=self.mem_fraction,
-            weights_dtype=self.weights_dtype,  # type: ignore[arg-type]  # checked where it is used
-            kv_dtype=self.kv_dtype,  # type: ignore[arg-type]
+            weights_dtype=self.weights_dtype,
+            kv_dtype=self.kv_dtype,
             max_new_tokens=self.max_new_tokens,
             profile=self.profile,
             calibration=self.calibration,
