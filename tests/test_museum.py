@@ -235,7 +235,7 @@ def test_the_evictor_takes_all_that_the_counter_promises() -> None:
         handles = []
         for _ in range(rng.randint(1, 20)):
             key = np.array([rng.randrange(3) for _ in range(rng.randint(1, 8))], np.int32)
-            node, _ = cache.insert("", key.tobytes(), np.arange(page, page + len(key), dtype=np.int32))
+            node = cache.insert("", key.tobytes(), np.arange(page, page + len(key), dtype=np.int32)).node
             page += len(key)
             if rng.random() < 0.3:
                 cache.lock_node(node)

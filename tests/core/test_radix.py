@@ -363,9 +363,10 @@ class RadixMachine(RuleBasedStateMachine):
             path = self.model.path(namespace, prompt)
             known = [handle for handle in self.held if handle.path == path[: len(handle.path)] and handle.path]
             behind = self.node(known[-1].number) if known else None
-        node, already = self.cache.insert(namespace, prompt, ids, behind)
-        assert already == self.model.insert(namespace, prompt, ids.tolist())
-        assert (self.cache.epoch > epoch) == (already < count)
+        inserted = self.cache.insert(namespace, prompt, ids, behind)
+        node = inserted.node
+        assert inserted.already == self.model.insert(namespace, prompt, ids.tolist())
+        assert (self.cache.epoch > epoch) == (inserted.already < count)
         path = self.model.path(namespace, prompt)
         assert self.cache.pages_of(node).tolist() == [self.model.cached[key] for key in path]
         if keep:

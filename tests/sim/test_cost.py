@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lockstep.sim.catalogue import CatalogueError, gpu_names, load_gpu, load_model, model_names
 from lockstep.sim.cost import (
@@ -17,6 +18,7 @@ from lockstep.sim.cost import (
     CapacityError,
     CostModel,
     CpuModel,
+    Duration,
     RooflineModel,
     decode_shape,
     extend_shape,
@@ -35,21 +37,23 @@ CAPACITY_ERROR_MAX = 0.05  # largest seen: 3.1 % (RTX 4090), 1.4 % on H100
 def test_more_work_is_never_faster(name: str, shape: BatchShape, new: int, context: int) -> None:
     cost = MODELS[name]
     before = cost.batch_us(shape).mean_us
-    one_more_decode = shape._replace(
+    one_more_decode = replace(
+        shape,
         decode_rows=shape.decode_rows + 1,
         decode_context_tokens=shape.decode_context_tokens + context,
         sampled_rows=shape.sampled_rows + 1,
     )
-    one_more_extend = shape._replace(
+    one_more_extend = replace(
+        shape,
         extend_rows=shape.extend_rows + 1,
         extend_tokens=shape.extend_tokens + new,
         extend_context_tokens=shape.extend_context_tokens + context,
         extend_pairs=shape.extend_pairs + new * context + new * (new + 1) // 2,
     )
-    for more in (one_more_decode, one_more_extend, shape._replace(sampled_rows=shape.sampled_rows + 1)):
+    for more in (one_more_decode, one_more_extend, replace(shape, sampled_rows=shape.sampled_rows + 1)):
         assert cost.batch_us(more).mean_us >= before * (1 - 1e-12)
     if shape.decode_rows:
-        longer = shape._replace(decode_context_tokens=shape.decode_context_tokens + context)
+        longer = replace(shape, decode_context_tokens=shape.decode_context_tokens + context)
         assert cost.batch_us(longer).mean_us >= before * (1 - 1e-12)
 
 
@@ -64,7 +68,7 @@ def test_terms_sum_to_the_batch(name: str, shape: BatchShape) -> None:
 @given(st.sampled_from(KINDS), shapes(), st.sampled_from((1, 2, 4)))
 def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp: int) -> None:
     model, gpu = load_model(name), load_gpu("h100")
-    silent = shape._replace(sampled_rows=0)
+    silent = replace(shape, sampled_rows=0)
     few, many = (roofline(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
     for terms in (few, many):
         terms.pop("launch", None)
@@ -75,7 +79,8 @@ def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp:
 def test_a_mixed_batch_reads_the_weights_once() -> None:
     cost = MODELS["qwen3-8b"]
     extend, decode = extend_shape(64, 1000), decode_shape(32, 1000)
-    mixed = decode._replace(
+    mixed = replace(
+        decode,
         extend_rows=1,
         extend_tokens=extend.extend_tokens,
         extend_context_tokens=extend.extend_context_tokens,
@@ -113,7 +118,7 @@ def test_chunks_cost_at_least_the_whole_prompt() -> None:
 
 
 def test_an_empty_batch_takes_no_time() -> None:
-    assert MODELS["qwen3-8b"].batch_us(BatchShape()) == (0.0, 0.0)
+    assert MODELS["qwen3-8b"].batch_us(BatchShape()) == Duration(0.0, 0.0)
 
 
 def test_sliding_layers_stop_growing_at_the_window() -> None:

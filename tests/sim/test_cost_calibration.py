@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lockstep.sim.calibrate import calibration_of_batches, timed_batches
 from lockstep.sim.calibrate_cli import calibrate
@@ -157,10 +158,11 @@ def test_more_work_is_never_faster_whatever_the_correction(
     cost = calibration(correction=correction).cost_model(BASES[key])
     before = cost.batch_us(shape).mean_us
     assert before >= 0.0
-    one_more_decode = shape._replace(
-        decode_rows=shape.decode_rows + 1, decode_context_tokens=shape.decode_context_tokens + context
+    one_more_decode = replace(
+        shape, decode_rows=shape.decode_rows + 1, decode_context_tokens=shape.decode_context_tokens + context
     )
-    one_more_extend = shape._replace(
+    one_more_extend = replace(
+        shape,
         extend_rows=shape.extend_rows + 1,
         extend_tokens=shape.extend_tokens + new,
         extend_context_tokens=shape.extend_context_tokens + context,
@@ -205,8 +207,8 @@ def test_the_base_must_be_what_was_calibrated() -> None:
 
 def test_spread_is_that_of_single_batches() -> None:
     cost = calibration(spread=0.04).cost_model(BASES["qwen3-8b", 1])
-    mean_us, spread_us = cost.batch_us(decode_shape(8, 900))
-    assert spread_us == pytest.approx(0.04 * mean_us)
+    took = cost.batch_us(decode_shape(8, 900))
+    assert took.spread_us == pytest.approx(0.04 * took.mean_us)
 
 
 # ----------------------------------------------------------------------------------------------------------- residuals

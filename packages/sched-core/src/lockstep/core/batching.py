@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from lockstep.core.commands import NO_ROWS, BatchPlan
 from lockstep.core.requests import Cohort, Int32s, Request
 
 
-class Part(NamedTuple):
+class Part(Struct, frozen=True):
     """One request's share of an extend: positions [start:stop)."""
 
     request: Request

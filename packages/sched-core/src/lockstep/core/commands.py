@@ -35,16 +35,31 @@ class AfterBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageDeltas(msgspec.Struct, frozen=True):
-    """Changes of the device's page tables, applied before the batch reads them: table[rows, index] = pages."""
+    """Changes of the device's page tables, applied in this order before the batch reads them.
 
-    rows: Int32s
-    index: Int32s
+    First whole runs of a row's entries, given by three numbers each: the row, the first index, how many. Then one entry
+    for each decode of the plan that begins a page. `pages` has the pages of all of them, end to end.
+    """
+
     pages: Int32s
-    runs: Int32s = NO_ROWS  # row, first index, count of each run of pages, one after another, where they are known
-    growth: bool = False  # the pages that the decodes of the plan begin, and nothing else: the rest follows from it
+    runs: Int32s = NO_ROWS  # [3 x runs]
+    opened_rows: Int32s = NO_ROWS
+    opened_index: Int32s = NO_ROWS
+
+    @property
+    def rows(self) -> Int32s:
+        """For each page the row whose table it goes to: table[rows, index] = pages, in order."""
+        runs = self.runs.reshape(-1, 3)
+        return np.concatenate((runs[:, 0].repeat(runs[:, 2]), self.opened_rows))
+
+    @property
+    def index(self) -> Int32s:
+        """For each page its place in the row's table."""
+        spans = self.runs.reshape(-1, 3)[:, 1:].tolist()
+        return np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in spans] + [self.opened_index])
 
 
-NO_DELTAS = PageDeltas(NO_ROWS, NO_ROWS, NO_ROWS)
+NO_DELTAS = PageDeltas(NO_ROWS)
 
 
 class PageCopies(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from collections import deque
 import numpy as np
 
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import NO_DELTAS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
+from lockstep.core.commands import NO_DELTAS, NO_ROWS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
 from lockstep.core.digest import step_digest
 from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, LaneReady
@@ -129,9 +129,9 @@ class DecodeRun:
         cohort = self._cohort
         rows, at = (cohort.rows, starts) if growing.size == cohort.size else (cohort.rows[growing], starts[growing])
         index = at >> engine.page_shift
-        deltas = PageDeltas(rows, index, engine.memory.pool.alloc(growing.size), growth=True)
-        engine.memory.table.write_pages(rows, index, deltas.pages)
-        return deltas
+        pages = engine.memory.pool.alloc(growing.size)
+        engine.memory.table.write_pages(rows, index, pages)
+        return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
         """See who opens a page with the next launch; the run is over if the free list does not have it."""

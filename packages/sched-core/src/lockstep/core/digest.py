@@ -11,13 +11,13 @@ A field added to a decided event later leaves old digests alone as long as it ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
 from struct import Struct
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from lockstep.core.commands import (
@@ -45,69 +45,59 @@ _stream_head = Struct("<cii").pack
 
 def step_digest(previous: bytes, step: Step) -> bytes:
     """The chain value after this Step: BLAKE2b-128 of the one before and the Step's decisions. 16 bytes."""
-    chain = blake2b(previous, digest_size=DIGEST_BYTES)
-    add: Callable[[Any], None] = chain.update  # takes arrays as they are
+    parts: list[Any] = [previous]  # bytes and arrays, as they are
     for event in step.decided:
-        add(_decided_bytes(event))
+        parts.append(_decided_bytes(event))
     for command in step.commands:
-        if isinstance(command, StreamTokens):
+        if type(command) is StreamTokens:
             count, tokens = len(command.offsets), len(command.tokens)
-            add(_stream_head(b"s", count, tokens))
-            add(command.request_ids if count < MANY else command.ids_digest or ids_digest(command.request_ids))
-            add(command.offsets)
+            ids = command.request_ids if count < MANY else command.ids_digest or ids_digest(command.request_ids)
+            parts += (_stream_head(b"s", count, tokens), ids, command.offsets)
             if tokens != count:
-                add(command.token_counts)
-        elif isinstance(command, LaunchBatch):
-            _add_plan(add, command.plan)
+                parts.append(command.token_counts)
+        elif type(command) is LaunchBatch:
+            _add_plan(parts, command.plan)
             if command.sample == "deferred":
-                add(_encode(("deferred", command.plan.sample_after)))
-        elif isinstance(command, SampleBatch):
+                parts.append(_encode(("deferred", command.plan.sample_after)))
+        elif type(command) is SampleBatch:
             moves = [(request_id, epoch, len(tokens)) for request_id, epoch, tokens in command.grammar_advance]
-            add(_encode(("sample", command.batch_id, moves)))
-        elif isinstance(command, CompileGrammar):
-            add(_encode(("compile", command.grammar.digest)))
-        elif isinstance(command, ControlAnswered):
-            add(_encode(("answer", command.control_id, command.ok)))
-        elif isinstance(command, LoadAdapter):
-            add(_encode(("load", command.adapter, command.version, command.slot)))
-    return chain.digest()
+            parts.append(_encode(("sample", command.batch_id, moves)))
+        elif type(command) is CompileGrammar:
+            parts.append(_encode(("compile", command.grammar.digest)))
+        elif type(command) is ControlAnswered:
+            parts.append(_encode(("answer", command.control_id, command.ok)))
+        elif type(command) is LoadAdapter:
+            parts.append(_encode(("load", command.adapter, command.version, command.slot)))
+    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 
 
-def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
+def _add_plan(parts: list[Any], plan: BatchPlan) -> None:
     deltas = plan.deltas
-    rows, sampling, changes = len(plan.rows), len(plan.sample_rows), len(deltas.rows)
-    add(
-        _plan_head(
-            b"b",
-            MODES[plan.mode],
-            plan.batch_id,
-            plan.generation,
-            plan.microbatch,
-            rows,
-            plan.extend_rows,
-            sampling,
-            changes,
-        )
+    rows, sampling, changes = len(plan.rows), len(plan.sample_rows), len(deltas.pages)
+    head = _plan_head(
+        b"b",
+        MODES[plan.mode],
+        plan.batch_id,
+        plan.generation,
+        plan.microbatch,
+        rows,
+        plan.extend_rows,
+        sampling,
+        changes,
     )
-    add(plan.request_ids if rows < MANY else plan.ids_digest or ids_digest(plan.request_ids))
-    add(plan.starts)
+    ids = plan.request_ids if rows < MANY else plan.ids_digest or ids_digest(plan.request_ids)
+    parts += (head, ids, plan.starts)
     if plan.extend_rows or plan.steps > 1:
-        add(plan.stops)
+        parts.append(plan.stops)
     if sampling != rows:
-        add(plan.sample_rows)
+        parts.append(plan.sample_rows)
     if changes:
-        if len(deltas.runs):
-            add(deltas.runs)
-        elif not deltas.growth:
-            add(deltas.rows)
-            add(deltas.index)
-        add(deltas.pages)
+        parts += (deltas.runs, deltas.pages)
     if plan.pooled_rows.size:
-        add(b"pooled")
-        add(plan.pooled_rows)
+        parts += (b"pooled", plan.pooled_rows)
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
-        add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
+        parts.append(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
@@ -116,9 +106,10 @@ def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
 
 
 def _decided_bytes(event: Decided) -> bytes:
-    values = msgspec.structs.astuple(event)
-    size, defaults = len(values), event.__struct_defaults__
-    required = size - len(defaults)
-    while size > required and values[size - 1] == defaults[size - required - 1]:
+    values = astuple(event)
+    defaults, size = event.__struct_defaults__, len(values)
+    for default in reversed(defaults):
+        if values[size - 1] != default:
+            break
         size -= 1
     return _encode((type(event).__name__, *values[1:size]))

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lockstep.core import control, delivery, extras, grammars, holds, preemption
@@ -116,7 +117,7 @@ class Fit(NamedTuple):
     locked_tokens: int  # cached ones that nobody held so far
 
 
-class Decodes(NamedTuple):
+class Decodes(Struct, frozen=True):
     """One more token for each member of a cohort."""
 
     cohort: Cohort
@@ -868,15 +869,15 @@ class Engine:
             advanced = self._advance(growing, step)
         else:
             advanced = self._advance_by(steps, step)
-        cohort, starts, stops, deltas, ending = advanced
-        taken, deltas = self.memory.changes(deltas)
+        cohort = advanced.cohort
+        taken, deltas = self.memory.changes(advanced.deltas)
         plan = BatchPlan(
             batch_id=self._number(),
             mode="decode",
             rows=cohort.rows,
             request_ids=cohort.request_ids,
-            starts=starts,
-            stops=stops,
+            starts=advanced.starts,
+            stops=advanced.stops,
             sample_rows=cohort.everyone,
             rows_taken=taken,
             deltas=deltas,
@@ -884,7 +885,7 @@ class Engine:
             steps=steps,
             ids_digest=cohort.ids_digest,
         )
-        return InFlight(plan, cohort.requests, cohort, ending)
+        return InFlight(plan, cohort.requests, cohort, advanced.ending)
 
     def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
         """Move the whole cohort on by one position, opening a page for those `growing`."""
@@ -970,7 +971,7 @@ class Engine:
     def _end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
         """Members that end by length with this launch leave the cohort now: no forward is spent on them again."""
         ended = stops + 1 >= cohort.limits
-        ending: list[int] = np.flatnonzero(ended).tolist()
+        ending: list[int] = ended.nonzero()[0].tolist()
         for i in ending:
             cohort.requests[i].computed = int(stops[i])
         self._set_cohort(cohort.only(~ended) if ending else cohort, stops[~ended])

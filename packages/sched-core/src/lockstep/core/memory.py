@@ -207,9 +207,9 @@ class Memory:
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
         """One more page for each of these rows, at these places of their tables. int32 [n] both."""
-        deltas = PageDeltas(rows, index, self.alloc(rows.size, "decode", step), growth=True)
-        self.table.write_pages(rows, index, deltas.pages)
-        return deltas
+        pages = self.alloc(rows.size, "decode", step)
+        self.table.write_pages(rows, index, pages)
+        return PageDeltas(pages, NO_ROWS, rows, index)
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
         """What changed about rows since the plan before: who took them, and all changes of tables, `deltas` last."""
@@ -322,7 +322,8 @@ class Memory:
             return
         mine = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
-        node, already = radix.insert(request.namespace, tokens, mine, behind=request.handle)
+        inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
+        node, already = inserted.node, inserted.already
         if already > request.protected_pages:
             twice = slice(request.protected_pages, already)
             duplicates = mine[twice].copy()
@@ -414,19 +415,12 @@ def pages_only_held_by(handle: RadixNode | None) -> int:
     return pages
 
 
-def _merged(rewrites: list[Rewrite], deltas: PageDeltas) -> PageDeltas:
-    """Rewrites in the order they were made, then the plan's own growth, as one list of page-table changes."""
-    if len(rewrites) == 1 and not deltas.rows.size:
-        row, first, pages = rewrites[0]
-        entries = np.arange(first, first + pages.size, dtype=np.int32)
-        return PageDeltas(np.full_like(entries, row), entries, pages, np.array((row, first, pages.size), np.int32))
-    rows = np.array([rewrite.row for rewrite in rewrites], np.int32)
-    runs = [number for r in rewrites for number in (r.row, r.first, r.pages.size)]
-    sizes = [rewrite.pages.size for rewrite in rewrites]
-    index = [np.arange(r.first, r.first + r.pages.size, dtype=np.int32) for r in rewrites]
+def _merged(rewrites: list[Rewrite], opened: PageDeltas) -> PageDeltas:
+    """Rewrites in the order they were made, then the pages that decodes open."""
+    runs = np.array([number for row, first, pages in rewrites for number in (row, first, pages.size)], np.int32)
+    pages = [rewrite.pages for rewrite in rewrites]
+    if opened.pages.size:
+        pages.append(opened.pages)
     return PageDeltas(
-        np.concatenate((rows.repeat(sizes), deltas.rows)),
-        np.concatenate((*index, deltas.index)),
-        np.concatenate((*(rewrite.pages for rewrite in rewrites), deltas.pages)),
-        NO_ROWS if deltas.rows.size else np.array(runs, np.int32),
+        pages[0] if len(pages) == 1 else np.concatenate(pages), runs, opened.opened_rows, opened.opened_index
     )

@@ -41,6 +41,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lockstep.core.errors import InvariantError, LockstepError
@@ -102,7 +103,7 @@ class Match(NamedTuple):
     evictable_pages: int  # matched pages that nobody holds: locking this match takes them from the evictable
 
 
-class Found(NamedTuple):
+class Found(Struct, frozen=True):
     """Where the longest cached prefix of some tokens ends. It holds for as long as `node` has this `version`."""
 
     node: RadixNode
@@ -110,7 +111,7 @@ class Found(NamedTuple):
     pages: int  # from the root; fewer than node.stop if it ends inside the edge
 
 
-class Inserted(NamedTuple):
+class Inserted(Struct, frozen=True):
     node: RadixNode  # ends exactly where the inserted tokens end
     already: int  # leading pages that were in the tree before; of these the caller keeps its own copies
 

@@ -52,6 +52,7 @@ TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
 FLAT_ROWS_MIN = 256  # entries of a table from which on one flat index costs less than a pair of them
 HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of Cohort.special
+FACTS = 7  # columns of a cohort
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 OUTPUTS_MAX = 2**31 - 1
 NOBODY: RequestId = -1
@@ -426,7 +427,7 @@ class Cohort:
         self.size = len(requests)
         self.request_ids = request_ids
         self._ids_digest: bytes | None = None
-        self.facts = facts  # [7, size]; the columns below are its lines
+        self.facts = facts  # [FACTS, size]; the columns below are its lines
         self.rows: Int32s = facts[0]
         self.prompts: Int32s = facts[1]
         self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
@@ -465,23 +466,23 @@ class Cohort:
     def of(requests: list[Request]) -> Cohort:
         """Gather the columns of these requests, in this order."""
         facts = [
-            [r.row for r in requests],
-            [r.prompt_tokens for r in requests],
-            [r.limit for r in requests],
-            [r.min_new_tokens for r in requests],
-            [r.stream_every if r.streams else -r.stream_every for r in requests],
-            [r.ignore_eos for r in requests],
-            [
+            (
+                r.row,
+                r.prompt_tokens,
+                r.limit,
+                r.min_new_tokens,
+                r.stream_every if r.streams else -r.stream_every,
+                r.ignore_eos,
                 HAS_GRAMMAR * (r.grammar is not None)
                 + WATCHES_TEXT * r.watches_text
-                + HAS_CADENCE * (r.stream_every != 1 or not r.streams)
-                for r in requests
-            ],
+                + HAS_CADENCE * (r.stream_every != 1 or not r.streams),
+            )
+            for r in requests
         ]
         return Cohort(
             requests,
             np.array([r.request_id for r in requests], np.int64),
-            np.array(facts, np.int32),
+            np.array(facts, np.int32).reshape(-1, FACTS).T.copy(),
             _stops(requests),
         )
 
@@ -514,8 +515,9 @@ def _trimmed(stops: Int32s) -> Int32s:
 
 def _stops(requests: list[Request]) -> Int32s:
     widest = max((len(r.stop_token_ids) for r in requests), default=0)
-    stops = np.full((len(requests), widest), NO_TOKEN, np.int32)
+    stops = np.empty((len(requests), widest), np.int32)
     if widest:
+        stops.fill(NO_TOKEN)
         for i, request in enumerate(requests):
             stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
     return stops

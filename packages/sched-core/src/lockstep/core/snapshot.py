@@ -118,9 +118,10 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     stops: bytes
     token_ids: bytes
     sample_rows: bytes
-    delta_rows: bytes
-    delta_index: bytes
     delta_pages: bytes
+    delta_runs: bytes
+    opened_rows: bytes
+    opened_index: bytes
     rows_taken: tuple[RowTaken, ...]
     sample_after: int | None
     ending: list[int]
@@ -421,9 +422,10 @@ def _batch_image(batch: InFlight) -> BatchImage:
         stops=plan.stops.tobytes(),
         token_ids=plan.token_ids.tobytes(),
         sample_rows=plan.sample_rows.tobytes(),
-        delta_rows=plan.deltas.rows.tobytes(),
-        delta_index=plan.deltas.index.tobytes(),
         delta_pages=plan.deltas.pages.tobytes(),
+        delta_runs=plan.deltas.runs.tobytes(),
+        opened_rows=plan.deltas.opened_rows.tobytes(),
+        opened_index=plan.deltas.opened_index.tobytes(),
         rows_taken=plan.rows_taken,
         sample_after=plan.sample_after,
         ending=batch.ending,
@@ -441,9 +443,10 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
     sample_rows = np.frombuffer(image.sample_rows, np.int32)
     requests = [engine.requests.get(request_id, GONE) for request_id in request_ids.tolist()]
     deltas = PageDeltas(
-        np.frombuffer(image.delta_rows, np.int32),
-        np.frombuffer(image.delta_index, np.int32),
         np.frombuffer(image.delta_pages, np.int32),
+        np.frombuffer(image.delta_runs, np.int32),
+        np.frombuffer(image.opened_rows, np.int32),
+        np.frombuffer(image.opened_index, np.int32),
     )
     plan = BatchPlan(
         batch_id=image.batch_id,

@@ -41,19 +41,18 @@ class Counts(msgspec.Struct):
     def fold(self, decided: Iterable[Decided]) -> None:
         """Count what one step decided."""
         for event in decided:
-            match event:
-                case RequestAdmitted():
-                    self.admitted += 1
-                    self.cached_tokens += event.cached_tokens
-                    self.new_tokens += event.new_tokens
-                case RequestRetracted():
-                    self.retractions += 1
-                case PagesEvicted():
-                    self.pages_evicted += event.pages
-                case RequestFinished():
-                    self.finished[event.reason] = self.finished.get(event.reason, 0) + 1
-                case RequestRejected():
-                    self.rejected[event.reason] = self.rejected.get(event.reason, 0) + 1
+            if type(event) is RequestAdmitted:
+                self.admitted += 1
+                self.cached_tokens += event.cached_tokens
+                self.new_tokens += event.new_tokens
+            elif type(event) is RequestFinished:
+                self.finished[event.reason] = self.finished.get(event.reason, 0) + 1
+            elif type(event) is PagesEvicted:
+                self.pages_evicted += event.pages
+            elif type(event) is RequestRetracted:
+                self.retractions += 1
+            elif type(event) is RequestRejected:
+                self.rejected[event.reason] = self.rejected.get(event.reason, 0) + 1
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

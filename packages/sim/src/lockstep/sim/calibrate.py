@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lockstep.core.events import BatchFinished
@@ -224,7 +225,7 @@ def timed_batches(folder: Path, base: BaseModel) -> TimedBatches:
         if plan is not None and plan.sample_after is None:
             shape = extend_shape_of(plan)
             shapes = [
-                shape._replace(decode_context_tokens=shape.decode_context_tokens + further * shape.decode_rows)
+                replace(shape, decode_context_tokens=shape.decode_context_tokens + further * shape.decode_rows)
                 for further in range(plan.steps)
             ]
             running[plan.batch_id] = parts_of(base, shapes).sum(axis=0)

@@ -24,8 +24,9 @@ from heapq import heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from simpy import Environment, Event
 
 from lockstep.core.commands import (
@@ -221,7 +222,7 @@ class Arrivals:
         return self.never_sent > 0
 
 
-class Running(NamedTuple):
+class Running(Struct, frozen=True, gc=False):
     """A batch the device has, with its outcome."""
 
     batch_id: BatchId
@@ -279,7 +280,7 @@ class Device:
         else:
             self._decode_rows = rows
             self._decode_token_base = self._token_base[rows]
-            self._decode_context_tokens = int(plan.starts.sum())
+            self._decode_context_tokens = int(np.add.reduce(plan.starts))
         return BatchShape(
             decode_rows=len(rows), decode_context_tokens=self._decode_context_tokens, sampled_rows=len(rows)
         )
@@ -287,16 +288,17 @@ class Device:
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
         started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
-        expected_us, spread_us = self._cost.batch_us(shape)
+        expected = self._cost.batch_us(shape)
+        expected_us, spread_us = expected.mean_us, expected.spread_us
         for further in range(1, plan.steps):  # each step one position on, with every row of the launch
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            expected_us += self._cost.batch_us(shape._replace(decode_context_tokens=context_tokens)).mean_us
+            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         took_us = expected_us
         if spread_us > 0.0:
             took_us += spread_us * _standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         tokens = self._sample(plan).tobytes()
         if plan.sample_after is not None or self.untimed:
-            sampling_us = expected_us - self._cost.batch_us(shape._replace(sampled_rows=0)).mean_us
+            sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
             self.untimed.append(Untimed(plan, handed_over_us, took_us - sampling_us, sampling_us, tokens, sampled_us))
             return
@@ -461,7 +463,7 @@ class EngineHost:
             elif self._compiling and self._compiling[0][0] <= now_us:
                 self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
             elif self._loads and self._loads[0].time_us <= now_us:
-                self._fold(msgspec.structs.replace(self._loads.popleft(), time_us=now_us))
+                self._fold(replace(self._loads.popleft(), time_us=now_us))
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -637,6 +639,6 @@ def extend_shape_of(plan: BatchPlan) -> BatchShape:
         extend_context_tokens=context_tokens,
         extend_pairs=pairs,
         decode_rows=len(plan.rows) - extending,
-        decode_context_tokens=int(plan.starts[extending:].sum()) if extending < len(plan.rows) else 0,
+        decode_context_tokens=int(np.add.reduce(plan.starts[extending:])) if extending < len(plan.rows) else 0,
         sampled_rows=len(plan.sample_rows),
     )

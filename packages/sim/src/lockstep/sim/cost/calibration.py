@@ -330,11 +330,11 @@ class CalibratedModel:
             collectives_us = self.base.collectives_us(tokens)
             more_us = (self._collectives - self._kernels) * collectives_us + self._fixed_us
             self._tokens_us[tokens] = more_us
-        base_us, base_spread_us = self.base.batch_us(shape)
-        us = self._kernels * base_us + more_us + self._row_us * (shape.extend_rows + decode_rows)
+        base = self.base.batch_us(shape)
+        us = self._kernels * base.mean_us + more_us + self._row_us * (shape.extend_rows + decode_rows)
         spread_us = self._spread * us
-        if base_spread_us:
-            spread_us = math.hypot(spread_us, self._kernels * base_spread_us)
+        if base.spread_us:
+            spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
         return Duration(us, spread_us)
 
     def collectives_us(self, tokens: int) -> float:

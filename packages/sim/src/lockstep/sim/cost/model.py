@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 
-class BatchShape(NamedTuple):
+class BatchShape(msgspec.Struct, frozen=True, gc=False):
     """All that the cost of one forward pass depends on. Sums over rows, never the rows themselves."""
 
     extend_rows: int = 0
@@ -17,7 +19,7 @@ class BatchShape(NamedTuple):
     sampled_rows: int = 0  # rows that need logits and a token
 
 
-class Duration(NamedTuple):
+class Duration(msgspec.Struct, frozen=True, gc=False):
     """A time with its uncertainty. A roofline knows no spread and gives 0."""
 
     mean_us: float
