@@ -20,7 +20,7 @@ from lockstep.core.requests import BASE, Int32s, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
-    from lockstep.core.radix import RadixNode
+    from lockstep.core.radix import RadixCache, RadixNode
 
 
 def check(engine: Engine) -> None:
@@ -233,25 +233,74 @@ def _private(engine: Engine, row: int, protected_pages: int, computed: int) -> I
 
 def _locks(engine: Engine, facts: Facts) -> None:
     """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
-    if engine.memory.radix is None:
+    radix, table = engine.memory.radix, engine.memory.table
+    if radix is None:
         return
     handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
     handles += engine.sessions.handles()
-    engine.memory.radix.check(handles)
+    _tree(radix, facts.cached, handles)
     for request in facts.holders:
         if request.handle is None:
-            _same(f"S14 protected pages of {request.name} without a handle", request.protected_pages, 0)
+            if request.protected_pages:
+                _fail(f"S14: {request.name} has {request.protected_pages} protected pages without a handle")
             continue
         pages, tokens = facts.path(request.handle)
         if len(pages) != 4 * request.protected_pages:
             _fail(f"S14: {request.name} locks {len(pages) // 4} pages, and {request.protected_pages} are protected")
-        if engine.memory.table.pages[request.row, : request.protected_pages].tobytes() != pages:
+        if table.pages[request.row, : request.protected_pages].tobytes() != pages:
             _fail(f"S14: {request.name}'s page table differs from the path it locks")
         shared = request.protected_pages * engine.config.page_size
-        own = engine.memory.table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared)
-        if own != tokens:
+        if table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared) != tokens:
             _fail(f"S13: {request.name} shares pages computed from other tokens")
+
+
+def _tree(radix: RadixCache, nodes: list[RadixNode], handles: list[RadixNode]) -> None:
+    """S9, S10, S11: all that RadixCache.check recomputes, in one pass over `nodes`, but that no page comes twice (S1)."""
+    page_bytes, pages, locked = 4 * radix.page_tokens, 0, 0
+    recorded: dict[int, int] = {}
+    queued: dict[int, RadixNode] = {}
+    for node in nodes:
+        count, parent, locks = len(node.pages), node.parent, node.handles
+        if locks:
+            recorded[node.number] = locks
+        for first, child in node.children.items():
+            locks += child.lock_count
+            filed = radix._child_key(child) if child.banished else child.key[:page_bytes]
+            if child.parent is not node or filed != first:
+                _fail(f"S10: {child} is not filed under {node} where it belongs")
+        if node.lock_count != locks:
+            _fail(f"S9: {node} has {locks} handles in its subtree")
+        if len(node.key) != count * page_bytes or node.pages.base is not None:
+            _fail(f"S10: {node} has {len(node.key)} key bytes for {count} pages of {page_bytes}, or they are a view")
+        if parent is None:
+            if radix._roots[node.namespace] is not node or count or node.stop:
+                _fail(f"S10: root {node} of {node.namespace!r} has {count} pages or a double")
+            if not locks and not node.children:
+                _fail(f"S10: root {node} of {node.namespace!r} has neither child nor handle")
+        else:
+            if not count or node.stop != parent.stop + count:
+                _fail(f"S10: {node} has {count} pages after {parent}")
+            if parent.tick < node.tick:
+                _fail(f"S10: {node} is more recent than its parent {parent}")
+            if not locks and not node.queued and not node.children:
+                _fail(f"S11: evictable leaf {node} is not queued")
+        if node.queued:
+            queued[node.number] = node
+        pages += count
+        if locks:
+            locked += count
+    if recorded != (live := _counts(node.number for node in handles)):
+        _fail(f"S9: handles by node are recorded as {recorded}, live are {live}")
+    if (radix.total_pages, radix.locked_pages) != (pages, locked):
+        counted = f"{radix.total_pages} pages, {radix.locked_pages} locked"
+        _fail(f"S9: counters say {counted}; recount {pages}, {locked} locked")
+    due = {number: tick for tick, number, _ in radix._queue}
+    if len(due) != len(radix._queue) or due.keys() != queued.keys():
+        _fail(f"S11: {len(radix._queue)} entries for {len(due)} nodes, {len(queued)} say so")
+    for number, tick in due.items():
+        if tick > queued[number].tick:
+            _fail(f"S11: {queued[number]} is filed under {tick}, which is too late")
 
 
 def _sessions(engine: Engine, facts: Facts) -> None:
