@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.core.adapters import NO_SLOT
 from lockstep.core.errors import InvariantError
-from lockstep.core.requests import BASE, Int32s, RequestState
+from lockstep.core.requests import BASE, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
@@ -49,7 +49,7 @@ class Facts:
     def __init__(self, engine: Engine) -> None:
         radix, cohort = engine.memory.radix, engine.cohort
         self.free = engine.memory.pool.free_ids()
-        self.cached = list(radix.walk()) if radix is not None else []  # every node of the radix cache
+        self.cached = _nodes(radix) if radix is not None else []
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
@@ -106,6 +106,15 @@ def check_quiescent(engine: Engine) -> None:
             if getattr(owner, name):
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
+
+
+def _nodes(radix: RadixCache) -> list[RadixNode]:
+    """Every node of the cache, roots too, parents before children. Costs a third of RadixCache.walk."""
+    nodes = list(radix._roots.values())
+    for node in nodes:  # those that are appended on the way, too
+        if node.children:
+            nodes += node.children.values()
+    return nodes
 
 
 def _containers(engine: Engine) -> None:
@@ -186,14 +195,14 @@ def _spans(engine: Engine, facts: Facts) -> None:
 
 def _pages(engine: Engine, facts: Facts) -> None:
     """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
-    memory = engine.memory
+    memory, table, page_size = engine.memory, engine.memory.table.pages, engine.config.page_size
     owned = [facts.free]
     owned += [node.pages for node in facts.cached]
     owned += [
-        _private(engine, request.row, request.protected_pages, computed)
+        table[request.row, request.protected_pages : -(-computed // page_size)]
         for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
-    owned += [_private(engine, lease.row, lease.protected_pages, lease.computed) for lease in memory.leases]
+    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.leases]
     owned += [pages for _, pages in memory.fenced_pages]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
@@ -226,11 +235,6 @@ def _reserve(engine: Engine, facts: Facts) -> None:
         _fail(f"S24: {taken} pages held and {to_come} promised, of {engine.config.pages}")
 
 
-def _private(engine: Engine, row: int, protected_pages: int, computed: int) -> Int32s:
-    held = -(-computed // engine.config.page_size)
-    return engine.memory.table.pages[row, protected_pages:held]
-
-
 def _locks(engine: Engine, facts: Facts) -> None:
     """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
     radix, table = engine.memory.radix, engine.memory.table
@@ -256,7 +260,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
 
 
 def _tree(radix: RadixCache, nodes: list[RadixNode], handles: list[RadixNode]) -> None:
-    """S9, S10, S11: all that RadixCache.check recomputes, in one pass over `nodes`, but that no page comes twice (S1)."""
+    """S9, S10, S11: all that RadixCache.check recomputes, in one pass over `nodes`, but S1: a page comes once."""
     page_bytes, pages, locked = 4 * radix.page_tokens, 0, 0
     recorded: dict[int, int] = {}
     queued: dict[int, RadixNode] = {}
@@ -333,6 +337,8 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
     config, table = engine.config, engine.memory.table
     if len(engine.in_flight) > config.overlap_depth + 1:
         _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
+    if not engine.in_flight:
+        return
     free = set(facts.free.tolist())
     leased = {lease.row: lease for lease in engine.memory.leases}
     for batch in engine.in_flight:
