@@ -285,7 +285,8 @@ class Driver:
         if not self.kv.stream:
             return
         plan = self.kv.stream[0].plan
-        samplers = [(int(plan.request_ids[i]), int(plan.stops[i])) for i in plan.sample_rows.tolist()]
+        sampled = plan.sample_rows
+        samplers = list(zip(plan.request_ids[sampled].tolist(), plan.stops[sampled].tolist(), strict=True))
         rows = len(samplers)
         if trouble == "error":
             self.fold(self.kv.finished(self.now_us, error="the device says no"))
@@ -294,9 +295,10 @@ class Driver:
         stories = [self.stories[request_id] for request_id, _ in samplers]
         outputs = [stop + 1 - story.prompt_tokens for story, (_, stop) in zip(stories, samplers, strict=True)]
         held = [story.held(have) for story, have in zip(stories, outputs, strict=True)]
-        event = msgspec.structs.replace(
-            self.kv.finished(self.now_us), text_held=tuple((i, count) for i, count in enumerate(held) if count)
-        )
+        event = self.kv.finished(self.now_us)
+        if any(held):
+            text_held = tuple((i, count) for i, count in enumerate(held) if count)
+            event = msgspec.structs.replace(event, text_held=text_held)
         if trouble == "invalid":
             event = msgspec.structs.replace(event, invalid=odd)
         elif trouble == "text_stop":
@@ -553,8 +555,9 @@ class Driver:
         if plan is not None and config.batching != "prefill_first":
             self._sits_out(plan)
         if plan is not None and plan.extend_rows:
-            new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
-            charged = int((-(-new_tokens // config.chunk_unit_tokens) * config.chunk_unit_tokens).sum())
+            new_tokens = (plan.stops - plan.starts)[: plan.extend_rows].tolist()
+            unit = config.chunk_unit_tokens
+            charged = sum(-(-tokens // unit) * unit for tokens in new_tokens)
             decodes = len(plan.rows) - plan.extend_rows
             for limit in (config.chunked_prefill_size, config.max_prefill_tokens):
                 alone = (
@@ -667,28 +670,30 @@ class Driver:
         for command in step.commands:
             if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
                 self.marks.add("adapter evicted between two uses")
-        if any(r.row >= 0 and self.engine.memory.is_stale(r.namespace) for r in self.engine.requests.values()):
-            self.marks.add("running across a change of weights")
-        retracted = any(isinstance(event, RequestRetracted) for event in step.decided)
-        if retracted and any(isinstance(command, EncodeMedia) for command in step.commands):
-            self.marks.add("retraction asks for media again")
+        memory, media = self.engine.memory, self.engine.media
+        if memory.weights_version:
+            if any(r.row >= 0 and memory.is_stale(r.namespace) for r in self.engine.requests.values()):
+                self.marks.add("running across a change of weights")
+        if any(isinstance(command, EncodeMedia) for command in step.commands):
+            if any(isinstance(event, RequestRetracted) for event in step.decided):
+                self.marks.add("retraction asks for media again")
         plan = step.launched()
         if plan is not None and (plan.logprob_spans or plan.hidden_spans):
             for span in (*plan.logprob_spans, *plan.hidden_spans):
                 if span.start > int(plan.starts[span.index]):
                     self.marks.add("results wanted from inside an extend")
-        if self.engine.media.fenced:
+        if media.fenced:
             self.marks.add("encoder output fenced")
         for request in self.engine.held.values():
             if request.holds > 1:
                 self.marks.add("held for several things")
             if request.session and request.extras is not None and request.extras.awaits_media:
                 self.marks.add("turn waits for its media")
-        if any(encoding.outdated for encoding in self.engine.media.encodings.values()):
+        if media.encodings and any(encoding.outdated for encoding in media.encodings.values()):
             self.marks.add("encoder output outdated by new weights")
-        if self.engine.memory.leases:
+        if memory.leases:
             self.marks.add("row leased to work in flight")
-        if self.engine.memory.fenced_pages:
+        if memory.fenced_pages:
             self.marks.add("duplicate pages fenced")
 
     def settle(self) -> None:

@@ -366,19 +366,22 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
 def _grammars(engine: Engine) -> None:
     """S15, S23: who waits for a grammar is held, who runs has a compiled one; deferred batches wait for older ones."""
     known = engine.grammars.known
-    constrained = [request for request in engine.requests.values() if request.grammar is not None]
-    users = _counts(request.grammar.digest for request in constrained if request.grammar is not None)
-    _same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, users)
+    users: dict[bytes, int] = {}
+    for request in engine.requests.values():
+        grammar = request.grammar
+        if grammar is not None:
+            users[grammar.digest] = users.get(grammar.digest, 0) + 1
+            if request.row >= 0 and known[grammar.digest].error != "":
+                _fail(f"S23: {request.name} runs, but its grammar did not compile")
+    if known or users:
+        _same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, users)
     for digest, one in known.items():
         if one.error is not None and one.waiting:
             _fail(f"S15: {list(one.waiting)} wait for the grammar {digest.hex()}, which was answered")
         for request_id in one.waiting:
-            request = engine.held.get(request_id)
-            if request is None or request.grammar is None or request.grammar.digest != digest:
+            held = engine.held.get(request_id)
+            if held is None or held.grammar is None or held.grammar.digest != digest:
                 _fail(f"S15: r{request_id} waits for the grammar {digest.hex()} but is not held for it")
-    for request in constrained:
-        if request.row >= 0 and (request.grammar is None or known[request.grammar.digest].error != ""):
-            _fail(f"S23: {request.name} runs, but its grammar did not compile")
     for batch in engine.in_flight:
         after = batch.plan.sample_after
         if after is not None and after >= batch.plan.batch_id:
