@@ -22,7 +22,7 @@ test:       ## the whole test suite
 scenarios:  ## run the golden stories and write their expected part; then read the diff
 	@$(PYTHON) dev.py scenarios $(ARGS)
 
-swarm:      ## random runs with every invariant checked
+swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_000" for so many steps
 	@$(PYTHON) dev.py swarm $(ARGS)
 
 bench:      ## the benchmarks

@@ -6,7 +6,7 @@
     python3 dev.py test ARGS          pytest
     python3 dev.py check              ruff, its formatter, and mypy --strict on core and simulator
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
-    python3 dev.py swarm ARGS         random runs with every invariant checked
+    python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
     python3 dev.py install            only make the environment

@@ -1,6 +1,7 @@
 """Random histories under random settings, every invariant checked after every event.
 
     python tests/swarm.py --seconds 600            a campaign on all cores, fresh seeds
+    python tests/swarm.py --steps 10_000_000       one of so many steps, however long that takes
     python tests/swarm.py --seed 1234              one history again
     python tests/swarm.py --plant double_free      prove that the detectors detect
 
@@ -15,8 +16,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,10 @@ from tests.support.plants import FOUND_BY_STORY, PLANTS
 from tests.support.scenario import run_file
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-SEEDS_PER_TASK = 20
+SEEDS_PER_TASK = 10
+PROGRESS_EVERY_S = 60  # where progress is not a line on a terminal that is written over
+TAME_STEPS = 1_000_000  # steps, or seconds, after which a mark that is missing means that histories are too tame
+TAME_SECONDS = 300
 EXPECTED_MARKS = (
     "adapter evicted between two uses",
     "adapter load failed",
@@ -152,10 +159,10 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     return config, random_actions(rng, rng.choice([20, 100, 300, 500]), adapters=config.max_loras is not None)
 
 
-def run_seeds(first: int, count: int) -> tuple[int, Counter[str], tuple[int, str] | None]:
+def run_seeds(first: int, seeds: int) -> tuple[int, Counter[str], tuple[int, str] | None]:
     """Run consecutive seeds. Returns steps, marks, and the first failing seed with its error."""
     steps, marks = 0, Counter[str]()
-    for seed in range(first, first + count):
+    for seed in range(first, first + seeds):
         config, actions = history(seed)
         try:
             driver = run_actions(config, actions, replay=seed % 20 == 0)
@@ -199,33 +206,88 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
     return None
 
 
-def campaign(seconds: float, first: int, processes: int, *, quiet: bool = False) -> tuple[int, Counter[str], Any]:
-    """Run until time is up or something fails. Returns steps, marks and the failure."""
-    start, steps, marks, seeds, seed = time.monotonic(), 0, Counter[str](), 0, first
+@dataclass
+class Tally:
+    """What the tasks of a campaign that are done have found."""
+
+    steps: int = 0
+    seeds: int = 0
+    marks: Counter[str] = field(default_factory=Counter)
+    failure: tuple[int, str] | None = None  # of the least seed that failed
+
+    def add(self, tasks: Iterable[Future[tuple[int, Counter[str], tuple[int, str] | None]]]) -> None:
+        for task in tasks:
+            steps, marks, failure = task.result()
+            self.steps, self.seeds = self.steps + steps, self.seeds + SEEDS_PER_TASK
+            self.marks.update(marks)
+            if failure and (self.failure is None or failure < self.failure):
+                self.failure = failure
+
+
+def campaign(
+    seconds: float | None, first: int, processes: int, *, steps: int | None = None, quiet: bool = False
+) -> tuple[int, Counter[str], tuple[int, str] | None]:
+    """Run until time is up, so many steps are done, or something fails. Returns steps, marks and the failure.
+
+    A process that is done with its seeds gets the next ones at once. At the end, what has begun is finished and counts;
+    so the seeds of a campaign are consecutive from `first` on.
+    """
+    start, tally, told = time.monotonic(), Tally(), 0.0
     with ProcessPoolExecutor(processes) as pool:
-        while time.monotonic() - start < seconds:
-            tasks = [pool.submit(run_seeds, seed + i * SEEDS_PER_TASK, SEEDS_PER_TASK) for i in range(processes * 4)]
-            seed += len(tasks) * SEEDS_PER_TASK
-            for task in tasks:
-                more, found, failure = task.result()
-                steps, seeds = steps + more, seeds + SEEDS_PER_TASK
-                marks.update(found)
-                if failure:
-                    return steps, marks, failure
-            if not quiet:
-                elapsed = time.monotonic() - start
-                print(f"\r{seeds:,} seeds, {steps:,} steps, {elapsed:,.0f} s", end="", file=sys.stderr, flush=True)
-    return steps, marks, None
+        firsts, tasks = count(first, SEEDS_PER_TASK), set[Future[Any]]()
+        while True:
+            while len(tasks) < 2 * processes:
+                tasks.add(pool.submit(run_seeds, next(firsts), SEEDS_PER_TASK))
+            done, tasks = wait(tasks, return_when=FIRST_COMPLETED)
+            tally.add(done)
+            elapsed = time.monotonic() - start
+            over = seconds is not None and elapsed >= seconds
+            if tally.failure or over or (steps is not None and tally.steps >= steps):
+                break
+            if not quiet and (sys.stderr.isatty() or elapsed - told >= PROGRESS_EVERY_S):
+                told = elapsed
+                report(tally, steps, elapsed)
+        tally.add([task for task in tasks if not task.cancel()])
+    if not quiet:
+        report(tally, steps, time.monotonic() - start)
+        print(file=sys.stderr)
+    return tally.steps, tally.marks, tally.failure
+
+
+def report(tally: Tally, steps: int | None, elapsed_s: float) -> None:
+    """The line of progress, on stderr."""
+    wanted = f"{tally.steps:,} of {steps:,}" if steps is not None else f"{tally.steps:,}"
+    line = f"{tally.seeds:,} seeds, {wanted} steps, {elapsed_s:,.0f} s, {tally.steps / elapsed_s:,.0f} steps/s"
+    before, after = ("\r", "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{before}{line}", end=after, file=sys.stderr, flush=True)
+
+
+def at_least_one(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, such as 10_000_000, got `{text}`")
+    return number
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
+    parser.add_argument("--seconds", type=float, help="how long (default 60, or no limit with --steps)")
+    parser.add_argument(
+        "--steps",
+        type=at_least_one,
+        help="until the histories that ended have so many calls of Engine.step together, replays not counted; those "
+        f"under way then ({SEEDS_PER_TASK} a task) are finished and counted too, so it ends a little above",
+    )
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
     parser.add_argument("--processes", type=int, default=cpu_count() or 1)
     parser.add_argument("--plant", choices=sorted(PLANTS), help="plant a bug; success is to find it")
     options = parser.parse_args()
+    if options.steps is not None and (options.seed is not None or options.plant):
+        parser.error("argument --steps: is for a campaign, not for --seed or --plant; leave it out")
     if options.seed is not None:
         with PLANTS[options.plant]() if options.plant else nullcontext():
             steps, _, failure = run_seeds(options.seed, 1)
@@ -241,8 +303,8 @@ def main() -> int:
             return 1
         print(f"{options.plant} found by {found[0]}, {time.monotonic() - start:.1f} s: {found[1]}")
         return 0
-    steps, marks, failure = campaign(options.seconds, first, options.processes)
-    print(file=sys.stderr)
+    seconds = 60.0 if options.seconds is None and options.steps is None else options.seconds
+    steps, marks, failure = campaign(seconds, first, options.processes, steps=options.steps)
     if failure:
         explain(*failure)
         return 1
@@ -250,7 +312,7 @@ def main() -> int:
     for mark in sorted(marks.keys() | set(EXPECTED_MARKS)):
         print(f"  {marks[mark]:>8,} seeds  {mark}")
     missed = [mark for mark in EXPECTED_MARKS if not marks[mark]]
-    if missed and options.seconds >= 300:
+    if missed and (steps >= TAME_STEPS or (seconds or 0) >= TAME_SECONDS):
         print(f"too tame: never reached {', '.join(missed)}")
         return 1
     return 0

@@ -28,7 +28,9 @@ def test_a_fresh_campaign_breaks_nothing() -> None:
 
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_a_planted_bug_is_found(plant: str) -> None:
-    assert hunt(plant, first=0, most=SEEDS_MAX) is not None, f"{plant} survived"
+    found = hunt(plant, first=0, most=SEEDS_MAX)
+    assert found is not None, f"{plant} survived"
+    assert f"{plant}.<locals>" not in found[1], f"not the bug was found, its planting fails: {found[1]}"
 
 
 @pytest.mark.parametrize("plant", sorted(PLANTS))

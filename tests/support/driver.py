@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 from typing import Any
 
 import msgspec
@@ -284,7 +285,8 @@ class Driver:
         if not self.kv.stream:
             return
         plan = self.kv.stream[0].plan
-        samplers = [(int(plan.request_ids[i]), int(plan.stops[i])) for i in plan.sample_rows.tolist()]
+        sampled = plan.sample_rows
+        samplers = list(zip(plan.request_ids[sampled].tolist(), plan.stops[sampled].tolist(), strict=True))
         rows = len(samplers)
         if trouble == "error":
             self.fold(self.kv.finished(self.now_us, error="the device says no"))
@@ -293,9 +295,10 @@ class Driver:
         stories = [self.stories[request_id] for request_id, _ in samplers]
         outputs = [stop + 1 - story.prompt_tokens for story, (_, stop) in zip(stories, samplers, strict=True)]
         held = [story.held(have) for story, have in zip(stories, outputs, strict=True)]
-        event = msgspec.structs.replace(
-            self.kv.finished(self.now_us), text_held=tuple((i, count) for i, count in enumerate(held) if count)
-        )
+        event = self.kv.finished(self.now_us)
+        if any(held):
+            text_held = tuple((i, count) for i, count in enumerate(held) if count)
+            event = msgspec.structs.replace(event, text_held=text_held)
         if trouble == "invalid":
             event = msgspec.structs.replace(event, invalid=odd)
         elif trouble == "text_stop":
@@ -407,11 +410,12 @@ class Driver:
         """Give the engine one event; hold its Step against the stories."""
         chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
         line = [request.request_id for request in self.engine.waiting]
-        idle, passed_by = not self.engine.in_flight, self.bypassed.copy()
-        ranks = {request.request_id: importance(request, self.engine.config) for request in self._live()}
+        idle, live = not self.engine.in_flight, dict(self.engine.requests)
         unloading = list(self.engine.memory.adapters.withdrawals) if self.engine.memory.adapters is not None else []
         followers = dict(self.engine.followers)
         step = self.engine.step(event)
+        admitted = [event.request_id for event in step.decided if isinstance(event, RequestAdmitted)]
+        passed_by = {request_id: self.bypassed.get(request_id, 0) for request_id in admitted}
         self._count_bypasses(line, step)
         self.steps += 1
         for decided in step.decided:
@@ -445,7 +449,7 @@ class Driver:
                         self.marks.add("dead row sampled")
         self.kv.observe(event, step)
         self._hold_to_promises(step)
-        self._hold_to_preemption(step, ranks, passed_by, idle)
+        self._hold_to_preemption(step, live, passed_by, idle)
         if unloading and unloading != list(self.engine.memory.adapters.withdrawals):
             self.marks.add("unload waited for users")
         self._mark(step, chunked)
@@ -478,7 +482,7 @@ class Driver:
                     if limit is not None and any(self.bypassed[other] >= limit > 0 for other in ahead):
                         self.marks.add("bypass limit reached")
         for request in self.engine.waiting:
-            passed = self.bypassed[request.request_id]
+            passed = self.bypassed.get(request.request_id, 0)
             assert limit is None or passed <= limit, f"L5: {request.name} was passed by {passed} times"
             assert request.bypassed == passed, f"L5: {request.name} counts {request.bypassed}, it was {passed}"
 
@@ -551,8 +555,9 @@ class Driver:
         if plan is not None and config.batching != "prefill_first":
             self._sits_out(plan)
         if plan is not None and plan.extend_rows:
-            new_tokens = (plan.stops - plan.starts)[: plan.extend_rows]
-            charged = int((-(-new_tokens // config.chunk_unit_tokens) * config.chunk_unit_tokens).sum())
+            new_tokens = (plan.stops - plan.starts)[: plan.extend_rows].tolist()
+            unit = config.chunk_unit_tokens
+            charged = sum(-(-tokens // unit) * unit for tokens in new_tokens)
             decodes = len(plan.rows) - plan.extend_rows
             for limit in (config.chunked_prefill_size, config.max_prefill_tokens):
                 alone = (
@@ -564,19 +569,11 @@ class Driver:
                 assert plan.extend_rows <= config.prefill_max_requests
             if decodes:
                 self.marks.add("mixed batch")
-        timers = [
-            due
-            for request in self.engine.requests.values()
-            for due in (
-                request.finish_by_us,
-                request.deadline_us if request.cached_tokens < 0 else None,
-                request.grammar_due_us,
-            )
-            if due is not None
-        ]
-        assert not timers or (step.wake_at_us is not None and step.wake_at_us <= min(timers)), (
-            "a timer nobody wakes for"
-        )
+        wakes = step.wake_at_us if step.wake_at_us is not None else inf
+        for request in self.engine.requests.values():
+            timers = (request.finish_by_us, request.deadline_us if not request.ran else None, request.grammar_due_us)
+            for due in timers:
+                assert due is None or wakes <= due, "a timer nobody wakes for"
 
     def _minimal(self, step: Step) -> None:
         """S27: nobody gives way in vain: with the last victim still there, the decode would not have fit."""
@@ -597,16 +594,14 @@ class Driver:
             self.marks.add("decode sits out beside an extend")
         self.sat_out = bool(left_out)
 
-    def _live(self) -> list[Request]:
-        return list(self.engine.requests.values())
-
-    def _hold_to_preemption(self, step: Step, ranks: dict[int, int], passed_by: Counter[int], idle: bool) -> None:
+    def _hold_to_preemption(self, step: Step, live: dict[int, Request], passed_by: dict[int, int], idle: bool) -> None:
         """S27, B14: victims are less important by more than the threshold, and start again only after whom they made
         room for. So whenever a request is preempted again, a more important one has started or left in between.
+
+        Of before the step: who was `live`, by how many each it admitted had been passed, whether nothing was in flight.
         """
         engine, threshold = self.engine, self.engine.config.priority_preemption_threshold
-        admitted = [event.request_id for event in step.decided if isinstance(event, RequestAdmitted)]
-        limit = engine.config.bypass_limit
+        admitted, limit = list(passed_by), engine.config.bypass_limit
         urgent = [one for one in admitted if limit is not None and passed_by[one] + len(admitted) > limit]
         for request_id in admitted:
             awaited = engine.requests.get(self.made_room.pop(request_id, -1))
@@ -615,11 +610,13 @@ class Driver:
                     awaited.deferred == "adapter" or awaited.behind >= 0 or awaited.holds
                 )  # passed by for its own sake
                 assert alone or request_id in urgent, f"B14: r{request_id} is back before {awaited.name} started"
-        self.made_room = {victim: other for victim, other in self.made_room.items() if other not in admitted}
+        if admitted and self.made_room:
+            self.made_room = {victim: other for victim, other in self.made_room.items() if other not in admitted}
         for event in step.decided:
             match event:
                 case RequestRetracted(reason="preempted", request_id=victim, beneficiary=beneficiary):
-                    assert ranks[beneficiary] - ranks[victim] > threshold, f"S27: r{victim} for r{beneficiary}"
+                    above = importance(live[beneficiary], engine.config) - importance(live[victim], engine.config)
+                    assert above > threshold, f"S27: r{victim} for r{beneficiary}"
                     assert victim not in admitted, f"S26: r{victim} started in the step that preempted it"
                     assert not idle or beneficiary in admitted, f"S8: r{victim} was preempted for nothing"
                     if beneficiary not in admitted:
@@ -629,7 +626,8 @@ class Driver:
                         self.marks.add("pages of a preempted request awaited")
         lacking = engine.requests.get(engine.deferred[0]) if engine.deferred is not None else None
         if lacking is not None and engine.config.enable_priority_preemption and step.launched() is not None:
-            below = [ranks[lacking.request_id] - importance(member, engine.config) for member in engine.cohort.requests]
+            rank = importance(lacking, engine.config)
+            below = [rank - importance(member, engine.config) for member in engine.cohort.requests]
             if below and 0 < max(below) <= threshold:
                 self.marks.add("preemption refused by threshold")
             if below and max(below) > threshold:
@@ -672,28 +670,30 @@ class Driver:
         for command in step.commands:
             if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
                 self.marks.add("adapter evicted between two uses")
-        if any(r.row >= 0 and self.engine.memory.is_stale(r.namespace) for r in self.engine.requests.values()):
-            self.marks.add("running across a change of weights")
-        retracted = any(isinstance(event, RequestRetracted) for event in step.decided)
-        if retracted and any(isinstance(command, EncodeMedia) for command in step.commands):
-            self.marks.add("retraction asks for media again")
+        memory, media = self.engine.memory, self.engine.media
+        if memory.weights_version:
+            if any(r.row >= 0 and memory.is_stale(r.namespace) for r in self.engine.requests.values()):
+                self.marks.add("running across a change of weights")
+        if any(isinstance(command, EncodeMedia) for command in step.commands):
+            if any(isinstance(event, RequestRetracted) for event in step.decided):
+                self.marks.add("retraction asks for media again")
         plan = step.launched()
         if plan is not None and (plan.logprob_spans or plan.hidden_spans):
             for span in (*plan.logprob_spans, *plan.hidden_spans):
                 if span.start > int(plan.starts[span.index]):
                     self.marks.add("results wanted from inside an extend")
-        if self.engine.media.fenced:
+        if media.fenced:
             self.marks.add("encoder output fenced")
         for request in self.engine.held.values():
             if request.holds > 1:
                 self.marks.add("held for several things")
             if request.session and request.extras is not None and request.extras.awaits_media:
                 self.marks.add("turn waits for its media")
-        if any(encoding.outdated for encoding in self.engine.media.encodings.values()):
+        if media.encodings and any(encoding.outdated for encoding in media.encodings.values()):
             self.marks.add("encoder output outdated by new weights")
-        if self.engine.memory.leases:
+        if memory.leases:
             self.marks.add("row leased to work in flight")
-        if self.engine.memory.fenced_pages:
+        if memory.fenced_pages:
             self.marks.add("duplicate pages fenced")
 
     def settle(self) -> None:

@@ -170,8 +170,8 @@ def lone_decoder_ended() -> Plant:
 def output_cursor_reset() -> Plant:
     """Who is retracted starts over, but what it was sent is not taken back (SG#39645)."""
 
-    def bug(retract: Original, engine: Engine, request: Request, *rest: object) -> None:
-        retract(engine, request, *rest)
+    def bug(retract: Original, engine: Engine, request: Request, *rest: object, **options: object) -> None:
+        retract(engine, request, *rest, **options)
         request.tokens, request.outputs = request.tokens[: 4 * request.prompt_tokens], 0
 
     return _replaced(Engine, "retract", bug)
@@ -180,8 +180,8 @@ def output_cursor_reset() -> Plant:
 def running_counted_down_twice() -> Plant:
     """A retracted request is subtracted from those who run twice, so that too many run afterwards (SG#13142)."""
 
-    def bug(retract: Original, engine: Engine, *rest: object) -> None:
-        retract(engine, *rest)
+    def bug(retract: Original, engine: Engine, *rest: object, **options: object) -> None:
+        retract(engine, *rest, **options)
         engine.active -= 1
 
     return _replaced(Engine, "retract", bug)
@@ -336,8 +336,10 @@ def dead_matcher() -> Plant:
 def node_keeps_a_view() -> Plant:
     """A node keeps a view of the caller's array, which the caller goes on using (MS#94fe255)."""
 
-    def bug(insert: Original, radix: RadixCache, namespace: str, tokens: bytes, pages: Int32s) -> Inserted:
-        inserted: Inserted = insert(radix, namespace, tokens, pages)
+    def bug(
+        insert: Original, radix: RadixCache, namespace: str, tokens: bytes, pages: Int32s, **options: object
+    ) -> Inserted:
+        inserted: Inserted = insert(radix, namespace, tokens, pages, **options)
         if inserted.already < len(pages):
             inserted.node.pages = pages[inserted.already :]
         return inserted

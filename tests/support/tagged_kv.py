@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -67,7 +68,7 @@ from lockstep.core.events import (
     TurnStarted,
     WeightsSwapped,
 )
-from lockstep.core.requests import Int32s, Int64s, prompt_bytes
+from lockstep.core.requests import Int32s, prompt_bytes
 
 Sample = Callable[[RequestId, int], int]
 
@@ -172,7 +173,8 @@ class TaggedKv:
         self.stories: dict[RequestId, Story] = {}
         self.sessions: dict[str, Kept] = {}  # what each open session keeps
         self.opening: dict[int, OpenSession] = {}  # by control id
-        self.cells: Int32s = np.full(config.pages * config.page_size, NOTHING, np.int32)
+        self.cells: list[list[int]] = []  # by page and place in it: a prefix id
+        self._clear()
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
         self.last_batch = -1
@@ -305,7 +307,7 @@ class TaggedKv:
             if any(row.live for row in self.rows.values()):
                 raise KvError(f"{command} while requests hold rows")
             if "kv_cache" in command.tags:
-                self.cells.fill(NOTHING)
+                self._clear()
             if "weights" in command.tags:
                 self.slots.clear()
 
@@ -349,7 +351,10 @@ class TaggedKv:
         self.loads.clear()
         self.ordered = False
         self.encoded.clear()
-        self.cells.fill(NOTHING)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.cells = [[NOTHING] * self.config.page_size for _ in range(self.config.pages)]
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False) -> None:
         """Put a plan on the stream, after folding its changes to rows and page tables."""
@@ -371,8 +376,9 @@ class TaggedKv:
             )
         self._apply_deltas(plan)
         pages, tables = {}, {}
-        for i, row in enumerate(plan.rows.tolist()):
-            pages[row] = self._check_row(plan, i, row)
+        spans = zip(plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True)
+        for i, (row, span) in enumerate(zip(plan.rows.tolist(), spans, strict=True)):
+            pages[row] = self._check_row(plan, i, row, *span)
             tables[row] = list(self.rows[row].table)
         self._check_writers(plan, pages)
         self._check_adapters(plan)
@@ -423,12 +429,12 @@ class TaggedKv:
         if launched.computed:
             return
         launched.computed = True
-        plan, page_size = launched.plan, self.config.page_size
-        at = 0
-        for i, row_index in enumerate(plan.rows.tolist()):
-            row, start, stop = self.rows[row_index], int(plan.starts[i]), int(plan.stops[i])
+        plan, at = launched.plan, 0
+        for i, (row_index, start, stop) in enumerate(
+            zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True)
+        ):
+            row, table = self.rows[row_index], launched.tables[row_index]
             story = self.stories[row.request_id]
-            table = np.array(launched.tables[row_index], np.int64)
             if i < plan.extend_rows:
                 new = self._new_tokens(plan, i, plan.token_ids[at : at + stop - start].tolist())
                 at += stop - start
@@ -446,9 +452,16 @@ class TaggedKv:
                     raise KvError(f"b{plan.batch_id}: r{row.request_id}[{start}:{stop}] is given the tokens {new}, "
                                   f"its own are {story.tokens[start:stop]}")  # fmt: skip
                 row.failed = self._check_reads(plan, row, table, start)
-            positions = np.arange(start, stop)
-            cells = table[positions // page_size] * page_size + positions % page_size
-            self.cells[cells] = GARBAGE if row.failed else self._prefix_ids(row, story, stop)[start:stop]
+            count = stop - start
+            self._write(
+                table, start, [GARBAGE] * count if row.failed else self._prefix_ids(row, story, stop)[start:stop]
+            )
+
+    def _write(self, table: list[int], start: int, prefix_ids: list[int]) -> None:
+        """Fill the cells of a row from position `start` on."""
+        page_size = self.config.page_size
+        for position, prefix_id in enumerate(prefix_ids, start):
+            self.cells[table[position // page_size]][position % page_size] = prefix_id
 
     def _sample_all(self, launched: Launched) -> Int32s:
         plan, fed_back = launched.plan, launched.fed_back
@@ -501,15 +514,16 @@ class TaggedKv:
         if plan.generation != self.generation:
             raise KvError(f"b{plan.batch_id} is of generation {plan.generation}, the device of {self.generation}")
         self.last_batch = plan.batch_id
-        columns = (plan.rows, plan.request_ids, plan.starts, plan.stops)
-        if not len(plan.rows) or len({len(column) for column in columns}) != 1:
+        rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
+        if not rows or not len(rows) == len(plan.request_ids) == len(starts) == len(stops):
+            columns = (plan.rows, plan.request_ids, plan.starts, plan.stops)
             raise KvError(f"b{plan.batch_id} has columns of {[len(column) for column in columns]} rows")
-        if len(set(plan.rows.tolist())) != len(plan.rows):
-            raise KvError(f"b{plan.batch_id} names a row twice: {plan.rows.tolist()}")
-        extending = {"decode": 0, "extend": len(plan.rows)}.get(plan.mode, plan.extend_rows)
+        if len(set(rows)) != len(rows):
+            raise KvError(f"b{plan.batch_id} names a row twice: {rows}")
+        extending = {"decode": 0, "extend": len(rows)}.get(plan.mode, plan.extend_rows)
         if plan.extend_rows != extending:
-            raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(plan.rows)} rows extending")
-        new_tokens = int((plan.stops - plan.starts)[: plan.extend_rows].sum())
+            raise KvError(f"b{plan.batch_id} is {plan.mode} with {plan.extend_rows} of {len(rows)} rows extending")
+        new_tokens = sum(stops[: plan.extend_rows]) - sum(starts[: plan.extend_rows])
         if new_tokens != len(plan.token_ids):
             raise KvError(f"b{plan.batch_id} has {len(plan.token_ids)} token ids for {new_tokens} new tokens")
 
@@ -536,11 +550,11 @@ class TaggedKv:
     def _check_extras(self, plan: BatchPlan) -> None:
         """Who ends by this batch, and what is wanted of whom: each position once, none that was delivered already."""
         pooled = plan.pooled_rows.tolist()
-        if set(pooled) & set(plan.sample_rows.tolist()):
+        if not set(pooled).isdisjoint(plan.sample_rows.tolist()):
             raise KvError(f"b{plan.batch_id} samples rows that end without a token")
-        for i, request_id in enumerate(plan.request_ids.tolist()):
+        for i, (request_id, stop) in enumerate(zip(plan.request_ids.tolist(), plan.stops.tolist(), strict=True)):
             story = self.stories[request_id]
-            if (i in pooled) != (story.ends_with_prompt and int(plan.stops[i]) == story.prompt_tokens):
+            if (i in pooled) != (story.ends_with_prompt and stop == story.prompt_tokens):
                 raise KvError(f"b{plan.batch_id} has r{request_id}, to stop at {story.prompt_tokens}, in {pooled}")
         for span in plan.logprob_spans:
             story = self.stories[int(plan.request_ids[span.index])]
@@ -631,9 +645,8 @@ class TaggedKv:
             table.extend([NOTHING] * (index + 1 - len(table)))
             table[index] = page
 
-    def _check_row(self, plan: BatchPlan, i: int, row_index: int) -> set[int]:
+    def _check_row(self, plan: BatchPlan, i: int, row_index: int, request_id: int, start: int, stop: int) -> set[int]:
         """A row is whom the plan says, has a whole page table, and goes on where it stood. Returns its pages."""
-        start, stop, request_id = int(plan.starts[i]), int(plan.stops[i]), int(plan.request_ids[i])
         row = self.rows.get(row_index)
         if row is None or row.request_id != request_id or not row.live:
             raise KvError(f"b{plan.batch_id} runs r{request_id} in row {row_index}, which it does not have")
@@ -654,53 +667,55 @@ class TaggedKv:
     def _check_writers(self, plan: BatchPlan, pages: dict[int, set[int]]) -> None:
         """No page that this plan writes is anybody else's: live rows, rows of this plan, plans on the stream (S5)."""
         page_size = self.config.page_size
-        for i, row_index in enumerate(plan.rows.tolist()):
-            first, last = int(plan.starts[i]) // page_size, -(-int(plan.stops[i]) // page_size)
-            written = set(self.rows[row_index].table[first:last])
-            for other_index, other in self.rows.items():
-                if other_index == row_index or not other.live:
-                    continue
-                if shared := written & set(other.table[: -(-other.reach // page_size)]):
-                    raise KvError(f"b{plan.batch_id} writes pages {sorted(shared)} of r{other.request_id}")
+        live = [
+            (other_index, other, other.table[: -(-other.reach // page_size)])
+            for other_index, other in self.rows.items()
+            if other.live
+        ]
+        for row_index, start, stop in zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True):
+            written = set(self.rows[row_index].table[start // page_size : -(-stop // page_size)])
+            for other_index, other, held in live:
+                if other_index != row_index and not written.isdisjoint(held):
+                    raise KvError(f"b{plan.batch_id} writes pages {sorted(written & set(held))} of r{other.request_id}")
             for launched in self.stream:
                 for other_index, used in launched.pages.items():
                     if other_index != row_index and (shared := written & used):
                         raise KvError(f"b{plan.batch_id} writes pages {sorted(shared)}, which row {other_index} of "
                                       f"b{launched.plan.batch_id} in flight uses")  # fmt: skip
 
-    def _check_reads(self, plan: BatchPlan, row: Row, table: Int64s, stop: int) -> bool:
+    def _check_reads(self, plan: BatchPlan, row: Row, table: list[int], stop: int) -> bool:
         """Every cell below `stop` holds exactly this request's prefix.
 
         Returns: whether it reads what a failed batch left, which only a row whose request has left already may do.
         """
         page_size = self.config.page_size
-        positions = np.arange(stop)
-        found = self.cells[table[positions // page_size] * page_size + positions % page_size]
-        expected = np.array(self._prefix_ids(row, self.stories[row.request_id], stop)[:stop], np.int32)
-        wrong = np.flatnonzero(found != expected)
-        if wrong.size and not row.live and int(found[wrong[0]]) == GARBAGE:
+        read = table[: -(-stop // page_size)]
+        found = list(chain.from_iterable(map(self.cells.__getitem__, read)))[:stop]
+        expected = self._prefix_ids(row, self.stories[row.request_id], stop)[:stop]
+        if found == expected:
+            return False
+        position = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+        if not row.live and found[position] == GARBAGE:
             return True
-        if wrong.size:
-            position = int(wrong[0])
-            what = {NOTHING: "nothing was ever written", GARBAGE: "a failed batch wrote"}.get(
-                int(found[position]), "another prefix was written"
-            )
-            raise KvError(f"b{plan.batch_id}: r{row.request_id} reads position {position} in page "
-                          f"{table[position // page_size]}, where {what}")  # fmt: skip
-        return False
+        what = {NOTHING: "nothing was ever written", GARBAGE: "a failed batch wrote"}.get(
+            found[position], "another prefix was written"
+        )
+        raise KvError(f"b{plan.batch_id}: r{row.request_id} reads position {position} in page "
+                      f"{table[position // page_size]}, where {what}")  # fmt: skip
 
     def _spoil(self, plan: BatchPlan) -> None:
         """A batch failed: what its requests computed in it, and in batches behind it, is garbage."""
         failed = set(plan.rows.tolist())
-        page_size = self.config.page_size
         for row in failed:
             self.rows[row].failed = True
         for launched in self.stream:
-            for i, row in enumerate(launched.plan.rows.tolist()):
-                if row in failed and launched.executed:
-                    table = np.array(launched.tables[row], np.int64)
-                    positions = np.arange(int(launched.plan.starts[i]), int(launched.plan.stops[i]))
-                    self.cells[table[positions // page_size] * page_size + positions % page_size] = GARBAGE
+            if launched.executed:
+                behind = launched.plan
+                for row, start, stop in zip(
+                    behind.rows.tolist(), behind.starts.tolist(), behind.stops.tolist(), strict=True
+                ):
+                    if row in failed:
+                        self._write(launched.tables[row], start, [GARBAGE] * (stop - start))
 
     def _newest(self, plan: BatchPlan, row: Row, position: int) -> int:
         if row.newest is None or row.newest[0] != position:

@@ -1,41 +1,77 @@
 """Equations that always hold, checked from scratch: `check(engine)` after any step.
 
 Each check names the property it guards (S1, S5, ... of docs/invariants.md). Pools are compared as sets of ids, never
-as sums: a double free and a leak cancel in a sum. Nothing here is fast; tests and simulations switch it on.
+as sums: a double free and a leak cancel in a sum. Tests and simulations switch it on; random histories spend most of
+their time here, so what several equations ask about is gathered once (`Facts`), and names are spelt out for a failure.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from lockstep.core.adapters import NO_SLOT
 from lockstep.core.errors import InvariantError
-from lockstep.core.requests import BASE, Int32s, Request, RequestState
+from lockstep.core.requests import BASE, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
-    from lockstep.core.radix import RadixNode
+    from lockstep.core.radix import RadixCache, RadixNode
 
 
 def check(engine: Engine) -> None:
     """Raise InvariantError, with the numbers, for the first equation that does not hold."""
+    facts = Facts(engine)
     _containers(engine)
-    _rows(engine)
-    _spans(engine)
-    _pages(engine)
-    _reserve(engine)
-    _locks(engine)
-    _in_flight(engine)
+    _rows(engine, facts)
+    _spans(engine, facts)
+    _pages(engine, facts)
+    _reserve(engine, facts)
+    _locks(engine, facts)
+    _in_flight(engine, facts)
     _grammars(engine)
     _line(engine)
-    _sessions(engine)
+    _sessions(engine, facts)
     _held(engine)
-    _adapters(engine)
+    _adapters(engine, facts)
     _progress(engine)
+
+
+class Facts:
+    """What several equations ask about one state of an engine, gathered once. None of it outlives the check."""
+
+    __slots__ = ("_paths", "cached", "computed", "free", "holders", "positions")
+
+    def __init__(self, engine: Engine) -> None:
+        radix, cohort = engine.memory.radix, engine.cohort
+        self.free = engine.memory.pool.free_ids()
+        self.cached = _nodes(radix) if radix is not None else []
+        self.holders = [  # of rows
+            request for request in engine.requests.values() if request.state is not RequestState.WAITING
+        ]
+        self.positions: list[int] = engine.positions.tolist()  # where each member of the cohort decodes next
+        stands = dict(zip(cohort.rows.tolist(), self.positions, strict=True))
+        self.computed = [  # by holder: positions whose KV is launched, as Engine.computed_of says
+            stands.get(request.row, request.computed) if request.state is RequestState.RUNNING else request.computed
+            for request in self.holders
+        ]
+        self._paths: dict[RadixNode, tuple[bytes, bytes]] = {}
+
+    def path(self, handle: RadixNode) -> tuple[bytes, bytes]:
+        """The path that a handle stands for: its page ids and its tokens, both packed int32."""
+        found = self._paths.get(handle)
+        if found is None:
+            pages, tokens, node = [handle.pages.tobytes()], [handle.key], handle
+            while (parent := node.parent) is not None:
+                pages.append(parent.pages.tobytes())
+                tokens.append(parent.key)
+                node = parent
+            found = self._paths[handle] = b"".join(reversed(pages)), b"".join(reversed(tokens))
+        return found
 
 
 def is_idle(engine: Engine) -> bool:
@@ -72,64 +108,73 @@ def check_quiescent(engine: Engine) -> None:
     _same("L9 active", engine.active, 0)
 
 
+def _nodes(radix: RadixCache) -> list[RadixNode]:
+    """Every node of the cache, roots too, parents before children. Costs a third of RadixCache.walk."""
+    nodes = list(radix._roots.values())
+    for node in nodes:  # those that are appended on the way, too
+        if node.children:
+            nodes += node.children.values()
+    return nodes
+
+
 def _containers(engine: Engine) -> None:
     """S15, S16, S34: each live request is in exactly one container, the one its state names."""
+    live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
     cohort = [request.request_id for request in engine.cohort.requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
-    ending = []
-    for batch in engine.in_flight:
-        ending += [request.request_id for request in batch.ending_requests()]
-    counts = Counter([*waiting, *cohort, *prefilling, *ending])
-    if max(counts.values(), default=1) > 1 or counts.keys() != engine.requests.keys():
+    ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
+    contained = [*waiting, *cohort, *prefilling, *ending]
+    if len(contained) != len(live) or live.keys() != set(contained):
         _fail(
             f"S15: waiting {waiting}, prefilling {prefilling}, decoding {cohort}, ending {ending} "
-            f"do not partition the live requests {list(engine.requests)}"
+            f"do not partition the live requests {list(live)}"
         )
-    states = {
-        RequestState.WAITING: waiting,
-        RequestState.PREFILLING: prefilling,
-        RequestState.RUNNING: cohort + ending,
-    }
-    for state, ids in states.items():
+    running = cohort + ending
+    for state, ids in (
+        (RequestState.WAITING, waiting),
+        (RequestState.PREFILLING, prefilling),
+        (RequestState.RUNNING, running),
+    ):
         for request_id in ids:
-            if engine.requests[request_id].state is not state:
+            if live[request_id].state is not state:
                 _fail(f"S16: r{request_id} is in the container of {state.name} but its state is not")
     newcomers = [request.request_id for request in engine.waiting if not request.ran]
     if newcomers != sorted(newcomers):
         _fail(f"L5: requests that never ran wait in the order {newcomers}, not as they came")
-    _same("S33 active", engine.active, len(prefilling) + len(cohort) + len(ending))
+    _same("S33 active", engine.active, len(prefilling) + len(running))
 
 
-def _rows(engine: Engine) -> None:
+def _rows(engine: Engine, facts: Facts) -> None:
     """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
     table = engine.memory.table
-    held = [request.row for request in engine.requests.values() if request.state is not RequestState.WAITING]
+    held = [request.row for request in facts.holders]
     leased = [lease.row for lease in engine.memory.leases]
-    _partition("S6 rows", range(len(table.holders)), {"free": table.free_rows, "held": held, "leased": leased})
+    if sorted((*table.free_rows, *held, *leased)) != list(range(len(table.holders))):
+        _misowned("S6 rows", len(table.holders), {"free": table.free_rows, "held": held, "leased": leased})
     for request in engine.requests.values():
         if request.state is RequestState.WAITING:
             if request.row != -1 or request.handle is not None:
                 _fail(f"S6: {request.name} waits but holds row {request.row}")
         elif table.holders[request.row] is not request:
             _fail(f"S6: row {request.row} does not point back at {request.name}")
-    for row in table.free_rows:
-        if table.holders[row] is not None:
-            _fail(f"S6: free row {row} still has a holder")
+    if any(map(table.holders.__getitem__, table.free_rows)):
+        _fail(f"S6: of the free rows {table.free_rows} some still have a holder: {table.holders}")
     _same("S6 cohort rows", engine.cohort.rows.tolist(), [request.row for request in engine.cohort.requests])
 
 
-def _spans(engine: Engine) -> None:
+def _spans(engine: Engine, facts: Facts) -> None:
     """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
-    page_size = engine.config.page_size
-    align = engine.config.split_tokens
+    page_size, align, cohort = engine.config.page_size, engine.config.split_tokens, engine.cohort
     for request in engine.requests.values():
-        _same(f"S20 tokens of {request.name}", len(request.tokens) // 4, request.prompt_tokens + request.outputs)
-        if not 0 <= request.sent <= (engine.outputs_of(request) if request.watches_text else 0):
+        if len(request.tokens) != 4 * (request.prompt_tokens + request.outputs):
+            _fail(
+                f"S20: {request.name} has {len(request.tokens)} bytes for {request.prompt_tokens} tokens of its prompt "
+                f"and {request.outputs} of output"
+            )
+        if request.sent and not 0 <= request.sent <= (engine.outputs_of(request) if request.watches_text else 0):
             _fail(f"S20: {request.name} was sent {request.sent} of {engine.outputs_of(request)} tokens")
-        if request.state is RequestState.WAITING:
-            continue
-        computed = engine.computed_of(request)
+    for request, computed in zip(facts.holders, facts.computed, strict=True):
         if not 0 <= request.protected_pages * page_size <= computed <= request.reach:
             _fail(
                 f"S7: {request.name}: protected {request.protected_pages} pages of {page_size}, computed {computed}, "
@@ -139,74 +184,130 @@ def _spans(engine: Engine) -> None:
             computed % align or computed >= request.prompt_tokens + request.outputs
         ):
             _fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
-    for request, position in zip(engine.cohort.requests, engine.positions.tolist(), strict=True):
+    for request, position in zip(cohort.requests, facts.positions, strict=True):
         if position + 1 >= request.limit or position < request.prompt_tokens:
             _fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
-    if engine.cohort.size and not 1 <= engine.horizon <= int((engine.cohort.limits - engine.positions).min()) - 1:
-        _fail(f"S7: horizon {engine.horizon} passes the end of a member")
+    if cohort.size:
+        left = min(limit - position for limit, position in zip(cohort.limits.tolist(), facts.positions, strict=True))
+        if not 1 <= engine.horizon < left:
+            _fail(f"S7: horizon {engine.horizon} passes the end of a member")
 
 
-def _pages(engine: Engine) -> None:
+def _pages(engine: Engine, facts: Facts) -> None:
     """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
-    owners: dict[str, Iterable[int]] = {"free": engine.memory.pool.free_ids().tolist()}
-    if engine.memory.radix is not None:
-        owners["cached"] = [page for node in engine.memory.radix.walk() for page in node.pages.tolist()]
-    for request in _row_holders(engine):
-        owners[f"{request.name} in row {request.row}"] = _private(
-            engine, request.row, request.protected_pages, engine.computed_of(request)
-        ).tolist()
-    for lease in engine.memory.leases:
-        owners[f"lease of row {lease.row}"] = _private(
-            engine, lease.row, lease.protected_pages, lease.computed
-        ).tolist()
-    for i, (fence, pages) in enumerate(engine.memory.fenced_pages):
-        owners[f"fence {i} of batch {fence}"] = pages.tolist()
-    _partition("S1 pages", range(engine.config.pages), owners)
+    memory, table, page_size = engine.memory, engine.memory.table.pages, engine.config.page_size
+    owned = [facts.free]
+    owned += [node.pages for node in facts.cached]
+    owned += [
+        table[request.row, request.protected_pages : -(-computed // page_size)]
+        for request, computed in zip(facts.holders, facts.computed, strict=True)
+    ]
+    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.leases]
+    owned += [pages for _, pages in memory.fenced_pages]
+    ids = np.concatenate(owned, dtype=np.int32)
+    ids.sort()
+    if ids.tobytes() == _all_pages(engine.config.pages):
+        return
+    names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
+    names += [f"{request.name} in row {request.row}" for request in facts.holders]
+    names += [f"lease of row {lease.row}" for lease in memory.leases]
+    names += [f"fence {i} of batch {fence}" for i, (fence, _) in enumerate(memory.fenced_pages)]
+    _misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
 
 
-def _reserve(engine: Engine) -> None:
+@lru_cache(maxsize=16)
+def _all_pages(pages: int) -> bytes:
+    """The ids of all pages in order, packed int32."""
+    return np.arange(pages, dtype=np.int32).tobytes()
+
+
+def _reserve(engine: Engine, facts: Facts) -> None:
     """S24: where all output is reserved, what those who are active hold and may still open is no more than there is."""
     if engine.config.reserve != "full":
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
-    for request in _row_holders(engine):
-        pages = -(-engine.computed_of(request) // page_size)
+    for request, computed in zip(facts.holders, facts.computed, strict=True):
+        pages = -(-computed // page_size)
         held.append(engine.memory.table.pages[request.row, :pages])
         to_come += -(-request.reach // page_size) - pages
-    taken = len(np.unique(np.concatenate(held)))
+    taken = len(set(np.concatenate(held).tolist()))
     if taken + to_come > engine.config.pages:
         _fail(f"S24: {taken} pages held and {to_come} promised, of {engine.config.pages}")
 
 
-def _private(engine: Engine, row: int, protected_pages: int, computed: int) -> Int32s:
-    held = -(-computed // engine.config.page_size)
-    return engine.memory.table.pages[row, protected_pages:held]
-
-
-def _locks(engine: Engine) -> None:
+def _locks(engine: Engine, facts: Facts) -> None:
     """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
-    if engine.memory.radix is None:
+    radix, table = engine.memory.radix, engine.memory.table
+    if radix is None:
         return
-    holders = _row_holders(engine)
-    handles = [request.handle for request in holders if request.handle is not None]
+    handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
     handles += engine.sessions.handles()
-    engine.memory.radix.check(handles)
-    for request in holders:
+    _tree(radix, facts.cached, handles)
+    for request in facts.holders:
         if request.handle is None:
-            _same(f"S14 protected pages of {request.name} without a handle", request.protected_pages, 0)
+            if request.protected_pages:
+                _fail(f"S14: {request.name} has {request.protected_pages} protected pages without a handle")
             continue
-        path = engine.memory.radix.pages_of(request.handle)
-        _same(f"S14 path of {request.name}", len(path), request.protected_pages)
-        if not np.array_equal(path, engine.memory.table.pages[request.row, : request.protected_pages]):
+        pages, tokens = facts.path(request.handle)
+        if len(pages) != 4 * request.protected_pages:
+            _fail(f"S14: {request.name} locks {len(pages) // 4} pages, and {request.protected_pages} are protected")
+        if table.pages[request.row, : request.protected_pages].tobytes() != pages:
             _fail(f"S14: {request.name}'s page table differs from the path it locks")
-        shared = len(path) * engine.config.page_size
-        tokens = engine.memory.table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared)
-        if _path_tokens(request.handle) != tokens:
+        shared = request.protected_pages * engine.config.page_size
+        if table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared) != tokens:
             _fail(f"S13: {request.name} shares pages computed from other tokens")
 
 
-def _sessions(engine: Engine) -> None:
+def _tree(radix: RadixCache, nodes: list[RadixNode], handles: list[RadixNode]) -> None:
+    """S9, S10, S11: all that RadixCache.check recomputes, in one pass over `nodes`, but S1: a page comes once."""
+    page_bytes, pages, locked = 4 * radix.page_tokens, 0, 0
+    recorded: dict[int, int] = {}
+    queued: dict[int, RadixNode] = {}
+    for node in nodes:
+        count, parent, locks = len(node.pages), node.parent, node.handles
+        if locks:
+            recorded[node.number] = locks
+        for first, child in node.children.items():
+            locks += child.lock_count
+            filed = radix._child_key(child) if child.banished else child.key[:page_bytes]
+            if child.parent is not node or filed != first:
+                _fail(f"S10: {child} is not filed under {node} where it belongs")
+        if node.lock_count != locks:
+            _fail(f"S9: {node} has {locks} handles in its subtree")
+        if len(node.key) != count * page_bytes or node.pages.base is not None:
+            _fail(f"S10: {node} has {len(node.key)} key bytes for {count} pages of {page_bytes}, or they are a view")
+        if parent is None:
+            if radix._roots[node.namespace] is not node or count or node.stop:
+                _fail(f"S10: root {node} of {node.namespace!r} has {count} pages or a double")
+            if not locks and not node.children:
+                _fail(f"S10: root {node} of {node.namespace!r} has neither child nor handle")
+        else:
+            if not count or node.stop != parent.stop + count:
+                _fail(f"S10: {node} has {count} pages after {parent}")
+            if parent.tick < node.tick:
+                _fail(f"S10: {node} is more recent than its parent {parent}")
+            if not locks and not node.queued and not node.children:
+                _fail(f"S11: evictable leaf {node} is not queued")
+        if node.queued:
+            queued[node.number] = node
+        pages += count
+        if locks:
+            locked += count
+    if recorded != (live := _counts(node.number for node in handles)):
+        _fail(f"S9: handles by node are recorded as {recorded}, live are {live}")
+    if (radix.total_pages, radix.locked_pages) != (pages, locked):
+        counted = f"{radix.total_pages} pages, {radix.locked_pages} locked"
+        _fail(f"S9: counters say {counted}; recount {pages}, {locked} locked")
+    due = {number: tick for tick, number, _ in radix._queue}
+    if len(due) != len(radix._queue) or due.keys() != queued.keys():
+        _fail(f"S11: {len(radix._queue)} entries for {len(due)} nodes, {len(queued)} say so")
+    for number, tick in due.items():
+        if tick > queued[number].tick:
+            _fail(f"S11: {queued[number]} is filed under {tick}, which is too late")
+
+
+def _sessions(engine: Engine, facts: Facts) -> None:
     """S1, S13, S15: a session holds a path of its own tokens; its turns are live, those behind the first are held.
 
     KV of weights that were replaced is cached only as long as somebody holds it.
@@ -215,70 +316,72 @@ def _sessions(engine: Engine) -> None:
     turns: list[int] = []
     for session in sessions.open.values():
         turns += [*session.queue] if session.turn is None else [session.turn, *session.queue]
-        if session.handle is not None and not session.tokens.startswith(_path_tokens(session.handle)):
+        if session.handle is not None and not session.tokens.startswith(facts.path(session.handle)[1]):
             _fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
         for request_id in session.queue:
             if request_id not in engine.held:
                 _fail(f"S15: r{request_id} stands behind a turn of session {session.name!r}, but is not held")
     _same("S15 turns of sessions", sorted(turns), sorted(r.request_id for r in engine.requests.values() if r.session))
     _same("S15 sessions that came free", sessions.free, [])
-    for node in memory.radix.walk() if memory.radix is not None else ():
-        if memory.is_stale(node.namespace) and not node.lock_count:
-            _fail(f"S13: {node} of namespace {node.namespace!r} is cached, the weights are {memory.weights_version}")
+    stale = {namespace for namespace in {node.namespace for node in facts.cached} if memory.is_stale(namespace)}
+    if stale:
+        for node in facts.cached:
+            if node.namespace in stale and not node.lock_count:
+                _fail(
+                    f"S13: {node} of namespace {node.namespace!r} is cached, the weights are {memory.weights_version}"
+                )
 
 
-def _path_tokens(handle: RadixNode) -> bytes:
-    """The tokens of the path that a handle stands for."""
-    keys, node = [], handle
-    while node.parent is not None:
-        keys.append(node.key)
-        node = node.parent
-    return b"".join(reversed(keys))
-
-
-def _in_flight(engine: Engine) -> None:
+def _in_flight(engine: Engine, facts: Facts) -> None:
     """S5, S24: at most depth + 1 batches; what a batch in flight touches still belongs to a row, lease or fence."""
-    config = engine.config
+    config, table = engine.config, engine.memory.table
     if len(engine.in_flight) > config.overlap_depth + 1:
         _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
-    free = np.zeros(config.pages, np.bool_)
-    free[engine.memory.pool.free_ids()] = True
+    if not engine.in_flight:
+        return
+    free = set(facts.free.tolist())
     leased = {lease.row: lease for lease in engine.memory.leases}
     for batch in engine.in_flight:
         plan = batch.plan
-        rows = plan.rows.tolist()
-        if not rows or len(rows) != len(dict.fromkeys(rows)):
+        rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
+        if not rows or len(rows) != len(set(rows)):
             _fail(f"S24: batch {plan.batch_id} has no rows, or one twice: {rows}")
-        if (plan.stops <= plan.starts).any():
-            _fail(f"S24: batch {plan.batch_id} has an empty row: {plan.starts} to {plan.stops}")
-        for row, stop in zip(rows, plan.stops.tolist(), strict=True):
-            if engine.memory.table.holders[row] is None:
+        new_tokens = 0
+        for i, (row, start, stop) in enumerate(zip(rows, starts, stops, strict=True)):
+            if stop <= start:
+                _fail(f"S24: batch {plan.batch_id} has an empty row: {starts} to {stops}")
+            if i < plan.extend_rows:
+                new_tokens += stop - start
+            if table.holders[row] is None:
                 _fail(f"S5: row {row} was freed while batch {plan.batch_id} is in flight")
             if row in batch.dead and (row not in leased or leased[row].fence < plan.batch_id):
                 _fail(f"S5: row {row} is dead in batch {plan.batch_id} but no lease waits for it")
-            pages = engine.memory.table.pages[row, : -(-stop // config.page_size)]
-            if free[pages].any():
-                _fail(f"S5: batch {plan.batch_id} in flight uses free pages {pages[free[pages]].tolist()} of row {row}")
-        if len(plan.token_ids) != int((plan.stops - plan.starts)[: plan.extend_rows].sum()):
+            pages = table.pages[row, : -(-stop // config.page_size)].tolist()
+            if not free.isdisjoint(pages):
+                _fail(f"S5: batch {plan.batch_id} in flight uses free pages {sorted(free & set(pages))} of row {row}")
+        if len(plan.token_ids) != new_tokens:
             _fail(f"S24: batch {plan.batch_id} carries {len(plan.token_ids)} ids for its extend rows")
 
 
 def _grammars(engine: Engine) -> None:
     """S15, S23: who waits for a grammar is held, who runs has a compiled one; deferred batches wait for older ones."""
     known = engine.grammars.known
-    constrained = [request for request in engine.requests.values() if request.grammar is not None]
-    users = Counter(request.grammar.digest for request in constrained if request.grammar is not None)
-    _same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, dict(users))
+    users: dict[bytes, int] = {}
+    for request in engine.requests.values():
+        grammar = request.grammar
+        if grammar is not None:
+            users[grammar.digest] = users.get(grammar.digest, 0) + 1
+            if request.row >= 0 and known[grammar.digest].error != "":
+                _fail(f"S23: {request.name} runs, but its grammar did not compile")
+    if known or users:
+        _same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, users)
     for digest, one in known.items():
         if one.error is not None and one.waiting:
             _fail(f"S15: {list(one.waiting)} wait for the grammar {digest.hex()}, which was answered")
         for request_id in one.waiting:
-            request = engine.held.get(request_id)
-            if request is None or request.grammar is None or request.grammar.digest != digest:
+            held = engine.held.get(request_id)
+            if held is None or held.grammar is None or held.grammar.digest != digest:
                 _fail(f"S15: r{request_id} waits for the grammar {digest.hex()} but is not held for it")
-    for request in constrained:
-        if request.row >= 0 and (request.grammar is None or known[request.grammar.digest].error != ""):
-            _fail(f"S23: {request.name} runs, but its grammar did not compile")
     for batch in engine.in_flight:
         after = batch.plan.sample_after
         if after is not None and after >= batch.plan.batch_id:
@@ -295,7 +398,8 @@ def _line(engine: Engine) -> None:
         if radix is not None and found is not None and found.node.version == found.version:
             most = request.cacheable_tokens // engine.config.page_size
             pages = radix.match(request.namespace, request.tokens, most).pages
-            _same(f"S14 remembered pages of {request.name}", found.pages, pages)
+            if found.pages != pages:
+                _fail(f"S14: {request.name} remembers {found.pages} pages, the tree has {pages}")
 
 
 def _held(engine: Engine) -> None:
@@ -310,7 +414,7 @@ def _held(engine: Engine) -> None:
     turns = [request_id for session in engine.sessions.open.values() for request_id in session.queue]
     grammars = [request_id for known in engine.grammars.known.values() for request_id in known.waiting]
     holds = {request_id: request.holds for request_id, request in engine.held.items()}
-    _same("S15 things that held requests wait for", dict(Counter([*followers, *media, *turns, *grammars])), holds)
+    _same("S15 things that held requests wait for", _counts(chain(followers, media, turns, grammars)), holds)
     for request_id in media:
         if not engine.media.knows(request_id) or engine.media.has_all(request_id):
             _fail(f"D11: r{request_id} is held for media, which it does not wait for")
@@ -325,16 +429,16 @@ def _held(engine: Engine) -> None:
             _fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
 
 
-def _adapters(engine: Engine) -> None:
+def _adapters(engine: Engine, facts: Facts) -> None:
     """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for somebody."""
     adapters = engine.memory.adapters
     if adapters is None:
         return
-    live = {request.row: request.adapter for request in _row_holders(engine)}
+    live = {request.row: request.adapter for request in facts.holders}
     for lease in engine.memory.leases:
         live[lease.row] = adapters.rows.get(lease.row, BASE)
     _same("S25 adapters by row", dict(sorted(adapters.rows.items())), dict(sorted(live.items())))
-    _same("S25 users of adapters", adapters.users, dict(Counter(live.values())))
+    _same("S25 users of adapters", adapters.users, _counts(live.values()))
     if len(adapters.users) > len(adapters.slots):
         _fail(f"S25: {list(adapters.users)} are in use, max_loras {len(adapters.slots)}")
     for adapter in adapters.users:
@@ -364,24 +468,27 @@ def _progress(engine: Engine) -> None:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 
 
-def _row_holders(engine: Engine) -> list[Request]:
-    return [request for request in engine.requests.values() if request.state is not RequestState.WAITING]
-
-
-def _partition(what: str, universe: range, owners: dict[str, Iterable[int]]) -> None:
-    """Each id of the universe belongs to exactly one owner. Names the first that does not, and its owners."""
+def _misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:
+    """Ids below `total` do not each belong to exactly one owner: name the first that does not, and its owners."""
     owned: dict[int, str] = {}
     for owner, ids in owners.items():
         for item in ids:
             if item in owned:
                 _fail(f"{what}: {item} belongs to {owned[item]} and to {owner}")
-            if item not in universe:
+            if item not in range(total):
                 _fail(f"{what}: {owner} has {item}, which does not exist")
             owned[item] = owner
-    if len(owned) != len(universe):
-        lost = [item for item in universe if item not in owned]
-        counts = ", ".join(f"{owner} {sum(1 for name in owned.values() if name == owner)}" for owner in owners)
-        _fail(f"{what}: {counts} = {len(owned)}, expected {len(universe)}; nobody owns {lost[:8]}")
+    counts = ", ".join(f"{owner} {len(ids)}" for owner, ids in owners.items())
+    lost = [item for item in range(total) if item not in owned]
+    _fail(f"{what}: {counts} = {len(owned)}, expected {total}; nobody owns {lost[:8]}")
+
+
+def _counts(items: Iterable[Any]) -> dict[Any, int]:
+    """How often each comes. A Counter costs more than most of what is counted here."""
+    counts: dict[Any, int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return counts
 
 
 def _same(what: str, got: object, expected: object) -> None:
@@ -389,5 +496,5 @@ def _same(what: str, got: object, expected: object) -> None:
         _fail(f"{what}: {got}, expected {expected}")
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     raise InvariantError(message)

@@ -1,0 +1,211 @@
+"""Each kind of damage to an engine is seen by `invariants.check`, and named by the property it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.core import invariants
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import InvariantError
+from lockstep.core.radix import RadixCache, RadixNode
+from tests.support.driver import Driver
+
+Damage = Callable[[Engine], None]
+
+
+def engine_at_work() -> Engine:
+    """One request decodes on a prefix that another left in the cache, one waits, a third prompt is cached unused."""
+    driver = Driver(SchedConfig(page_size=2, pages=32, max_running_requests=1))
+    arrivals = [(1, 8, 4), (500, 6, 1), (1, 10, 8), (900, 4, 4)]
+    for base, tokens, max_new in arrivals[:2]:
+        driver.arrive(base, tokens, max_new, {})
+        for _ in range(max_new):
+            driver.ready()
+            driver.finish()
+    for base, tokens, max_new in arrivals[2:]:
+        driver.arrive(base, tokens, max_new, {})
+    for _ in range(2):
+        driver.ready()
+        driver.finish()
+    driver.ready()
+    return driver.engine
+
+
+def tree(engine: Engine) -> RadixCache:
+    assert engine.memory.radix is not None
+    return engine.memory.radix
+
+
+def locked(engine: Engine) -> RadixNode:
+    handle = engine.cohort.requests[0].handle
+    assert handle is not None
+    return handle
+
+
+def unused(engine: Engine) -> RadixNode:
+    return next(node for node in tree(engine).walk() if node.queued and not node.lock_count)
+
+
+def filed_too_late(engine: Engine) -> None:
+    radix = tree(engine)
+    radix._queue[:] = [(tick + 100, number, node) for tick, number, node in radix._queue]
+
+
+def filed_elsewhere(engine: Engine) -> None:
+    root = locked(engine)
+    while root.parent is not None:
+        root = root.parent
+    root.children = {first[::-1]: child for first, child in root.children.items()}
+
+
+def handle_too_many(engine: Engine) -> None:
+    locked(engine).handles += 1
+    node: RadixNode | None = locked(engine)
+    while node is not None:
+        node.lock_count += 1
+        node = node.parent
+
+
+def key_cut_short(engine: Engine) -> None:
+    unused(engine).key = unused(engine).key[:-4]
+
+
+def pages_are_a_view(engine: Engine) -> None:
+    unused(engine).pages = unused(engine).pages[:]
+
+
+def newer_than_its_parent(engine: Engine) -> None:
+    parent = unused(engine).parent
+    assert parent is not None
+    unused(engine).tick = parent.tick + 1
+
+
+def end_moved(engine: Engine) -> None:
+    unused(engine).stop += 1
+
+
+def lock_miscounted(engine: Engine) -> None:
+    unused(engine).lock_count += 1
+
+
+def counter_drifts(engine: Engine) -> None:
+    tree(engine).locked_pages += 1
+
+
+def leaf_not_queued(engine: Engine) -> None:
+    unused(engine).queued = False
+
+
+def queue_forgets(engine: Engine) -> None:
+    tree(engine)._queue.clear()
+
+
+IN_THE_TREE: list[tuple[str, Damage]] = [
+    ("S9", handle_too_many),
+    ("S9", lock_miscounted),
+    ("S9", counter_drifts),
+    ("S10", filed_elsewhere),
+    ("S10", key_cut_short),
+    ("S10", pages_are_a_view),
+    ("S10", newer_than_its_parent),
+    ("S10", end_moved),
+    ("S11", leaf_not_queued),
+    ("S11", queue_forgets),
+    ("S11", filed_too_late),
+]
+
+
+@pytest.mark.parametrize(("property_id", "damage"), IN_THE_TREE, ids=lambda one: getattr(one, "__name__", one))
+def test_damage_to_the_tree_is_seen_by_the_cache_itself_too(property_id: str, damage: Damage) -> None:
+    engine = engine_at_work()
+    radix, handles = tree(engine), [locked(engine)]
+    invariants.check(engine)
+    radix.check(handles)
+    damage(engine)
+    with pytest.raises(InvariantError, match=f"^{property_id}:"):
+        invariants.check(engine)
+    with pytest.raises(InvariantError, match=f"^{property_id}:"):
+        radix.check(handles)
+
+
+def page_lost(engine: Engine) -> None:
+    engine.memory.pool.free_count -= 1
+
+
+def page_freed_twice_and_another_lost(engine: Engine) -> None:
+    pool = engine.memory.pool
+    pool._stack[0] = pool._stack[1]
+
+
+def page_beyond_the_pool(engine: Engine) -> None:
+    engine.memory.pool._stack[0] = 32
+
+
+def row_freed_while_held(engine: Engine) -> None:
+    engine.memory.table.free_rows.append(engine.cohort.requests[0].row)
+
+
+def free_row_with_a_holder(engine: Engine) -> None:
+    table = engine.memory.table
+    table.holders[table.free_rows[0]] = engine.cohort.requests[0]
+
+
+def table_differs_from_the_path(engine: Engine) -> None:
+    pages = engine.memory.table.pages[engine.cohort.requests[0].row]
+    pages[[0, 1]] = pages[[1, 0]]
+
+
+def tokens_differ_from_the_path(engine: Engine) -> None:
+    request = engine.cohort.requests[0]
+    request.tokens = b"\1\1\1\1" + request.tokens[4:]
+
+
+def output_forgotten(engine: Engine) -> None:
+    request = engine.waiting[0]
+    request.tokens = request.tokens[:-4]
+
+
+def gauge_drifts(engine: Engine) -> None:
+    engine.active += 1
+
+
+def forgotten_by_the_line(engine: Engine) -> None:
+    engine.waiting.clear()
+
+
+def horizon_beyond_the_end(engine: Engine) -> None:
+    engine.horizon += 100
+
+
+def row_without_new_positions(engine: Engine) -> None:
+    plan = engine.in_flight[0].plan
+    plan.stops[:] = plan.starts
+
+
+@pytest.mark.parametrize(
+    ("said", "damage"),
+    [
+        ("S1 pages: .*expected 32; nobody owns", page_lost),
+        ("S1 pages: .* belongs to", page_freed_twice_and_another_lost),
+        ("S1 pages: free has 32, which does not exist", page_beyond_the_pool),
+        ("S6 rows: .* belongs to free and to held", row_freed_while_held),
+        ("S6: of the free rows", free_row_with_a_holder),
+        ("S14: r2's page table differs", table_differs_from_the_path),
+        ("S13: r2 shares pages computed from other tokens", tokens_differ_from_the_path),
+        ("S20: r3 has 12 bytes for 4 tokens", output_forgotten),
+        ("S33 active: 2, expected 1", gauge_drifts),
+        ("S15: waiting \\[\\], ", forgotten_by_the_line),
+        ("S7: horizon", horizon_beyond_the_end),
+        ("S24: batch .* has an empty row", row_without_new_positions),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_damage_is_named(said: str, damage: Damage) -> None:
+    engine = engine_at_work()
+    invariants.check(engine)
+    damage(engine)
+    with pytest.raises(InvariantError, match=f"^{said}"):
+        invariants.check(engine)
