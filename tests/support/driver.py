@@ -774,6 +774,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         chunk_target_us=rng.choice([None, None, 3]) if chunk else None,
         decode_look_ahead=rng.choice([1, 1, 2, 5]),
         prefill_decode_interval=rng.choice([0, 0, 0, 1, 3]),
+        waiting_prefix_refresh=rng.choice([0, 0, 1, 3]) if radix else 0,
         overlap_consecutive_prefills=rng.random() < 0.8,
         retract_every=rng.choice([0, 0, 0, 1, 3]),
         overlap_depth=rng.choice([0, 1, 2]),

@@ -13,6 +13,7 @@ of both. The reserve is a policy:
     ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
                because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
                showed it was too low. Requests admitted in the pass itself are charged in full. SGLang's PrefillAdder.
+               Who ignores end tokens, with nothing cached, is admitted by when the others end instead: `lasts`.
     on_demand  the pages that the next decode needs: whoever's whole prompt fits beside them starts, and who outgrows
                the pool is retracted. vLLM.
     full       every page that anybody active will still open: nobody is ever retracted for pages. mini-sglang.
@@ -28,12 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.config import SchedConfig
+from lockstep.core.requests import Request
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
 NEW_TOKEN_RATIO_DECAY_STEPS = 600  # decode launches from the initial ratio to the floor
 RETRACT_DECODE_STEPS = 20  # decode steps the ratio after a retraction leaves room for
 CLIP_MAX_NEW_TOKENS = 4096  # a longer output is reserved as this many tokens
+IGNORE_EOS_RESERVE_TOKENS = 1  # of each request that runs, to be left over at every moment
 
 Verdict = Literal["continue", "no_tokens", "budget_spent"]
 
@@ -68,10 +71,37 @@ def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32
     return certain + int((int(np.add.reduce(clipped)) - certain) * ratio)
 
 
+def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool:
+    """Whether `free` tokens of KV suffice until the last of some requests has ended, whoever ends giving its own back.
+
+    Args:
+        left: [n], tokens that each will still sample; who has none left does not count.
+        held: [n], tokens that each holds now, and gives back at its end. What it writes until then is not counted.
+    """
+    order = left.argsort(kind="stable")
+    order = order[left[order] > 0]
+    left, held = left[order], held[order]
+    running = np.arange(len(left), 0, -1)  # at the end of each, itself among them
+    before = held.cumsum() - held  # what those that ended earlier gave back
+    return bool((free + before - left * running > IGNORE_EOS_RESERVE_TOKENS * running).all())
+
+
 class PrefillBudget:
     """What one extend may still take. All in tokens but `set_aside`; `chunk` None means prompts are never split."""
 
-    __slots__ = ("align", "beyond", "chunk", "current", "input", "page_size", "policy", "set_aside", "total", "unit")
+    __slots__ = (
+        "align",
+        "beyond",
+        "chunk",
+        "current",
+        "input",
+        "newcomers",
+        "page_size",
+        "policy",
+        "set_aside",
+        "total",
+        "unit",
+    )
 
     def __init__(self, config: SchedConfig, available: int, reserve: int) -> None:
         self.total = available - reserve
@@ -84,6 +114,7 @@ class PrefillBudget:
         self.unit = config.chunk_unit_tokens  # `input` and `chunk` are charged in multiples of this
         self.beyond = config.decode_look_ahead - 1  # tokens that must fit beyond the one being computed
         self.set_aside = 0  # pages that are left to the decodes of the same pass
+        self.newcomers: list[Request] = []  # in this extend, for whom no decode counts yet
 
     def shorten(self, tokens: int | None) -> None:
         """Hold the chunk to so many tokens, if that is less, but not to less than one unit of splitting."""

@@ -40,6 +40,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pages: int = 4096  # KV pages in the pool
     radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
     same_step_sharing: bool = False  # share a prompt's KV with whoever is launched behind it, before it is computed
+    waiting_prefix_refresh: int = (
+        0  # launches between two times that cached prefixes of who waits count as used; 0: never
+    )
     radix_capacity_pages: int | None = None  # cap on pages the radix cache may keep when nothing needs them
 
     # limits
@@ -169,6 +172,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off\n"
                 "hint: take retracted_kv free"
             )
+        if not self.radix_cache and self.waiting_prefix_refresh:
+            raise ConfigError("`waiting_prefix_refresh` is set but `radix_cache` is off\nhint: drop one of the two")
         if not self.radix_cache and self.radix_capacity_pages is not None:
             raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
         if not self.radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
@@ -241,6 +246,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "retraction_policy": "length",
         "retracted_requeue": "tail",
         "prefix_deduplication": "last",
+        "waiting_prefix_refresh": 32,
         "bypass_limit": None,
         "chunked_prefill_size": 8192,
         "max_prefill_tokens": 16384,
@@ -319,7 +325,7 @@ def _require_positive(config: SchedConfig) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"`{name}` must be a whole number of at least 1, got `{value}`")
-    for name in ("retract_every", "prefill_decode_interval"):
+    for name in ("retract_every", "prefill_decode_interval", "waiting_prefix_refresh"):
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"`{name}` must be a whole number, 0 (never) or more, got `{value}`")

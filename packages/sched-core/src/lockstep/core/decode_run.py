@@ -172,4 +172,7 @@ def _steady_launches(engine: Engine) -> int:
     for batch in engine.in_flight:
         if batch.plan.mode != "decode" or batch.samplers is not cohort or batch.ending or batch.dead:
             return 0
-    return min(engine.horizon - 1, RUN_LAUNCHES_MAX)
+    launches = min(engine.horizon - 1, RUN_LAUNCHES_MAX)
+    if engine.waiting and config.waiting_prefix_refresh:
+        launches = min(launches, engine.launches_to_refresh())
+    return launches

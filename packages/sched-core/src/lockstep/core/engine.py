@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from lockstep.core import control, delivery, extras, grammars, holds, preemption
 from lockstep.core.adapters import LOOKAHEAD_REQUESTS, Adapters
-from lockstep.core.admission import NewTokenRatio, PrefillBudget, aligned, chunk_tokens, reserve_by_ratio
+from lockstep.core.admission import (
+    NewTokenRatio,
+    PrefillBudget,
+    aligned,
+    ceil_to,
+    chunk_tokens,
+    lasts,
+    reserve_by_ratio,
+)
 from lockstep.core.batching import InFlight, Part, new_tokens_of
 from lockstep.core.commands import (
     NO_DELTAS,
@@ -68,7 +76,7 @@ from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import EncoderCache, Placeholders
 from lockstep.core.memory import Memory
-from lockstep.core.ordering import Ordering
+from lockstep.core.ordering import Ordering, refresh_prefixes
 from lockstep.core.radix import Match
 from lockstep.core.requests import (
     BASE,
@@ -166,6 +174,7 @@ class Engine:
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
         self.prefilled_tokens = 0  # new tokens of all extends; what waiting requests age by under policy hrrn
+        self.refreshed_at = 0  # number of the next plan when prefixes of the line were last counted as used
         self.forced_at = -1  # decode launches when a retraction was last forced
         self.launch_found_nothing = False  # this step had a free slot and nothing to launch
         self.next_batch_id = 0
@@ -260,6 +269,10 @@ class Engine:
             return False
         if self.config.enable_priority_preemption:
             self.batch_is_full = False  # whoever came since, and whoever grew, may change that
+        refreshes = self.waiting and self.config.waiting_prefix_refresh and self.launches_to_refresh() <= 0
+        if refreshes and self.memory.radix is not None:
+            self.refreshed_at = self.next_batch_id
+            refresh_prefixes(self.waiting, self.memory.radix)
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
         batch = None if self._decode_goes_first() else self._plan_extend(step)
@@ -280,6 +293,10 @@ class Engine:
         if self.pace.watches:
             self.pace.launched(self.now_us, step)
         return False
+
+    def launches_to_refresh(self) -> int:
+        """Launches until cached prefixes of who waits are counted as used again."""
+        return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id
 
     def _decode_goes_first(self) -> bool:
         """Whether the cohort goes before any prefill: it was promised to, or `batching` says so, or the cadence."""
@@ -635,6 +652,26 @@ class Engine:
             return self.next_pages(cohort, positions) * config.page_size
         return reserve_by_ratio(cohort.limits - positions - ONE, cohort.ignores_eos, self.ratio.value)
 
+    def counts_on_ends(self, request: Request) -> bool:
+        """Whether a request is admitted by when everybody will end: it ignores end tokens, and nothing is cached."""
+        return request.ignore_eos and self.memory.radix is None and self.config.reserve == "ratio"
+
+    def lasts_with(
+        self, request: Request, newcomers: list[Request], cohort: Cohort, positions: Int32s, free: int
+    ) -> bool:
+        """Whether `free` tokens suffice until all of these have ended: a cohort, who comes with it, and the request."""
+        outputs = positions + ONE - cohort.prompts
+        share = np.where(cohort.ignores_eos, 1.0, self.ratio.value)
+        joining = [*newcomers, request]
+        shares = [1.0 if one.ignore_eos else self.ratio.value for one in joining]
+        left = [one.max_new_tokens * share - one.outputs for one, share in zip(joining, shares, strict=True)]
+        held = np.array([len(one.tokens) // 4 for one in joining], np.int32)
+        return lasts(
+            np.concatenate(((cohort.limits - cohort.prompts) * share - outputs, left)),
+            np.concatenate((cohort.prompts + outputs, held)),
+            free,
+        )
+
     def set_aside(self, cohort: Cohort, positions: Int32s) -> int:
         """Pages that the decodes of a cohort get before any prompt of the same pass does."""
         return self.next_pages(cohort, positions) if self.config.batching == "running_first" and cohort.size else 0
@@ -649,6 +686,7 @@ class Engine:
                 take = self._next_chunk(request, budget)
         if take > 0:
             self._extend_to(request, request.computed + take, parts, step)
+            budget.newcomers.append(request)
             budget.charge(take, request.max_new_tokens if request.computed == extend_stop(request) else 0)
 
     def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
@@ -697,7 +735,11 @@ class Engine:
         new_tokens = tokens - cached
         alone = not self.active  # then the pool is its own: what passed the entry check fits
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        if not alone and not budget.has(wanted, locking * page_size):
+        if not alone and self.counts_on_ends(request):
+            free = budget.current - ceil_to(new_tokens, page_size)
+            if not self.lasts_with(request, budget.newcomers, self.cohort, self.positions, free):
+                return Obstacle("kv_budget", wanted, max(free, 0))
+        elif not alone and not budget.has(wanted, locking * page_size):
             return Obstacle("kv_budget", wanted, budget.total - locking * page_size)
         take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=self.prefilling is None)
         if take <= 0:
@@ -722,6 +764,7 @@ class Engine:
         admitted = RequestAdmitted(self.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us)
         request.advance(admitted)
         step.decided.append(admitted)
+        budget.newcomers.append(request)
         budget.hold(fit.locked_tokens)
         budget.promise(fit.new_tokens, request.max_new_tokens - request.outputs)
         budget.charge(fit.take, request.max_new_tokens if fit.take == fit.new_tokens else 0)

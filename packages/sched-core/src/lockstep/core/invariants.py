@@ -20,7 +20,7 @@ from lockstep.core.requests import BASE, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
-    from lockstep.core.radix import RadixCache, RadixNode
+    from lockstep.core.radix import RadixNode
 
 
 def check(engine: Engine) -> None:
@@ -49,7 +49,7 @@ class Facts:
     def __init__(self, engine: Engine) -> None:
         radix, cohort = engine.memory.radix, engine.cohort
         self.free = engine.memory.pool.free_ids()
-        self.cached = _nodes(radix) if radix is not None else []
+        self.cached = radix.nodes() if radix is not None else []
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
@@ -106,15 +106,6 @@ def check_quiescent(engine: Engine) -> None:
             if getattr(owner, name):
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
-
-
-def _nodes(radix: RadixCache) -> list[RadixNode]:
-    """Every node of the cache, roots too, parents before children. Costs a third of RadixCache.walk."""
-    nodes = list(radix._roots.values())
-    for node in nodes:  # those that are appended on the way, too
-        if node.children:
-            nodes += node.children.values()
-    return nodes
 
 
 def _containers(engine: Engine) -> None:
@@ -243,7 +234,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
     handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
     handles += engine.sessions.handles()
-    _tree(radix, facts.cached, handles)
+    radix.check(handles, facts.cached)
     for request in facts.holders:
         if request.handle is None:
             if request.protected_pages:
@@ -257,54 +248,6 @@ def _locks(engine: Engine, facts: Facts) -> None:
         shared = request.protected_pages * engine.config.page_size
         if table.first_tokens(request.row, request.tokens, request.prompt_tokens, shared) != tokens:
             _fail(f"S13: {request.name} shares pages computed from other tokens")
-
-
-def _tree(radix: RadixCache, nodes: list[RadixNode], handles: list[RadixNode]) -> None:
-    """S9, S10, S11: all that RadixCache.check recomputes, in one pass over `nodes`, but S1: a page comes once."""
-    page_bytes, pages, locked = 4 * radix.page_tokens, 0, 0
-    recorded: dict[int, int] = {}
-    queued: dict[int, RadixNode] = {}
-    for node in nodes:
-        count, parent, locks = len(node.pages), node.parent, node.handles
-        if locks:
-            recorded[node.number] = locks
-        for first, child in node.children.items():
-            locks += child.lock_count
-            filed = radix._child_key(child) if child.banished else child.key[:page_bytes]
-            if child.parent is not node or filed != first:
-                _fail(f"S10: {child} is not filed under {node} where it belongs")
-        if node.lock_count != locks:
-            _fail(f"S9: {node} has {locks} handles in its subtree")
-        if len(node.key) != count * page_bytes or node.pages.base is not None:
-            _fail(f"S10: {node} has {len(node.key)} key bytes for {count} pages of {page_bytes}, or they are a view")
-        if parent is None:
-            if radix._roots[node.namespace] is not node or count or node.stop:
-                _fail(f"S10: root {node} of {node.namespace!r} has {count} pages or a double")
-            if not locks and not node.children:
-                _fail(f"S10: root {node} of {node.namespace!r} has neither child nor handle")
-        else:
-            if not count or node.stop != parent.stop + count:
-                _fail(f"S10: {node} has {count} pages after {parent}")
-            if parent.tick < node.tick:
-                _fail(f"S10: {node} is more recent than its parent {parent}")
-            if not locks and not node.queued and not node.children:
-                _fail(f"S11: evictable leaf {node} is not queued")
-        if node.queued:
-            queued[node.number] = node
-        pages += count
-        if locks:
-            locked += count
-    if recorded != (live := _counts(node.number for node in handles)):
-        _fail(f"S9: handles by node are recorded as {recorded}, live are {live}")
-    if (radix.total_pages, radix.locked_pages) != (pages, locked):
-        counted = f"{radix.total_pages} pages, {radix.locked_pages} locked"
-        _fail(f"S9: counters say {counted}; recount {pages}, {locked} locked")
-    due = {number: tick for tick, number, _ in radix._queue}
-    if len(due) != len(radix._queue) or due.keys() != queued.keys():
-        _fail(f"S11: {len(radix._queue)} entries for {len(due)} nodes, {len(queued)} say so")
-    for number, tick in due.items():
-        if tick > queued[number].tick:
-            _fail(f"S11: {queued[number]} is filed under {tick}, which is too late")
 
 
 def _sessions(engine: Engine, facts: Facts) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 LPM_FALLBACK_WAITING = 128  # above this many waiting, matching each costs more than it gains (SGLang's threshold)
 DUPLICATE_CACHED_TOKENS_MAX = 32  # whoever has more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
 DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
+REFRESHED_REQUESTS = 128  # of the line, whose cached prefixes are refreshed (SGLang's limit)
 ENDLESS = 1 << 62
 
 WAITING = RequestState.WAITING
@@ -178,6 +179,16 @@ def matched(request: Request, radix: RadixCache) -> Found:
         most = request.cacheable_tokens // radix.page_tokens
         found = request.matched = radix.find(request.namespace, request.tokens, most, found)
     return found
+
+
+def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
+    """Count the cached prefixes of those first in the line as used just now, the head's last of all.
+
+    So they outlive what nobody waits for, however long the line moves on nothing else. SGLang does so for policies that
+    do not look at the cache; here it is for any.
+    """
+    for request in reversed(waiting[:REFRESHED_REQUESTS]):
+        radix.touch(matched(request, radix).node)
 
 
 class Ordering:

@@ -111,9 +111,11 @@ def tokens_kept_free(engine: Engine, cohort: Cohort, positions: Int32s) -> int:
 class Need(NamedTuple):
     """What a request needs to start, in the terms of its admission."""
 
+    request: Request
     match: Match | None
     matched_pages: int  # of its prefix, that nobody holds: they cannot be had for anything else
     wanted: int  # tokens of the total budget
+    new_pages: int  # that its whole prompt needs
     pages: int  # of its first extend
 
     @staticmethod
@@ -132,7 +134,7 @@ class Need(NamedTuple):
         if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
             return None
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        return Need(match, locking, wanted, -(-take // page_size))
+        return Need(request, match, locking, wanted, -(-new_tokens // page_size), -(-take // page_size))
 
     def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
         """Whether it can start once all in flight is delivered and these members have left: `Engine._examine` then.
@@ -155,6 +157,10 @@ class Need(NamedTuple):
         if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
             return False
         locking = self.matched_pages + back.matched
-        if active and not budget.has(self.wanted, locking * page_size - gained):
+        if active and engine.counts_on_ends(self.request):
+            free = budget.current + pages * page_size - self.new_pages * page_size
+            if not engine.lasts_with(self.request, budget.newcomers, staying, then, free):
+                return False
+        elif active and not budget.has(self.wanted, locking * page_size - gained):
             return False
         return self.pages <= memory.available_pages + pages - engine.set_aside(staying, then) - locking

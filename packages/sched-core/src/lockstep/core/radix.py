@@ -245,6 +245,11 @@ class RadixCache:
             step = step.parent
         self._settle(node)
 
+    def touch(self, node: RadixNode) -> None:
+        """Count the path down to a node as used just now, if it is still in the tree."""
+        if node.parent is not None:
+            self._stamp(node)
+
     # ---- grow and shrink
 
     def insert(
@@ -482,65 +487,75 @@ class RadixCache:
 
     # ---- invariants
 
-    def check(self, handles: Iterable[RadixNode] | None = None) -> None:
+    def nodes(self) -> list[RadixNode]:
+        """Every node, roots too, parents before children. Costs a third of `walk`."""
+        nodes = list(self._roots.values())
+        for node in nodes:  # those that are appended on the way, too
+            if node.children:
+                nodes += node.children.values()
+        return nodes
+
+    def check(self, handles: Iterable[RadixNode] | None = None, nodes: list[RadixNode] | None = None) -> None:
         """Recompute everything that is kept incrementally. With `handles`, compare the locks with these live handles.
 
-        Raises: InvariantError naming the node and both numbers. Costs a walk over all tokens and pages; for tests.
+        `nodes` is what `nodes()` gave just now, from a caller who sees for himself that no page is there twice.
+        Raises: InvariantError naming the node and both numbers. Costs a walk over all nodes; for tests.
         """
-        nodes = list(self.walk())
+        if nodes is None:
+            nodes = self.nodes()
+            held = np.concatenate([np.empty(0, dtype=np.int32), *(node.pages for node in nodes)])
+            if twice := len(held) - len(np.unique(held)):
+                raise InvariantError(f"S10: {twice} of {len(held)} pages are in the tree more than once")
+        pages = locked = 0
+        recorded: dict[int, int] = {}
+        queued: dict[int, RadixNode] = {}
         for node in nodes:
-            self._check_shape(node)
-            self._check_locks(node)
-        if handles is not None:
-            expected = Counter(node.number for node in handles)
-            for node in nodes:
-                if node.handles != (live := expected.pop(node.number, 0)):
-                    raise InvariantError(f"S9: {node} records {node.handles} handles, {live} are live")
-            if expected:
-                raise InvariantError(f"S9: live handles on nodes {sorted(expected)}, which are not in the tree")
-
-        pages = np.concatenate([np.empty(0, dtype=np.int32), *(node.pages for node in nodes)])
-        locked = sum(len(node.pages) for node in nodes if node.lock_count)
-        if twice := len(pages) - len(np.unique(pages)):
-            raise InvariantError(f"S10: {twice} of {len(pages)} pages are in the tree more than once")
-        if (self.total_pages, self.locked_pages) != (len(pages), locked):
+            self._check_node(node)
+            if node.handles:
+                recorded[node.number] = node.handles
+            if node.queued:
+                queued[node.number] = node
+            pages += len(node.pages)
+            if node.lock_count:
+                locked += len(node.pages)
+        if handles is not None and recorded != (live := Counter(node.number for node in handles)):
+            raise InvariantError(f"S9: handles by node are recorded as {recorded}, live are {dict(live)}")
+        if (self.total_pages, self.locked_pages) != (pages, locked):
             counted = f"{self.total_pages} pages, {self.locked_pages} locked"
-            raise InvariantError(f"S9: counters say {counted}; recount {len(pages)}, {locked} locked")
-
+            raise InvariantError(f"S9: counters say {counted}; recount {pages}, {locked} locked")
         filed = {number: tick for tick, number, _ in self._queue}
-        queued = {node.number: node for node in nodes if node.queued}
         if len(filed) != len(self._queue) or filed.keys() != queued.keys():
             raise InvariantError(f"S11: {len(self._queue)} entries for {len(filed)} nodes, {len(queued)} say so")
-        for number, node in queued.items():
-            if filed[number] > node.tick:
-                raise InvariantError(f"S11: {node} is filed under {filed[number]}, which is too late")
+        for number, tick in filed.items():
+            if tick > queued[number].tick:
+                raise InvariantError(f"S11: {queued[number]} is filed under {tick}, which is too late")
 
-    def _check_shape(self, node: RadixNode) -> None:
-        parent, count = node.parent, len(node.pages)
-        if len(node.key) != count * self._page_bytes:
+    def _check_node(self, node: RadixNode) -> None:
+        """Its shape, its links to parent and children, its locks."""
+        parent, count, locks, page_bytes = node.parent, len(node.pages), node.handles, self._page_bytes
+        for first, child in node.children.items():
+            locks += child.lock_count
+            own = self._child_key(child) if child.banished else child.key[:page_bytes]
+            if child.parent is not node or own != first:
+                raise InvariantError(f"S10: {child} is not filed under {node} where it belongs")
+        if node.lock_count != locks:
+            raise InvariantError(f"S9: {node} has {locks} handles in its subtree")
+        if len(node.key) != count * page_bytes:
             raise InvariantError(f"S10: {node} has {len(node.key)} key bytes for {count} pages")
         if node.pages.base is not None:
             raise InvariantError(f"S10: the {count} pages of {node} are a view of another array")
-        for first, child in node.children.items():
-            if child.parent is not node or self._child_key(child) != first:
-                raise InvariantError(f"S10: {child} is not filed under {node} where it belongs")
         if parent is None:
             if self._roots[node.namespace] is not node or count or node.stop:
                 raise InvariantError(f"S10: root {node} of {node.namespace!r} has {count} pages or a double")
-            if not node.children and not node.lock_count:
+            if not locks and not node.children:
                 raise InvariantError(f"S10: root {node} of {node.namespace!r} has neither child nor handle")
         else:
             if not count or node.stop != parent.stop + count:
                 raise InvariantError(f"S10: {node} has {count} pages after {parent}")
             if parent.tick < node.tick:
                 raise InvariantError(f"S10: {node} is more recent than its parent {parent}")
-
-    def _check_locks(self, node: RadixNode) -> None:
-        locks = node.handles + sum(child.lock_count for child in node.children.values())
-        if node.lock_count != locks:
-            raise InvariantError(f"S9: {node} has {locks} handles in its subtree")
-        if node.parent is not None and not node.children and not locks and not node.queued:
-            raise InvariantError(f"S11: evictable leaf {node} is not queued")
+            if not locks and not node.queued and not node.children:
+                raise InvariantError(f"S11: evictable leaf {node} is not queued")
 
 
 def _below(node: RadixNode) -> Iterator[RadixNode]:

@@ -177,6 +177,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     horizon: int
     decode_launches: int
     extended_at: int
+    refreshed_at: int
     forced_at: int
     next_batch_id: int
     last_request_id: int
@@ -239,6 +240,7 @@ def dump(engine: Engine) -> bytes:
         horizon=engine.horizon,
         decode_launches=engine.decode_launches,
         extended_at=engine.extended_at,
+        refreshed_at=engine.refreshed_at,
         forced_at=engine.forced_at,
         next_batch_id=engine.next_batch_id,
         last_request_id=engine.last_request_id,
@@ -314,8 +316,8 @@ def restore(data: bytes) -> Engine:
     engine.latency.sums = image.latency
     for name in (
         "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
-        "extended_at forced_at next_batch_id last_request_id timers paused draining drains tokens_discarded "
-        "prefilled_tokens maintenance pace counts"
+        "extended_at refreshed_at forced_at next_batch_id last_request_id timers paused draining drains "
+        "tokens_discarded prefilled_tokens maintenance pace counts"
     ).split():
         setattr(engine, name, getattr(image, name))
     memory.weights_version = image.weights_version

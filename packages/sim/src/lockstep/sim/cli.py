@@ -121,6 +121,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("prefill_max_requests", _Or(click.INT, none=NONE), "requests that one extend may take in"),
     ("truncation_align_size", _Or(click.INT, none=NONE), "prompts are split at multiples of so many tokens"),
     ("decode_look_ahead", click.INT, "tokens of every running request that must fit before a decode"),
+    ("waiting_prefix_refresh", click.INT, "count cached prefixes of the line as used every so many launches; 0: never"),
     ("prefill_decode_interval", click.INT, "decodes between two extends while anybody decodes, at least"),
     ("retract_every", click.INT, "force one retraction every so many decodes, for testing; 0 is never"),
     ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
