@@ -1,5 +1,5 @@
-"""The GPU host of `lockstep.core`. Not written yet: this package only reserves its name and its dependencies.
+"""The GPU host of `lockstep.core`: the same scheduler as in the simulator, whose commands are kernels on a stream.
 
-It will hold the torch host: a loop like the simulator's, whose commands are kernels on a stream instead of timeouts,
-and whose journal replays in the simulator decision for decision.
+Nothing is decided here. A host (`host.py`) takes in facts and performs commands; an executor (`executor.py`) folds each
+plan into the device's tables and runs it. docs/runtime.md shows how the parts fit together.
 """
