@@ -28,16 +28,19 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
     BatchShape,
     CalibrationError,
+    CapacityError,
     CatalogueError,
     CostModel,
     CpuModel,
     Duration,
     GpuSpec,
     ModelSpec,
+    Parallelism,
     WeightsDtype,
     kv_capacity,
 )
 from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel, base_cost_model
 from lockstep.sim.host import Arrivals, EngineHost
 from lockstep.sim.metrics import MetricsFold, RunData
@@ -62,7 +65,7 @@ class ServingPoint:
     engine_version: str
     model: ModelSpec
     gpu: GpuSpec
-    tp: int
+    split: Parallelism
     weights_dtype: WeightsDtype
     prompt_tokens: int
     output_tokens: int
@@ -73,10 +76,15 @@ class ServingPoint:
     tpot_us: float
 
     @property
+    def tp(self) -> int:
+        """GPUs that share a copy of the model."""
+        return self.split.tp
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """The conditions. Of points with equal ones the first is kept, lest a fit be tested on what it was made of."""
         return (
-            self.engine, self.engine_version, self.model.name, self.gpu.name, self.tp, self.weights_dtype,
+            self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
             self.prompt_tokens, self.output_tokens, self.concurrency,
         )  # fmt: skip
 
@@ -84,7 +92,7 @@ class ServingPoint:
     def title(self) -> str:
         """The conditions in a few words."""
         lengths = f"{self.prompt_tokens}/{self.output_tokens}"
-        return f"{self.engine} {self.model.name} {self.weights_dtype} tp {self.tp}, {lengths}, {self.concurrency} users"
+        return f"{self.engine} {self.model.name} {self.weights_dtype} {self.split}, {lengths}, {self.concurrency} users"
 
 
 REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
@@ -94,7 +102,7 @@ UNIFORM_FROM = 0.8
 
 
 def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[ServingPoint], dict[str, list[int]]]:
-    """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `length_dist`, `suspect`.
+    """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
 
     Args:
         suspect: keep rows whose column `suspect` says something.
@@ -119,11 +127,11 @@ def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[Serv
             left_out.setdefault("marked suspect", []).append(number)
             continue
         if _number(row, "dp", where, default=1.0) > 1:
-            left_out.setdefault("data parallel, which is not modelled", []).append(number)
+            left_out.setdefault("data parallel, in which way is not said", []).append(number)
             continue
         try:
             point = _point(row, number, where)
-        except CatalogueError as error:
+        except (CatalogueError, CapacityError) as error:
             reason = str(error).splitlines()[0]
             left_out.setdefault(reason, []).append(number)
             continue
@@ -144,6 +152,7 @@ def _point(row: Mapping[str, str], number: int, where: str) -> ServingPoint:
     engine = row["engine"].strip().lower()
     if engine not in ENGINES:
         raise CalibrationError(f"{where}: `engine` must be one of {', '.join(ENGINES)}, got `{row['engine']}`")
+    split = Parallelism(tp=int(_number(row, "tp", where)), ep=int(_number(row, "ep", where, default=1.0)))
     lengths = row.get("length_dist") or "unknown"
     uniform = lengths.startswith(UNIFORM_CAMPAIGN)
     return ServingPoint(
@@ -152,7 +161,7 @@ def _point(row: Mapping[str, str], number: int, where: str) -> ServingPoint:
         engine_version=row.get("engine_version") or "",
         model=model,
         gpu=load_gpu(row["gpu"]),
-        tp=int(_number(row, "tp", where)),
+        split=split,
         weights_dtype=PRECISIONS[precision],
         prompt_tokens=int(_number(row, "isl", where)),
         output_tokens=int(_number(row, "osl", where)),
@@ -251,7 +260,8 @@ def play(
 
     `operators` is a folder of operator tables; with it the cost model is the measured one.
     """
-    base = base_cost_model(point.model, point.gpu, point.tp, weights_dtype=point.weights_dtype, operators=operators)
+    base = base_cost_model(point.model, point.gpu, point.split, weights_dtype=point.weights_dtype, operators=operators)
+    assert not isinstance(base, PipelineModel)  # no column says how many stages there were
     cost = _Recorder(base if calibration is None else calibration.cost_model(base))
     settings = ENGINES[point.engine]
     config = SchedConfig(
@@ -261,7 +271,7 @@ def play(
     kv = kv_capacity(
         point.model,
         point.gpu,
-        point.tp,
+        point.split,
         weights_dtype=point.weights_dtype,
         page_tokens=config.page_size,
         sampled_rows=config.max_running_requests,

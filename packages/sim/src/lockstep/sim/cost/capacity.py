@@ -168,8 +168,8 @@ def _stage_capacity(
 def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int, sampled_rows: int) -> int:
     """Return the peak of one forward pass: the widest layer over the chunk, or the logits of the sampled rows.
 
-    Shards have their part of the chunk each while attention runs, and the rows of all for the feed-forward; all-to-all
-    gives a rank the rows that its experts are chosen for instead.
+    Shards have their part of the chunk each while attention runs, and the rows of all for the feed-forward. Grouped
+    kernels set memory aside for every choice of an expert, on whichever rank it is; all-to-all tells the number first.
     """
     split, a = parallelism_of(tp), model.attention
     tp, heads_tp = split.tp, split.attention_tp
@@ -189,8 +189,10 @@ def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int,
     peak = chunk_tokens * feed_forward
     if model.experts is not None and split.ep > 1:
         e = model.experts
-        load = expected_max_load(chunk_tokens * e.per_token, split.ep, e.count // split.ep, split.expert_cv)
-        routed = load * (3 * e.ffn / split.expert_tp + model.hidden)
+        rows = float(chunk_tokens * e.per_token)
+        if split.moe_a2a:
+            rows = expected_max_load(chunk_tokens * e.per_token, split.ep, e.count // split.ep, split.expert_cv)
+        routed = rows * (3 * e.ffn / split.expert_tp + model.hidden)
         shared = ceil_div(own, heads_tp) * 3 * e.shared_ffn if split.moe_a2a else chunk_tokens * 3 * e.shared_ffn // tp
         peak = max(peak, int(routed) + shared)
     gathered = chunk_tokens * model.hidden if split.attention_dp > 1 else 0
