@@ -5,8 +5,9 @@ GPU time per request, with every batch full and no waiting:
     new prompt tokens x time of a full extend / its tokens  +  (output - 1) x time of a full decode / its rows
 
 A full decode has as many rows as fit, in the table and in KV pages. Prefixes that any two prompts share are taken as
-cached, wherever they are. Prefills follow each other through a pipeline as fast as its slowest stage. Lengths are means; attention over lengths is convex, so spread only adds time. What is left
-out, queueing and batches that are not full, also only adds. It is where a search begins, never an answer.
+cached, wherever they are. Prefills follow each other through a pipeline as fast as its slowest stage. Lengths are
+means; attention over lengths is convex, so spread only adds time. What is left out, queueing and batches that are not
+full, also only adds. It is where a search begins, never an answer.
 """
 
 from __future__ import annotations

@@ -228,9 +228,13 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(
         (
             click.option("--ep", default=1, help="groups of the tp GPUs that share out the experts; divides tp"),
-            click.option("--attention-dp", default=1, help="shards of the tp GPUs, each with rows of its own; divides tp"),
+            click.option(
+                "--attention-dp", default=1, help="shards of the tp GPUs, each with rows of its own; divides tp"
+            ),
             click.option("--pp", default=1, help="stages of tp GPUs that share out the layers (pipeline parallelism)"),
-            click.option("--moe-a2a", is_flag=True, help="rows go to their experts by all-to-all (DeepEP); needs ep = tp"),
+            click.option(
+                "--moe-a2a", is_flag=True, help="rows go to their experts by all-to-all (DeepEP); needs ep = tp"
+            ),
             click.option("--expert-cv", default=0.0, help="how unequally popular experts are: deviation over mean"),
         )
     ):

@@ -238,7 +238,9 @@ def assemble_cluster(
             base,
             gpu=group.gpu,
             tp=base.tp if group.tp is None else group.tp,
-            **group.layout,
+            ep=group.layout.get("ep", base.ep),
+            attention_dp=group.layout.get("attention_dp", base.attention_dp),
+            pp=group.layout.get("pp", base.pp),
             settings={**base.settings, **group.settings},
         )
         setup = assemble(one, workload=workload) if environ is None else assemble(one, environ, workload=workload)

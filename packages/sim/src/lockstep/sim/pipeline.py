@@ -1,7 +1,7 @@
 """The device of an engine with several stages: batches follow each other through them.
 
-    stage 1   | prefill 4 | prefill 5 |          | decode 7 ...        a decode waits for its newest token, which batch 5
-    stage 2        . | prefill 4 | prefill 5 |...                      sampled in the last stage, to come back
+    stage 1   | prefill 4 | prefill 5 |          | decode 7 ...        a decode waits until its newest token, which
+    stage 2        . | prefill 4 | prefill 5 |...                      batch 5 sampled in the last stage, is back
 
 A batch enters the first stage when that is free, and the next one when it has been sent there and that is free. A row
 that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
@@ -80,7 +80,7 @@ class PipelinedDevice(Device):
             if step:
                 shape = shape._replace(decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
                 now_us += back_us
-            times_us = pipeline.stage_us(shape)
+            times_us, sampling_us = pipeline.stage_us(shape), 0.0
             if sampled_us:  # the forward of the last stage may run before
                 last = pipeline.stage_us(shape._replace(sampled_rows=0))[-1]
                 sampling_us, times_us[-1] = times_us[-1] - last, last

@@ -101,11 +101,14 @@ UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that
 UNIFORM_FROM = 0.8
 
 
-def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[ServingPoint], dict[str, list[int]]]:
+def read_serving_points(
+    path: Path, *, suspect: bool = False, experts: bool = False
+) -> tuple[list[ServingPoint], dict[str, list[int]]]:
     """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
 
     Args:
         suspect: keep rows whose column `suspect` says something.
+        experts: lay experts out as the column `ep` says; otherwise all GPUs share every expert's width.
     Returns: the points, and the numbers of the rows left out by reason.
     Raises: CalibrationError naming the file, the row and the column that cannot be read.
     """
@@ -130,7 +133,7 @@ def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[Serv
             left_out.setdefault("data parallel, in which way is not said", []).append(number)
             continue
         try:
-            point = _point(row, number, where)
+            point = _point(row, number, where, experts=experts)
         except (CatalogueError, CapacityError) as error:
             reason = str(error).splitlines()[0]
             left_out.setdefault(reason, []).append(number)
@@ -143,7 +146,7 @@ def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[Serv
     return points, left_out
 
 
-def _point(row: Mapping[str, str], number: int, where: str) -> ServingPoint:
+def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) -> ServingPoint:
     name = row["model"].strip()
     model = load_model(name.removesuffix("-FP8").removesuffix("-fp8"))
     precision = row["precision"].strip().split(" ")[0].lower()
@@ -152,7 +155,8 @@ def _point(row: Mapping[str, str], number: int, where: str) -> ServingPoint:
     engine = row["engine"].strip().lower()
     if engine not in ENGINES:
         raise CalibrationError(f"{where}: `engine` must be one of {', '.join(ENGINES)}, got `{row['engine']}`")
-    split = Parallelism(tp=int(_number(row, "tp", where)), ep=int(_number(row, "ep", where, default=1.0)))
+    ep = int(_number(row, "ep", where, default=1.0)) if experts else 1
+    split = Parallelism(tp=int(_number(row, "tp", where)), ep=ep)
     lengths = row.get("length_dist") or "unknown"
     uniform = lengths.startswith(UNIFORM_CAMPAIGN)
     return ServingPoint(

@@ -259,17 +259,18 @@ class Setup:
         """What is taken for granted about rows, experts and stages."""
         split, lines = self.split, []
         if split.attention_dp > 1:
+            shard_tokens = self.config.pages // split.attention_dp * self.config.page_size
             lines.append(
-                f"attention_dp {split.attention_dp}: rows are spread evenly over shards, and share one prefix cache as large"
-                f" as all of them; a request has at most a shard's {self.config.context_tokens_max:,} tokens"
+                f"attention_dp {split.attention_dp}: rows are taken as spread evenly over shards, prefix caches as "
+                f"one; a request has to fit the {shard_tokens:,} tokens of a shard"
             )
         if split.ep > 1 and not split.expert_cv:
             lines.append(f"ep {split.ep}: routing is even (--expert-cv 0), so ranks differ by chance alone")
         if split.pp > 1:
             depth = self.config.overlap_depth
             lines.append(
-                f"pp {split.pp}: at most {depth + 1} batches are in the pipeline, and a row decodes again only when its "
-                "token is back; engines with a set of rows per stage keep stages busier"
+                f"pp {split.pp}: at most {depth + 1} batches are in the pipeline, and a row decodes again only when "
+                "its token is back; engines with a set of rows per stage keep stages busier"
             )
         return lines
 

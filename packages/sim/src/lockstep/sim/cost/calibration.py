@@ -295,10 +295,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def doubts(self, model: str, gpu: str, overlap_depth: int, split: Parallelism) -> list[str]:
         """Return where a simulation leaves what was measured, one sentence each."""
         if self.engine == "none":
+            beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
+            if beyond:
+                return [f"intervals are those of engines without {', '.join(beyond)}: they do not cover that"]
             return []
         lines = []
-        if unseen := split.describe():
-            names = ", ".join(unseen)
+        if not split.is_plain and not any(f"{split}:" in note for note in self.notes):
+            names = ", ".join(split.describe())
             lines.append(f"the calibration was made without {names}: its correction and intervals do not cover that")
         if self.gpu != gpu:
             lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: its intervals do not cover that")

@@ -1,11 +1,11 @@
-"""How unevenly routed tokens fall on the ranks of an expert-parallel group. The slowest rank is who everybody waits for.
+"""How unevenly routed tokens fall on the ranks of an expert-parallel group: everybody waits for the slowest.
 
     load       token-expert pairs ("assignments") that a rank computes
     touched    different experts of a rank that got any, whose weights it reads
 
 Experts' popularity is drawn from a symmetric Dirichlet distribution with the coefficient of variation `cv` (0: all are
-equally popular), assignments from that popularity, and each rank holds the same number of experts, placed at random. The
-loads of `ranks` ranks are then Dirichlet-multinomial; with cv 0 they are multinomial. That is also how independent
+equally popular), assignments from that popularity, and each rank holds the same number of experts, placed at random.
+Then the loads of `ranks` ranks are Dirichlet-multinomial; with cv 0 they are multinomial. That is also how independent
 negative binomials (cv 0: Poissons) are distributed once their sum is known, which is what makes the maximum easy:
 
     P(max <= m) = P(all X_i <= m and their sum is n) / P(sum is n)
@@ -41,9 +41,9 @@ def expected_max_load(assignments: int, ranks: int, experts: int, cv: float = 0.
         deviation = math.sqrt(mean + mean**2 / shape)
         first = max(0, math.floor(mean - TAIL_DEVIATIONS * deviation))
         last = math.ceil(mean + TAIL_DEVIATIONS * deviation * (1.0 + deviation / mean)) + 8
-        within = np.minimum(np.cumsum(_pmf(mean, shape, first, min(last, assignments))), 1.0)
+        within = np.minimum(np.cumsum(_pmf(mean, shape, first, last)), 1.0)
         found = first + float((1.0 - within[:-1] ** ranks).sum())
-    return min(max(found, mean), float(assignments))
+    return float(min(max(found, mean), assignments))
 
 
 def _pmf(mean: float, shape: float, first: int, last: int) -> Float64s:

@@ -211,7 +211,9 @@ def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
         if not isinstance(table, dict):
             raise CatalogueError(f"{where}: `{section}` must be an object, got `{table}`")
         for field, value in table.items():
-            if field not in COLLECTIVES and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+            if field not in COLLECTIVES and (
+                isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+            ):
                 raise CatalogueError(f"{where}: `{section}.{field}` must be a number above 0, got `{value}`")
         return {f: Constant(v, source_of(section, f)) for f, v in table.items() if f not in COLLECTIVES}
 

@@ -90,9 +90,7 @@ class RooflineModel:
         self.exchange: Exchange | None = None  # None: all-reduces, if anything
         if split.attention_dp > 1 or split.moe_a2a:
             fp8 = weights_dtype == "fp8" and gpu.has_fp8
-            self.exchange = Exchange(
-                model, gpu, split, fp8=fp8, rate=self._rate, all_reduce_us=self.all_reduce_us
-            )
+            self.exchange = Exchange(model, gpu, split, fp8=fp8, rate=self._rate, all_reduce_us=self.all_reduce_us)
             self.collectives = self.exchange.calls
         self._even = split.ep == 1 and not split.expert_cv and self.exchange is None
         self._prepare_gemms()
@@ -562,7 +560,7 @@ def roofline(
     cuda_graph: bool = True,
     graph_rows_max: int = GRAPH_ROWS_MAX,
 ) -> RooflineModel:
-    """Build the roofline of `model` on `tp` GPUs, or on one stage laid out as said; several: `pipeline.base_cost_model`.
+    """Build the roofline of `model` on `tp` GPUs, or on one stage laid out as said; `base_cost_model` builds several.
 
     `weights_dtype` None is the checkpoint's own.
 

@@ -44,7 +44,7 @@ class Stage:
 
     def weights_bytes(self, dtype: WeightsDtype, split: Parallelism) -> int:
         """Return the bytes of weights on one rank of this stage. A tied embedding is on the first and on the last."""
-        model, cost = self.model, WEIGHT_BYTES[dtype]
+        model, cost, split = self.model, WEIGHT_BYTES[dtype], replace(split, pp=1)
         if self.is_first and self.is_last:
             return model.weights_bytes(dtype, split)
         params = 0.0

@@ -448,7 +448,9 @@ class MeasuredModel:
             self.without_table.append("experts")
             return None
         width = np.ceil(c["inter_size"] / c["moe_tp_size"])
-        table_us = self.base.experts_us(c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"], self.split.ep)
+        table_us = self.base.experts_us(
+            c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"], self.split.ep
+        )
         shapes = np.column_stack([c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"]])
         ratios = Ratios(shapes, latency_us / table_us)
         own = [self.model.hidden, math.ceil(e.ffn / self.split.expert_tp), e.per_token, e.count]
@@ -541,7 +543,7 @@ def base_cost_model(
     kv_dtype: KvDtype = "bf16",
     operators: Path | None = None,
 ) -> BaseModel | PipelineModel:
-    """Build the roofline, or with a folder of operator tables the measured model; of each stage where there are several.
+    """Build the roofline, or with a folder of operator tables the measured model; one per stage.
 
     Raises: CatalogueError; CapacityError for a split that is not possible.
     """

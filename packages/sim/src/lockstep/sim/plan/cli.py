@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.sim.cli import (
-    parallel_options,
     EXIT_INTERRUPTED,
     cluster_options,
     given_settings,
+    parallel_options,
     refusals,
     scheduler_options,
 )

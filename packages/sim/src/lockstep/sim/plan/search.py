@@ -191,9 +191,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
 
 def _trial_of(question: Question, configuration: Configuration, content: str) -> Trial:
     chosen = dict(configuration.chosen)
-    own = {
-        key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen
-    }
+    own = {key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen}
     router = question.router
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
