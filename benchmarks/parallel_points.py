@@ -31,8 +31,9 @@ from lockstep.sim.cost.tables import read_operator_tables
 from lockstep.sim.serving_points import CLIENTS, play, read_serving_points
 from lockstep.sim.simulate import Scenario, assemble, simulate
 
-RANK_TOKENS = 2048  # new tokens that a rank takes in one pass, at most
+RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the engine's default (`max_num_tokens`)
 ROWS_MAX = 4096
+OUTPUT_MAX = 8192  # longer ones take many minutes each to simulate
 ALL_AT_ONCE = 1e6  # requests per second
 KV_DTYPES = {"DeepSeek-R1-0528": "fp8"}  # "fp8 (DeepSeek/gpt-oss); default otherwise"
 MODELS = {"DeepSeek-R1-0528": "deepseek-r1", "Qwen3-235B-A22B": "qwen3-235b-a22b", "Llama-3.3-70B": "llama-3.3-70b"}
@@ -114,6 +115,8 @@ def offline_rows(path: Path) -> Iterator[Offline]:
             layout = re.fullmatch(r"(DEP|TP)(\d+)", row["parallel"])
             known = row["model"] in MODELS and row["gpu"] in ("H100", "H200") and row["num_requests"]
             if layout is None or not known or row["weight_precision"] != "FP8":
+                continue
+            if int(row["osl"]) > OUTPUT_MAX:
                 continue
             gpus = int(layout[2])
             split = Parallelism(tp=gpus, ep=gpus, attention_dp=gpus) if layout[1] == "DEP" else Parallelism(tp=gpus)
