@@ -64,8 +64,8 @@ def serving_points(path: Path) -> None:
         if point.split.ep == 1:
             continue
         cells = []
-        for name, split in (("ep", point.split), ("tp", Parallelism(tp=point.tp))):
-            tpot_us = play(replace(point, split=split), CLIENTS["spread"]).tpot_us
+        for name, ep in (("ep", point.ep), ("tp", 1)):
+            tpot_us = play(replace(point, ep=ep), CLIENTS["spread"]).tpot_us
             errors[name].append(tpot_us / point.tpot_us - 1.0)
             cells.append(f"{tpot_us / 1e3:7.2f} ({100 * errors[name][-1]:+5.1f} %)")
         print(

@@ -40,6 +40,7 @@ from lockstep.sim.cost import (
     kv_capacity,
 )
 from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel, base_cost_model
 from lockstep.sim.host import Arrivals, EngineHost
@@ -65,7 +66,7 @@ class ServingPoint:
     engine_version: str
     model: ModelSpec
     gpu: GpuSpec
-    split: Parallelism
+    tp: int
     weights_dtype: WeightsDtype
     prompt_tokens: int
     output_tokens: int
@@ -74,11 +75,12 @@ class ServingPoint:
     concurrency: int
     ttft_us: float
     tpot_us: float
+    ep: int = 1
 
     @property
-    def tp(self) -> int:
-        """GPUs that share a copy of the model."""
-        return self.split.tp
+    def split(self) -> Parallelism:
+        """How the engine is laid out."""
+        return Parallelism(tp=self.tp, ep=self.ep)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -130,10 +132,11 @@ def read_serving_points(
             left_out.setdefault("marked suspect", []).append(number)
             continue
         if _number(row, "dp", where, default=1.0) > 1:
-            left_out.setdefault("data parallel, in which way is not said", []).append(number)
+            left_out.setdefault("data parallel, which is not modelled", []).append(number)
             continue
         try:
             point = _point(row, number, where, experts=experts)
+            check_split(point.model, point.split)
         except (CatalogueError, CapacityError) as error:
             reason = str(error).splitlines()[0]
             left_out.setdefault(reason, []).append(number)
@@ -155,8 +158,6 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
     engine = row["engine"].strip().lower()
     if engine not in ENGINES:
         raise CalibrationError(f"{where}: `engine` must be one of {', '.join(ENGINES)}, got `{row['engine']}`")
-    ep = int(_number(row, "ep", where, default=1.0)) if experts else 1
-    split = Parallelism(tp=int(_number(row, "tp", where)), ep=ep)
     lengths = row.get("length_dist") or "unknown"
     uniform = lengths.startswith(UNIFORM_CAMPAIGN)
     return ServingPoint(
@@ -165,7 +166,7 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         engine_version=row.get("engine_version") or "",
         model=model,
         gpu=load_gpu(row["gpu"]),
-        split=split,
+        tp=int(_number(row, "tp", where)),
         weights_dtype=PRECISIONS[precision],
         prompt_tokens=int(_number(row, "isl", where)),
         output_tokens=int(_number(row, "osl", where)),
@@ -174,6 +175,7 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         concurrency=int(_number(row, "concurrency", where)),
         ttft_us=1e3 * _number(row, "ttft_ms", where),
         tpot_us=1e3 * _number(row, "tpot_ms", where),
+        ep=int(_number(row, "ep", where, default=1.0)) if experts else 1,
     )
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration
-from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
 
 Float64s = NDArray[np.float64]
@@ -292,7 +292,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         low, high = self.residuals_of(metric, model).at([(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
         return float(low), float(high)
 
-    def doubts(self, model: str, gpu: str, overlap_depth: int, split: Parallelism) -> list[str]:
+    def doubts(self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL) -> list[str]:
         """Return where a simulation leaves what was measured, one sentence each."""
         if self.engine == "none":
             beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
