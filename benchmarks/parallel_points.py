@@ -6,7 +6,8 @@
 1. TPOT of TensorRT-LLM at fixed concurrency, Qwen3-235B-A22B with its experts over 4 and 8 H100
    (`serving_points.csv`, column `ep`), beside the same GPUs as tensor parallelism alone.
 2. Offline throughput of TensorRT-LLM with attention data and expert parallelism, "DEP" (`trtllm_perf_overview.csv`),
-   and of plain tensor parallelism as a control. How many tokens a rank takes in a pass is not said: RANK_TOKENS.
+   and of plain tensor parallelism as a control. How many tokens a rank takes in a pass is not said: RANK_TOKENS. KV is
+   fp8: the source says so of DeepSeek, of others that it is as the quantised checkpoint has it, which usually is fp8.
 3. The kernels: grouped GEMMs of a rank with part of the experts (`moe` tables), and DeepEP's dispatch and combine.
 """
 
@@ -35,7 +36,6 @@ RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the eng
 ROWS_MAX = 4096
 OUTPUT_MAX = 8192  # longer ones take many minutes each to simulate
 ALL_AT_ONCE = 1e6  # requests per second
-KV_DTYPES = {"DeepSeek-R1-0528": "fp8"}  # "fp8 (DeepSeek/gpt-oss); default otherwise"
 MODELS = {"DeepSeek-R1-0528": "deepseek-r1", "Qwen3-235B-A22B": "qwen3-235b-a22b", "Llama-3.3-70B": "llama-3.3-70b"}
 """Of the source's models those that are modelled. gpt-oss is left out: its rows call mxfp4 weights FP8."""
 
@@ -100,7 +100,7 @@ class Offline:
             ep=split.ep,
             attention_dp=split.attention_dp,
             weights_dtype="fp8",
-            kv_dtype=KV_DTYPES.get(self.model, "bf16"),  # type: ignore[arg-type]
+            kv_dtype="fp8",
             profile="vllm",
             settings={**settings, "context_tokens_max": max(40_960, self.prompt + self.output + 1)},
         )
