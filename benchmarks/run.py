@@ -31,6 +31,7 @@ NEEDS = {
     "rtx4090_truth": ("LOCKSTEP_DATA",),
     "vllm_steps": ("LOCKSTEP_PEERS",),
     "serving_points": ("LOCKSTEP_DATA",),
+    "parallel_points": ("LOCKSTEP_DATA",),
 }
 
 

@@ -17,6 +17,9 @@ WAITING_MANY = 1.0  # requests in the waiting line, on average: from here on the
 BUBBLE_SHARE = 0.10  # of the time with work, in which the GPU had nothing to run
 KV_FULL_SHARE = 0.95  # of the pool, held by requests
 
+STAGES_BUSY_SHARE = (
+    0.8  # of the time with a batch in the pipeline, below which stages wait for tokens, not tokens for them
+)
 KV_REASONS = ("kv_budget", "pages")
 LIMIT_REASONS = ("running_limit", "rows")
 
@@ -25,7 +28,8 @@ LIMIT_REASONS = ("running_limit", "rows")
 class Bottleneck:
     """What was short, and how that shows."""
 
-    name: str  # "KV memory", "GPU compute", "limit on running requests", "CPU", "none"; "unknown" without numbers
+    # "KV memory", "GPU compute", "limit on running requests", "pipeline bubbles", "CPU", "none"; "unknown": no numbers
+    name: str
     evidence: str
 
     def __str__(self) -> str:
@@ -55,6 +59,11 @@ def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
         return Bottleneck("KV memory", _listed(line, peak, retracted))
     if is_queue and for_limit >= max(others, 1):
         return Bottleneck("limit on running requests", _listed(line, running, f"GPU busy {_percent(busy)}"))
+    stages_busy = device.get("pipeline", {}).get("stage_busy_share")
+    if is_queue and stages_busy is not None and stages_busy < STAGES_BUSY_SHARE:
+        return Bottleneck(
+            "pipeline bubbles", _listed(line, f"stages busy {_percent(stages_busy)} of the time with work")
+        )
     if is_queue:
         return Bottleneck("GPU compute", _listed(line, f"GPU busy {_percent(busy)}", peak))
     if retractions:

@@ -13,6 +13,7 @@ again by less than a percent (docs/validation.md) and takes a microsecond.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,8 @@ def calibration_of_points(
     notes = []
     if not all(point.lengths_known for point in points):
         notes.append(f"TTFT is that of a client whose prompts are equally long, and whose {client.why}")
+    layouts = Counter(str(point.split) for point in points if not point.split.is_plain)
+    notes += [f"on {layout}: {count} rows" for layout, count in sorted(layouts.items())]
     return Calibration(
         engine=engine,
         engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),
@@ -265,7 +268,7 @@ def calibration_of_batches(
         spread=round(min(spread, 0.99), 5),
         residuals=(*residuals, *UNSEEN_MODELS),
         sources=(source,),
-        notes=(f"of one run, on tp {base.tp}: other degrees of parallelism were not seen",),
+        notes=(f"of one run, on {base.split}: other degrees of parallelism were not seen",),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,10 +75,18 @@ def _write(calibration: Calibration, out: Path) -> None:
 @click.option("--engine", required=True, help="whose rows: vllm, sglang or trtllm")
 @click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
 @click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
+@click.option("--ep", "experts", is_flag=True, help="lay experts out as the column `ep` says  [default: as tp alone]")
 @_operators
 @_common
 def points(
-    file: Path, engine: str, gpu: str | None, suspect: bool, operators: Path | None, date: str, out: Path
+    file: Path,
+    engine: str,
+    gpu: str | None,
+    suspect: bool,
+    experts: bool,
+    operators: Path | None,
+    date: str,
+    out: Path,
 ) -> None:
     """From published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
 
@@ -91,7 +100,7 @@ def points(
         from lockstep.sim.serving_points import read_serving_points
 
         date = _checked_date(date)
-        found, left_out = read_serving_points(file, suspect=suspect)
+        found, left_out = read_serving_points(file, suspect=suspect, experts=experts)
         if gpu is not None:
             name = load_gpu(gpu).name
             found = [point for point in found if point.gpu.name == name]
@@ -119,6 +128,8 @@ def points(
 @click.option("--model", help="what ran  [default: what the journal's header says]")
 @click.option("--gpu", help="where it ran  [default: what the journal's header says]")
 @click.option("--tp", type=click.INT, help="on so many GPUs  [default: what the journal's header says]")
+@click.option("--ep", type=click.INT, help="groups that shared out the experts  [default: what the header says]")
+@click.option("--attention-dp", type=click.INT, help="shards with rows of their own  [default: what the header says]")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
 @click.option("--engine", default="lockstep", show_default=True, help="what ran it")
@@ -130,6 +141,8 @@ def journal(
     model: str | None,
     gpu: str | None,
     tp: int | None,
+    ep: int | None,
+    attention_dp: int | None,
     weights_dtype: Any,
     kv_dtype: Any,
     engine: str,
@@ -143,8 +156,9 @@ def journal(
         from lockstep.core.journal import read_journal
         from lockstep.sim.calibrate import calibration_of_batches, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
-        from lockstep.sim.cost import CalibrationError
+        from lockstep.sim.cost import CalibrationError, Parallelism
         from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.cost.stages import PipelineModel
         from lockstep.sim.cost.tables import base_cost_model
 
         date = _checked_date(date)
@@ -153,15 +167,23 @@ def journal(
         for name, value in said.items():
             if not value:
                 raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
-        ranks = tp if tp is not None else int(header.host.get("tp", 1))
+        known = [field.name for field in fields(Parallelism)]
+        layout: dict[str, Any] = {name: header.host[name] for name in known if name in header.host}
+        given = {"tp": tp, "ep": ep, "attention_dp": attention_dp}
+        split = Parallelism(**layout | {name: value for name, value in given.items() if value is not None})
         base = base_cost_model(
             load_model(str(said["model"])),
             load_gpu(str(said["gpu"])),
-            ranks,
+            split,
             weights_dtype=weights_dtype,
             kv_dtype=kv_dtype,
             operators=operators,
         )
+        if isinstance(base, PipelineModel):
+            raise CalibrationError(
+                f"{run}: batches of a run with pp {split.pp} overlap, so what each took alone is not known\n"
+                "hint: calibrate with a run on one stage"
+            )
         batches = timed_batches(run, base)
         folder = run / "journal" if (run / "journal").is_dir() else run
         source = Source(

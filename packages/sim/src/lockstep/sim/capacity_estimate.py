@@ -5,8 +5,9 @@ GPU time per request, with every batch full and no waiting:
     new prompt tokens x time of a full extend / its tokens  +  (output - 1) x time of a full decode / its rows
 
 A full decode has as many rows as fit, in the table and in KV pages. Prefixes that any two prompts share are taken as
-cached, wherever they are. Lengths are means; attention over lengths is convex, so spread only adds time. What is left
-out, queueing and batches that are not full, also only adds. It is where a search begins, never an answer.
+cached, wherever they are. Prefills follow each other through a pipeline as fast as its slowest stage. Lengths are
+means; attention over lengths is convex, so spread only adds time. What is left out, queueing and batches that are not
+full, also only adds. It is where a search begins, never an answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from lockstep.core.config import SchedConfig
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.workload import WorkloadSummary
 
 
@@ -34,7 +36,8 @@ def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSu
     chunk = min(config.chunked_prefill_size or config.max_prefill_tokens, config.max_prefill_tokens)
     tokens = max(int(min(chunk, max(new_tokens, 1.0) * config.max_running_requests)), 1)
     pairs = int(tokens * prompt / 2)
-    extend_us = cost.batch_us(BatchShape(extend_rows=1, extend_tokens=tokens, extend_pairs=pairs)).mean_us
+    prompts = 1 if getattr(cost, "shards", 1) == 1 else max(round(tokens / new_tokens), 1)  # which shards divide
+    extend_us = _between_us(cost, BatchShape(extend_rows=prompts, extend_tokens=tokens, extend_pairs=pairs))
     prefill_us = new_tokens * extend_us / tokens
 
     per_request = max(new_tokens + output / 2, 1.0)  # tokens of KV of its own, half way through its answer
@@ -44,3 +47,8 @@ def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSu
     shape = BatchShape(decode_rows=rows, decode_context_tokens=context, sampled_rows=rows)
     decode_us = (output - 1.0) * cost.batch_us(shape).mean_us / rows
     return CapacityEstimate(1e6 / max(prefill_us + decode_us, 1e-3), prefill_us, decode_us, rows)
+
+
+def _between_us(cost: CostModel, shape: BatchShape) -> float:
+    """How soon one prefill can end after another: batches of a pipeline overlap."""
+    return max(cost.stage_us(shape)) if isinstance(cost, PipelineModel) else cost.batch_us(shape).mean_us

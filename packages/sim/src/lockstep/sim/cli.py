@@ -224,6 +224,25 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
     return decorated
 
 
+def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of an engine's layout besides `--tp`: docs/cost-models.md, section 1."""
+    for option in reversed(
+        (
+            click.option("--ep", default=1, help="groups of the tp GPUs that share out the experts; divides tp"),
+            click.option(
+                "--attention-dp", default=1, help="shards of the tp GPUs, each with rows of its own; divides tp"
+            ),
+            click.option("--pp", default=1, help="stages of tp GPUs that share out the layers (pipeline parallelism)"),
+            click.option(
+                "--moe-a2a", is_flag=True, help="rows go to their experts by all-to-all (DeepEP); needs ep = tp"
+            ),
+            click.option("--expert-cv", default=0.0, help="how unequally popular experts are: deviation over mean"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 # ------------------------------------------------------------------------------------------------------------ simulate
 
 
@@ -239,6 +258,7 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
     help="a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
 )
 @click.option("--tp", default=1, help="GPUs that share one copy of the model (tensor parallelism)")
+@parallel_options
 @cluster_options(engines=True)
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")

@@ -47,6 +47,7 @@ from lockstep.sim.cluster_metrics import combine
 from lockstep.sim.cost import Calibration
 from lockstep.sim.host import NEVER_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
+from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.simulate import (
     FrontEnd,
@@ -64,6 +65,7 @@ from lockstep.sim.workload import Workload
 if TYPE_CHECKING:
     from lockstep.sim.intervals import Intervals
 
+LAYOUT = ("ep", "attention_dp", "pp")  # of an engine, besides `tp`
 HOP_US_MAX = 60_000_000
 REPLICAS_MAX = 1024
 
@@ -76,13 +78,15 @@ class EngineGroup:
 
     count: int
     gpu: str
-    tp: int | None = None  # None, and what is not in `settings`: as the command line says for all
+    tp: int | None = None  # None, and what is not in `layout` and `settings`: as the command line says for all
+    layout: Mapping[str, int] = field(default_factory=dict)  # of LAYOUT
     weight: float | None = None  # at the router; None: what the cost model estimates
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig
 
     def __str__(self) -> str:
         words = [f"{self.count}x{self.gpu}"]
         words += [f"tp={self.tp}"] if self.tp is not None else []
+        words += [f"{name}={value}" for name, value in self.layout.items()]
         words += [f"weight={self.weight:g}"] if self.weight is not None else []
         words += [f"{name}={_word(value)}" for name, value in self.settings.items()]
         return ":".join(words)
@@ -101,24 +105,25 @@ def parse_engines(text: str, parse_setting: Callable[[str, str], tuple[str, Any]
         if not times or not count.isascii() or not count.isdigit() or not gpu or int(count) < 1:
             raise ConfigError(f"`engines` has `{item.strip()}`, expected COUNTxGPU\nhint: such as 4xh100:tp=2,2xh200")
         values: dict[str, Any] = {}
+        layout: dict[str, int] = {}
         settings: dict[str, Any] = {}
         for pair in pairs:
             name, equals, value = pair.partition("=")
-            if not equals or name in values or name in settings:
+            if not equals or name in values or name in layout or name in settings:
                 problem = "is given twice" if equals else "has no value"
                 raise ConfigError(f"`engines`: `{name}` of `{head}` {problem}\nhint: write NAME=VALUE once for each")
-            if name == "tp":
+            if name == "tp" or name in LAYOUT:
                 if not value.isascii() or not value.isdigit() or int(value) < 1:
                     raise ConfigError(
-                        f"`engines`: `tp` of `{head}` must be a whole number of at least 1, got `{value}`"
+                        f"`engines`: `{name}` of `{head}` must be a whole number of at least 1, got `{value}`"
                     )
-                values["tp"] = int(value)
+                (values if name == "tp" else layout)[name] = int(value)
             elif name == "weight":
                 values["weight"] = _parse_weight(head, value)
             else:
                 field_name, parsed = parse_setting(name, value)
                 settings[field_name] = parsed
-        groups.append(EngineGroup(count=int(count), gpu=gpu, settings=settings, **values))
+        groups.append(EngineGroup(count=int(count), gpu=gpu, layout=layout, settings=settings, **values))
     return tuple(groups)
 
 
@@ -177,11 +182,11 @@ class ClusterSetup:
 
     @property
     def gpus(self) -> int:
-        return sum(setup.scenario.tp for setup in self.engines)
+        return sum(setup.split.gpus for setup in self.engines)
 
     @property
     def title(self) -> str:
-        kinds = Counter(f"{setup.scenario.tp} x {setup.gpu.name}" for setup in self.engines)
+        kinds = Counter(setup.hardware for setup in self.engines)
         on = " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
         return f"{self.engines[0].model.name} on {on}, {self.scenario.router.policy}"
 
@@ -198,6 +203,7 @@ class ClusterSetup:
                 {
                     "gpu": setup.gpu.name,
                     "tp": setup.scenario.tp,
+                    **setup.split.describe(),
                     "weight": share.weight,
                     "cache_tokens": share.cache_tokens,
                 }
@@ -232,6 +238,9 @@ def assemble_cluster(
             base,
             gpu=group.gpu,
             tp=base.tp if group.tp is None else group.tp,
+            ep=group.layout.get("ep", base.ep),
+            attention_dp=group.layout.get("attention_dp", base.attention_dp),
+            pp=group.layout.get("pp", base.pp),
             settings={**base.settings, **group.settings},
         )
         setup = assemble(one, workload=workload) if environ is None else assemble(one, environ, workload=workload)
@@ -414,6 +423,7 @@ class Cluster:
                 check=invariants.self_check if check_every else None,
                 check_every=check_every or 1,
                 grammar_compile_us=scenario.grammar_compile_us,
+                device_type=device_type_of(one.cost),
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
@@ -533,7 +543,10 @@ class Cluster:
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
         """Measure it."""
         slos = self.setup.scenario.base.slos
-        datas = [metrics.result(slos) for metrics in self.metrics]
+        datas = [
+            with_stages(metrics.result(slos), lane.host.device)
+            for metrics, lane in zip(self.metrics, self.lanes, strict=True)
+        ]
         data = combine(datas, hop_us=self._hop_us, slos=slos)
         cpu_s = time.process_time() - began_s
         return ClusterRun(

@@ -101,7 +101,7 @@ def engines_table(run: ClusterRun) -> Any:
     for number, (one, share) in enumerate(zip(run.engines, run.setup.shares, strict=True)):
         summary = one.data.summary
         table.add_row(
-            f"{number}: {one.setup.scenario.tp} x {one.setup.gpu.name}",
+            f"{number}: {one.setup.hardware}",
             f"{share.weight:g}",
             f"{summary['requests']['arrived']:,}",
             show_rate(summary["throughput"]["output_tokens_per_s"]),

@@ -21,6 +21,7 @@ from simpy import Environment, Event
 
 from lockstep.core.events import RequestArrived, RequestCancelled, RequestId
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host import NEVER_US, EngineHost
 from lockstep.sim.turns import Turn
 
@@ -108,6 +109,9 @@ class Lane:
         one_row = cost.batch_us(BatchShape(decode_rows=1, decode_context_tokens=1))
         self._draws = one_row.spread_us > 0
         self._least_us = LEAST_SHARE * one_row.mean_us
+        self._overlaps = isinstance(cost, PipelineModel)
+        if isinstance(cost, PipelineModel):  # one launch may end a stage's time behind another
+            self._least_us = LEAST_SHARE * cost.stage_us(BatchShape(decode_rows=1, decode_context_tokens=1))[-1]
         self.quiet_until_us: float = NEVER_US
         clock.process(host.run())
         clock.horizon_us = 0
@@ -156,7 +160,7 @@ class Lane:
         if self._draws:
             return queue[-1].finished_us if known else now_us
         launch_us = self._least_us
-        if known and further and engine.in_flight[-1].samplers is engine.cohort:
+        if known and further and not self._overlaps and engine.in_flight[-1].samplers is engine.cohort:
             launch_us = LATER_SHARE * (queue[-1].finished_us - queue[-1].started_us)  # later contexts are longer
         return (queue[-1].finished_us if known else now_us) + int((further + 1) * launch_us)
 

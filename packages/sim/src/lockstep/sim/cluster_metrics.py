@@ -142,6 +142,15 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
     work_us = sum(part["bubble_us"] / part["bubble_share"] for part in parts if part["bubble_share"])
     gaps = [decode_gaps_us(data) for data in datas]
     gap_us = sum(round(gap.sum()) for gap, _ in gaps)
+    piped = [(part["pipeline"], part["busy_us"] or 0) for part in parts if "pipeline" in part]
+    there_us = sum(pipeline["stages"] * busy_us for pipeline, busy_us in piped)
+    used_us = sum(sum(pipeline["stage_busy_us"]) for pipeline, _ in piped)
+    pipelines = {
+        "stages": sum(pipeline["stages"] for pipeline, _ in piped),
+        "stage_busy_us": [us for pipeline, _ in piped for us in pipeline["stage_busy_us"]],
+        "stage_busy_share": _ratio(used_us, there_us),
+        "pipeline_bubble_us": sum(pipeline["pipeline_bubble_us"] for pipeline, _ in piped),
+    }
     return {
         "batches": out["batches"],
         "batches_by_mode": out["batches_by_mode"],
@@ -151,6 +160,7 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
         "bubble_share": _ratio(out["bubble_us"], work_us) if work_us else (0.0 if out["bubble_us"] == 0 else None),
         **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
         "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
+        **({"pipeline": pipelines} if piped else {}),
     }
 
 

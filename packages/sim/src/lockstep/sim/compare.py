@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
+from lockstep.sim.cost.parallel import USUAL
 from lockstep.sim.results import show_rate, show_us
 from lockstep.sim.stored_run import Requests, StoredRun, read_run
 
@@ -70,7 +71,8 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
 )
 
 PAIRED = ("ttft", "tpot", "e2e")
-EXPLAIN_CONSTANTS = ("model", "gpu", "tp", "weights_dtype", "kv_dtype", "cost model", "calibration")
+LAYOUT = ("ep", "attention_dp", "pp", "moe_a2a", "expert_cv")
+EXPLAIN_CONSTANTS = ("model", "gpu", "tp", *LAYOUT, "weights_dtype", "kv_dtype", "cost model", "calibration")
 
 # ------------------------------------------------------------------------------------------------------- what is found
 
@@ -269,6 +271,7 @@ def settings_of(run: StoredRun) -> dict[str, Any]:
         "model": about.get("model"),
         "gpu": about.get("gpu"),
         "tp": about.get("tp"),
+        **{name: about.get(name, getattr(USUAL, name)) for name in LAYOUT},
         "workload": workload.get("source"),
         "workload digest": workload.get("digest"),
         **{name: workload.get(name) for name in ("rate", "rate_scale", "time_window", "limit", "skipped_rows")},
@@ -319,13 +322,14 @@ def _warnings(runs: Sequence[StoredRun]) -> Iterator[str]:
         ("model", "fair only if the model is the question"),
         ("gpu", "fair only if the GPU is the question"),
         ("tp", "fair only if the number of GPUs is the question"),
+        ("pp", "fair only if the number of GPUs is the question"),
         ("limit", "not the same number of requests; give all runs one --limit"),
         ("calibration", "their times were not corrected alike; give all runs one --calibration"),
         ("cost model", "their times were not predicted alike"),
         ("SLOs", "goodput counts other requests in each; give all runs the same --slo"),
     ):
         if len(found := values(name)) > 1:
-            title = {"gpu": "GPUs", "tp": "tp", "SLOs": "SLOs"}.get(name, f"{name}s")
+            title = {"gpu": "GPUs", "tp": "tp", "pp": "pp", "SLOs": "SLOs"}.get(name, f"{name}s")
             yield f"different {title} ({' and '.join(found)}): {why}"
     for run in runs:
         if run.about.get("interrupted"):

@@ -365,6 +365,7 @@ class EngineHost:
         on_finish: called with the number of requests that ended, after each.
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
+        device_type: what runs batches; see `pipeline.device_type_of`.
     """
 
     def __init__(
@@ -386,6 +387,7 @@ class EngineHost:
         on_finish: Callable[[int], None] | None = None,
         decode_runs: bool = True,
         adapter_load_us: int = ADAPTER_LOAD_US,
+        device_type: type[Device] = Device,
     ) -> None:
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
@@ -395,7 +397,9 @@ class EngineHost:
         self.cpu = cpu
         self.journal = journal
         self.metrics = metrics
-        self.device = Device(cost, engine.config.rows_max, seed=seed, name=name, early_eos=max_new_tokens is not None)
+        self.device = device_type(
+            cost, engine.config.rows_max, seed=seed, name=name, early_eos=max_new_tokens is not None
+        )
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
         self.ended = 0  # requests finished or rejected

@@ -142,6 +142,12 @@ def _facts_table(summary: Summary) -> Table:
     table.add_row("GPU bubbles", show_share(device["bubble_share"]), bubble)
     gap = f"p50, between decode batches; p99 {show_us(device['decode_gap_us_p99'])}"
     table.add_row("GPU gap", show_us(device["decode_gap_us_p50"]), gap)
+    if "pipeline" in device:
+        pipeline = device["pipeline"]
+        idle = (
+            f"of the time with a batch in the pipeline; {show_us(pipeline['pipeline_bubble_us'])} of stages idle then"
+        )
+        table.add_row("stages busy", show_share(pipeline["stage_busy_share"]), idle)
     return table
 
 

@@ -28,16 +28,20 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
     BatchShape,
     CalibrationError,
+    CapacityError,
     CatalogueError,
     CostModel,
     CpuModel,
     Duration,
     GpuSpec,
     ModelSpec,
+    Parallelism,
     WeightsDtype,
     kv_capacity,
 )
 from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.models import check_split
+from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel, base_cost_model
 from lockstep.sim.host import Arrivals, EngineHost
 from lockstep.sim.metrics import MetricsFold, RunData
@@ -71,12 +75,18 @@ class ServingPoint:
     concurrency: int
     ttft_us: float
     tpot_us: float
+    ep: int = 1
+
+    @property
+    def split(self) -> Parallelism:
+        """How the engine is laid out."""
+        return Parallelism(tp=self.tp, ep=self.ep)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The conditions. Of points with equal ones the first is kept, lest a fit be tested on what it was made of."""
         return (
-            self.engine, self.engine_version, self.model.name, self.gpu.name, self.tp, self.weights_dtype,
+            self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
             self.prompt_tokens, self.output_tokens, self.concurrency,
         )  # fmt: skip
 
@@ -84,7 +94,7 @@ class ServingPoint:
     def title(self) -> str:
         """The conditions in a few words."""
         lengths = f"{self.prompt_tokens}/{self.output_tokens}"
-        return f"{self.engine} {self.model.name} {self.weights_dtype} tp {self.tp}, {lengths}, {self.concurrency} users"
+        return f"{self.engine} {self.model.name} {self.weights_dtype} {self.split}, {lengths}, {self.concurrency} users"
 
 
 REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
@@ -93,11 +103,14 @@ UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that
 UNIFORM_FROM = 0.8
 
 
-def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[ServingPoint], dict[str, list[int]]]:
-    """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `length_dist`, `suspect`.
+def read_serving_points(
+    path: Path, *, suspect: bool = False, experts: bool = False
+) -> tuple[list[ServingPoint], dict[str, list[int]]]:
+    """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
 
     Args:
         suspect: keep rows whose column `suspect` says something.
+        experts: lay experts out as the column `ep` says; otherwise all GPUs share every expert's width.
     Returns: the points, and the numbers of the rows left out by reason.
     Raises: CalibrationError naming the file, the row and the column that cannot be read.
     """
@@ -122,8 +135,9 @@ def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[Serv
             left_out.setdefault("data parallel, which is not modelled", []).append(number)
             continue
         try:
-            point = _point(row, number, where)
-        except CatalogueError as error:
+            point = _point(row, number, where, experts=experts)
+            check_split(point.model, point.split)
+        except (CatalogueError, CapacityError) as error:
             reason = str(error).splitlines()[0]
             left_out.setdefault(reason, []).append(number)
             continue
@@ -135,7 +149,7 @@ def read_serving_points(path: Path, *, suspect: bool = False) -> tuple[list[Serv
     return points, left_out
 
 
-def _point(row: Mapping[str, str], number: int, where: str) -> ServingPoint:
+def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) -> ServingPoint:
     name = row["model"].strip()
     model = load_model(name.removesuffix("-FP8").removesuffix("-fp8"))
     precision = row["precision"].strip().split(" ")[0].lower()
@@ -161,6 +175,7 @@ def _point(row: Mapping[str, str], number: int, where: str) -> ServingPoint:
         concurrency=int(_number(row, "concurrency", where)),
         ttft_us=1e3 * _number(row, "ttft_ms", where),
         tpot_us=1e3 * _number(row, "tpot_ms", where),
+        ep=int(_number(row, "ep", where, default=1.0)) if experts else 1,
     )
 
 
@@ -251,7 +266,8 @@ def play(
 
     `operators` is a folder of operator tables; with it the cost model is the measured one.
     """
-    base = base_cost_model(point.model, point.gpu, point.tp, weights_dtype=point.weights_dtype, operators=operators)
+    base = base_cost_model(point.model, point.gpu, point.split, weights_dtype=point.weights_dtype, operators=operators)
+    assert not isinstance(base, PipelineModel)  # no column says how many stages there were
     cost = _Recorder(base if calibration is None else calibration.cost_model(base))
     settings = ENGINES[point.engine]
     config = SchedConfig(
@@ -261,7 +277,7 @@ def play(
     kv = kv_capacity(
         point.model,
         point.gpu,
-        point.tp,
+        point.split,
         weights_dtype=point.weights_dtype,
         page_tokens=config.page_size,
         sampled_rows=config.max_running_requests,

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -54,9 +54,12 @@ from lockstep.sim.cost import (
     WeightsDtype,
     kv_capacity,
 )
+from lockstep.sim.cost.models import check_split
+from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
@@ -78,6 +81,11 @@ class Scenario:
     gpu: str
     workload: str  # path of a trace or a fitted model, gen:..., or mix:...
     tp: int = 1
+    ep: int = 1  # these five: see Parallelism
+    attention_dp: int = 1
+    pp: int = 1
+    moe_a2a: bool = False
+    expert_cv: float = 0.0
     rate: float | None = None  # arrivals per second; None: as recorded, or as the generator says
     rate_scale: float = 1.0
     time_window: str | None = None  # FROM..TO, by the workload's own clock
@@ -95,11 +103,25 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
 
+    @property
+    def parallelism(self) -> Parallelism:
+        """How an engine is laid out. Raises CapacityError for what cannot be."""
+        return Parallelism(**{field.name: getattr(self, field.name) for field in fields(Parallelism)})
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of an engine."""
+        return self.tp * self.pp
+
     def command(self) -> str:
         """The command line that runs this again."""
         words = ["lockstep", "simulate", "--model", self.model, "--gpu", self.gpu, "--workload", self.workload]
         for name in (
             "tp",
+            "ep",
+            "attention_dp",
+            "pp",
+            "expert_cv",
             "rate",
             "rate_scale",
             "time_window",
@@ -119,6 +141,8 @@ class Scenario:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
         if self.grammar_compile_us != GRAMMAR_COMPILE_US:
             words += _setting_words("grammar_compile_us", self.grammar_compile_us)
+        if self.moe_a2a:
+            words.append("--moe-a2a")
         if self.skip_bad_rows:
             words.append("--skip-bad-rows")
         for name, value in self.settings.items():
@@ -198,7 +222,17 @@ class Setup:
 
     @property
     def title(self) -> str:
-        return f"{self.model.name} on {self.scenario.tp} x {self.gpu.name}"
+        return f"{self.model.name} on {self.hardware}"
+
+    @property
+    def split(self) -> Parallelism:
+        return self.scenario.parallelism
+
+    @property
+    def hardware(self) -> str:
+        """`8 x H200-SXM`, with how it is laid out where that is not tensor parallelism alone."""
+        layout = "" if self.split.is_plain else f" ({self.split})"
+        return f"{self.split.gpus} x {self.gpu.name}{layout}"
 
     def slowed(self, factor: float) -> Setup:
         """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
@@ -217,7 +251,28 @@ class Setup:
                 fits = 0
             if self.config.pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
-        return lines + self.calibration.doubts(self.model.name, self.gpu.name, self.config.overlap_depth)
+        lines += self._layout_doubts()
+        depth = self.config.overlap_depth
+        return lines + self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split)
+
+    def _layout_doubts(self) -> list[str]:
+        """What is taken for granted about rows, experts and stages."""
+        split, lines = self.split, []
+        if split.attention_dp > 1:
+            shard_tokens = self.config.pages // split.attention_dp * self.config.page_size
+            lines.append(
+                f"attention_dp {split.attention_dp}: rows are taken as spread evenly over shards, prefix caches as "
+                f"one; a request has to fit the {shard_tokens:,} tokens of a shard"
+            )
+        if split.ep > 1 and not split.expert_cv:
+            lines.append(f"ep {split.ep}: routing is even (--expert-cv 0), so ranks differ by chance alone")
+        if split.pp > 1:
+            depth = self.config.overlap_depth
+            lines.append(
+                f"pp {split.pp}: at most {depth + 1} batches are in the pipeline, and a row decodes again only when "
+                "its token is back; engines with a set of rows per stage keep stages busier"
+            )
+        return lines
 
     def header(self) -> JournalHeader:
         """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
@@ -230,6 +285,7 @@ class Setup:
                 "model": self.model.name,
                 "gpu": self.gpu.name,
                 "tp": self.scenario.tp,
+                **self.split.describe(),
                 "cost": str(self.cost.describe()["kind"]),
                 "calibration": self.calibration.title,
                 "workload": self.workload.name,
@@ -252,6 +308,7 @@ class Setup:
             "model": self.model.name,
             "gpu": self.gpu.name,
             "tp": scenario.tp,
+            **self.split.describe(),
             "workload": {
                 "name": workload.name,
                 "source": workload.source,
@@ -300,7 +357,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     base = base_cost_model(
         model,
         gpu,
-        scenario.tp,
+        scenario.parallelism,
         weights_dtype=scenario.weights_dtype,
         kv_dtype=scenario.kv_dtype,
         operators=None if scenario.operators is None else Path(scenario.operators),
@@ -330,10 +387,20 @@ def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sche
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
         given["eos_token_ids"] = (*given.get("eos_token_ids", ()), EOS_TOKEN_ID)
     config = SchedConfig(**given)
+    split = scenario.parallelism
+    check_split(model, split)
     if "pages" in given:
-        return config, None
+        return _within_a_shard(config, split, config.pages), None
     kv = _capacity(scenario, model, gpu, config)
-    return msgspec.structs.replace(config, pages=kv.pages), kv
+    return _within_a_shard(msgspec.structs.replace(config, pages=kv.pages), split, kv.pages), kv
+
+
+def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> SchedConfig:
+    """A request's KV is in one shard, so its context ends where the shard does."""
+    if split.attention_dp == 1:
+        return config
+    most = pages // split.attention_dp * config.page_size
+    return msgspec.structs.replace(config, context_tokens_max=min(config.context_tokens_max, most))
 
 
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
@@ -341,7 +408,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
     return kv_capacity(
         model,
         gpu,
-        scenario.tp,
+        scenario.parallelism,
         mem_fraction=scenario.mem_fraction,
         page_tokens=config.page_size,
         kv_dtype=scenario.kv_dtype,
@@ -489,12 +556,13 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         check_every=check_every,
         on_finish=on_finish,
         decode_runs=not setup.debug,
+        device_type=device_type_of(setup.cost),
     )
     began_s = time.process_time()
     with stopping_on_interrupt(host):
         host.env.process(host.run())
         host.env.run()
-    data = metrics.result(setup.scenario.slos)
+    data = with_stages(metrics.result(setup.scenario.slos), host.device)
     return Run(
         setup=setup,
         data=data,
@@ -614,7 +682,7 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
     setup = run.setup
     facts = {
         "model": setup.model.name,
-        "GPU": f"{setup.scenario.tp} x {setup.gpu.name}",
+        "GPU": setup.hardware,
         "workload": setup.workload.source,
         "workload digest": setup.workload.digest,
         "cost model": str(setup.cost.describe()["kind"]),

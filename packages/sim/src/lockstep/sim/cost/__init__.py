@@ -13,6 +13,7 @@ from lockstep.sim.cost.errors import CalibrationError, CapacityError, CatalogueE
 from lockstep.sim.cost.hardware import Constant, GpuSpec
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration, decode_shape, extend_shape
 from lockstep.sim.cost.models import KvDtype, ModelSpec, WeightsDtype
+from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import RooflineModel, roofline
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "KvCapacity",
     "KvDtype",
     "ModelSpec",
+    "Parallelism",
     "RooflineModel",
     "WeightsDtype",
     "decode_shape",

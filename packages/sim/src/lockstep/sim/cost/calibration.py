@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration
+from lockstep.sim.cost.parallel import USUAL, Parallelism
+from lockstep.sim.cost.stages import PipelineModel
 
 Float64s = NDArray[np.float64]
 Metric = Literal["time", "ttft"]
@@ -229,12 +231,20 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
         """Return `base` corrected, and every time multiplied by `factor`, such as one of `factors`.
 
-        Raises: CalibrationError if `base` is of another kind than was calibrated, or cannot tell its collectives.
+        Raises: CalibrationError if `base` is of another kind than was calibrated, or cannot tell its collectives; or if
+            it has several stages, where only `factor` has a meaning.
         """
         if not 0.0 < factor < math.inf:
             raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
         if self.correction.is_identity and not self.spread and factor == 1.0:
             return base
+        if isinstance(base, PipelineModel):
+            if self.correction.is_identity and not self.spread:
+                return base.scaled(factor)
+            raise CalibrationError(
+                f"the calibration {self.title} corrects passes through one stage, got pp {base.split.pp}\n"
+                "hint: leave out --calibration, or --pp; what an engine adds to each stage was never measured"
+            )
         kind = str(base.describe()["kind"])
         if self.engine != "none" and kind != self.base:
             raise CalibrationError(
@@ -282,11 +292,17 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         low, high = self.residuals_of(metric, model).at([(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
         return float(low), float(high)
 
-    def doubts(self, model: str, gpu: str, overlap_depth: int) -> list[str]:
+    def doubts(self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL) -> list[str]:
         """Return where a simulation leaves what was measured, one sentence each."""
         if self.engine == "none":
+            beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
+            if beyond:
+                return [f"intervals are those of engines without {', '.join(beyond)}: they do not cover that"]
             return []
         lines = []
+        if not split.is_plain and not any(f"{split}:" in note for note in self.notes):
+            names = ", ".join(split.describe())
+            lines.append(f"the calibration was made without {names}: its correction and intervals do not cover that")
         if self.gpu != gpu:
             lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: its intervals do not cover that")
         if self.models and model not in self.models:
@@ -311,6 +327,7 @@ class CalibratedModel:
         self.calibration = calibration
         self.factor = factor
         self.collectives = self.base.collectives
+        self.shards = int(getattr(base, "shards", 1))
         c = calibration.correction
         self._kernels = c.kernels * factor
         self._collectives = c.collectives * factor

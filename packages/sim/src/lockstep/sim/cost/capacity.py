@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.sim.cost.errors import CapacityError
+from lockstep.sim.cost.experts import expected_max_load
 from lockstep.sim.cost.hardware import GpuSpec, all_reduce_of
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
@@ -17,8 +18,11 @@ from lockstep.sim.cost.models import (
     LatentAttention,
     ModelSpec,
     WeightsDtype,
+    ceil_div,
     checked_weights_dtype,
 )
+from lockstep.sim.cost.parallel import Parallelism, parallelism_of
+from lockstep.sim.cost.stages import Stage, stages_of
 
 MIB = 2**20
 RUNTIME_BYTES = 1024 * MIB  # estimate: CUDA context and libraries about 500 MiB, graphs and fragmentation as much
@@ -33,7 +37,10 @@ SAMPLED_ROWS = 256  # rows whose logits exist at once: a full decode batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCapacity:
-    """The memory of one GPU, divided. All bytes are per rank; `tokens` are those every rank can hold."""
+    """The memory of one GPU, divided. All bytes are per rank; `tokens` and `pages` are those the engine can hold.
+
+    Of several stages the figures are those of the one with the least room for KV, which decides for all.
+    """
 
     tokens: int
     pages: int
@@ -43,19 +50,31 @@ class KvCapacity:
     weights_bytes: int
     activation_bytes: int
     runtime_bytes: int
-    state_bytes: int  # linear-attention state of `state_rows` requests
+    state_bytes: int  # linear-attention state of `state_rows` requests, or of a shard's part of them
     kv_bytes: int
     kv_bytes_per_token: int
+    shards: int = 1  # of attention data parallelism: a token is in one of them
+    stages_weights_bytes: tuple[int, ...] = ()  # where there are several stages
+
+    @property
+    def shard_tokens(self) -> int:
+        """What one shard can hold, which is the most a single request can have."""
+        return self.tokens // self.shards
 
     def describe(self) -> dict[str, Any]:
         """Return every figure, for a run's metrics.json."""
-        return asdict(self)
+        described = asdict(self)
+        if self.shards == 1:
+            del described["shards"]
+        if not self.stages_weights_bytes:
+            del described["stages_weights_bytes"]
+        return described
 
 
 def kv_capacity(
     model: ModelSpec,
     gpu: GpuSpec,
-    tp: int = 1,
+    tp: int | Parallelism = 1,
     mem_fraction: float = 0.9,
     page_tokens: int = 16,
     kv_dtype: KvDtype = "bf16",
@@ -64,38 +83,75 @@ def kv_capacity(
     sampled_rows: int = SAMPLED_ROWS,
     state_rows: int = SAMPLED_ROWS,
 ) -> KvCapacity:
-    """Return the KV tokens that fit on `tp` GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
+    """Return the KV tokens that fit on the GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
 
-    Every attention layer keeps every token: separate pools for sliding layers are not modelled.
+    Every attention layer keeps every token: separate pools for sliding layers are not modelled. With attention data
+    parallelism each shard has KV of its own, and the engine as much as all of them; with stages, the fullest decides.
     Raises: CapacityError with the numbers when nothing, or not one page, is left for KV.
     """
     if not 0.0 < mem_fraction <= 1.0:
         raise CapacityError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`")
     if page_tokens < 1:
         raise CapacityError(f"`page_tokens` must be at least 1, got `{page_tokens}`")
-    if tp > 1:
-        all_reduce_of(gpu, tp)  # raises beyond the scale-up domain
-    weights = model.weights_bytes(checked_weights_dtype(model, weights_dtype), tp)
-    activations = activation_bytes(model, tp, chunk_tokens, sampled_rows)
-    runtime = RUNTIME_BYTES + (NCCL_BYTES[min(4, 2 if tp < 4 else 4)] if tp > 1 else 0)
-    state = state_rows * model.state_bytes_per_request(tp)
+    split = parallelism_of(tp)
+    if split.tp > 1:
+        all_reduce_of(gpu, split.tp)  # raises beyond the scale-up domain
+    dtype = checked_weights_dtype(model, weights_dtype)
+    stages = stages_of(model, split)
+    weights = [stage.weights_bytes(dtype, split) for stage in stages]
+    found = [
+        _stage_capacity(
+            stage, number, gpu, split, mem_fraction, page_tokens, kv_dtype, weights[number - 1], chunk_tokens,
+            sampled_rows, state_rows,
+        )
+        for number, stage in enumerate(stages, 1)
+    ]  # fmt: skip
+    tightest = min(found, key=lambda one: one.pages)
+    return replace(tightest, stages_weights_bytes=tuple(weights) if len(weights) > 1 else ())
+
+
+UNBOUNDED_PAGES = 2**40  # of a stage whose layers keep no KV
+
+
+def _stage_capacity(
+    stage: Stage,
+    number: int,
+    gpu: GpuSpec,
+    split: Parallelism,
+    mem_fraction: float,
+    page_tokens: int,
+    kv_dtype: KvDtype,
+    weights: int,
+    chunk_tokens: int,
+    sampled_rows: int,
+    state_rows: int,
+) -> KvCapacity:
+    """Of one stage: `pages` for the whole engine, as if this stage decided."""
+    model = stage.model
+    activations = activation_bytes(model, split, chunk_tokens, sampled_rows if stage.is_last else 0)
+    runtime = RUNTIME_BYTES + (NCCL_BYTES[min(4, 2 if split.gpus < 4 else 4)] if split.gpus > 1 else 0)
+    state = ceil_div(state_rows, split.attention_dp) * model.state_bytes_per_request(split)
     usable = int(gpu.memory_bytes * mem_fraction)
-    per_token = model.kv_bytes_per_token(kv_dtype, tp)
+    per_token = model.kv_bytes_per_token(kv_dtype, split)
     left = usable - weights - activations - runtime - state
     pages = left // (per_token * page_tokens) if per_token else 0
+    if not per_token and split.pp > 1 and left >= 0:
+        pages = UNBOUNDED_PAGES
     if pages < 1:
         gb = 1e9
         parts = f"weights {weights / gb:.1f} + activations {activations / gb:.1f} + runtime {runtime / gb:.1f} GB"
-        parts += f" + state of {state_rows} requests {state / gb:.1f} GB" if state else ""
+        parts += f" + state of {ceil_div(state_rows, split.attention_dp)} requests {state / gb:.1f} GB" if state else ""
+        where = "" if split.is_plain else f" with {split}"
+        where += f" (stage {number} of {split.pp})" if split.pp > 1 else ""
         raise CapacityError(
-            f"{model.name} does not fit on {tp} x {gpu.name}: per GPU {parts} = "
+            f"{model.name} does not fit on {split.gpus} x {gpu.name}{where}: per GPU {parts} = "
             f"{(usable - left) / gb:.1f} GB, of {usable / gb:.1f} GB usable "
             f"({mem_fraction:g} x {gpu.memory_bytes / gb:.1f} GB)\n"
             "hint: raise --tp, choose a GPU with more memory, or a smaller --weights-dtype"
         )
     return KvCapacity(
-        tokens=pages * page_tokens,
-        pages=pages,
+        tokens=pages * page_tokens * split.attention_dp,
+        pages=pages * split.attention_dp,
         page_tokens=page_tokens,
         memory_bytes=gpu.memory_bytes,
         usable_bytes=usable,
@@ -105,20 +161,40 @@ def kv_capacity(
         state_bytes=state,
         kv_bytes=pages * page_tokens * per_token,
         kv_bytes_per_token=per_token,
+        shards=split.attention_dp,
     )
 
 
-def activation_bytes(model: ModelSpec, tp: int, chunk_tokens: int, sampled_rows: int) -> int:
-    """Return the peak of one forward pass: the widest layer over the chunk, or the logits of the sampled rows."""
-    a = model.attention
+def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int, sampled_rows: int) -> int:
+    """Return the peak of one forward pass: the widest layer over the chunk, or the logits of the sampled rows.
+
+    Shards have their part of the chunk each while attention runs, and the rows of all for the feed-forward. Grouped
+    kernels set memory aside for every choice of an expert, on whichever rank it is; all-to-all tells the number first.
+    """
+    split, a = parallelism_of(tp), model.attention
+    tp, heads_tp = split.tp, split.attention_tp
     if isinstance(a, LatentAttention):
-        attention = a.q_rank + a.kv_rank + a.heads // tp * (2 * (a.nope_dim + a.rope_dim) + 2 * a.value_dim)
-    else:
-        attention = 2 * a.heads // tp * a.head_dim + model.kv_values_per_layer(tp)  # qkv and the attention's output
+        attention = a.q_rank + a.kv_rank + a.heads // heads_tp * (2 * (a.nope_dim + a.rope_dim) + 2 * a.value_dim)
+    else:  # qkv and the attention's output
+        attention = 2 * a.heads // heads_tp * a.head_dim + model.kv_values_per_layer(heads_tp)
     feed_forward = 3 * model.ffn // tp  # gate and up, and their product
-    if model.experts is not None:
+    logits = sampled_rows * model.vocab * LOGITS_BYTES_PER_VALUE
+    if model.experts is not None and split.ep == 1 and not split.moe_a2a:
         e = model.experts
         feed_forward = max(feed_forward, e.per_token * (3 * e.ffn // tp + model.hidden) + 3 * e.shared_ffn // tp)
-    width = 2 * model.hidden + max(attention, feed_forward)  # residual and input stay alive throughout
-    logits = sampled_rows * model.vocab * LOGITS_BYTES_PER_VALUE
-    return max(chunk_tokens * width * ACTIVATION_BYTES, logits)
+    if split.attention_dp == 1 and split.ep == 1:
+        width = 2 * model.hidden + max(attention, feed_forward)  # residual and input stay alive throughout
+        return max(chunk_tokens * width * ACTIVATION_BYTES, logits)
+    own = ceil_div(chunk_tokens, split.attention_dp)
+    peak = chunk_tokens * feed_forward
+    if model.experts is not None and split.ep > 1:
+        e = model.experts
+        rows = float(chunk_tokens * e.per_token)
+        if split.moe_a2a:
+            rows = expected_max_load(chunk_tokens * e.per_token, split.ep, e.count // split.ep, split.expert_cv)
+        routed = rows * (3 * e.ffn / split.expert_tp + model.hidden)
+        shared = ceil_div(own, heads_tp) * 3 * e.shared_ffn if split.moe_a2a else chunk_tokens * 3 * e.shared_ffn // tp
+        peak = max(peak, int(routed) + shared)
+    gathered = chunk_tokens * model.hidden if split.attention_dp > 1 else 0
+    values = own * 2 * model.hidden + max(own * attention, gathered + peak)
+    return max(values * ACTIVATION_BYTES, logits)

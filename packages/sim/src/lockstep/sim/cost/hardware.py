@@ -36,6 +36,18 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class AllGather:
+    """A straight line, for an all-gather and for a reduce-scatter: us = latency_us + (n - 1) / n * bytes / rate.
+
+    `bytes` is what all ranks together have, n the number of GPUs.
+    """
+
+    latency_us: float
+    gbs: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSpec:
     """One GPU of the catalogue. Dense rates (no 2:4 sparsity); tera is 1e12, giga is 1e9."""
 
@@ -45,6 +57,7 @@ class GpuSpec:
     datasheet: Mapping[str, Constant]  # bf16_tflops, fp8_tflops, memory_bytes, memory_gbs, scale_up_gbs, pcie_gbs, ...
     measured: Mapping[str, Constant]  # medians over operator tables, named as in FRACTIONS and LATENCIES
     all_reduce: Mapping[int, AllReduce]  # by number of GPUs
+    all_gather: Mapping[int, AllGather]  # by number of GPUs
     usd_per_gpu_hour: Mapping[str, Constant]  # owned_hyperscaler, rental_3yr, on_demand_low, on_demand_high, ...
     notes: tuple[str, ...] = ()
 
@@ -74,6 +87,15 @@ FRACTIONS: dict[str, tuple[str, float, str]] = {
     "delta_rule_tflops": ("bf16_tflops", 0.17, "H100 chunk_gated_delta_rule, 32,768 tokens in 1.06 ms: 0.17 to 0.2"),
 }
 
+# The same for what goes over the link between GPUs: (fraction of the link, why this fraction).
+LINK_FRACTIONS: dict[str, tuple[float, str]] = {
+    "dispatch_gbs": (0.58, "DeepEP on 8 GPUs: H100 0.58, H200 0.58"),
+    "dispatch_low_latency_gbs": (0.62, "DeepEP on 8 GPUs: H100 0.61, H200 0.63"),
+    "combine_gbs": (0.61, "DeepEP on 8 GPUs: H100 0.61, H200 0.61"),
+    "combine_low_latency_gbs": (0.55, "DeepEP on 8 GPUs: H100 0.55, H200 0.56"),
+    "send_gbs": (0.55, "NCCL all-to-all of 2 GPUs: H100 0.54, H200 0.56"),
+}
+
 LATENCIES: dict[str, tuple[float, str]] = {
     "bf16_gemm_latency_us": (3.2, "rounded from A100 4.5, H100 3.2, H200 3.2, L40S 3.1 us"),
     "fp8_gemm_latency_us": (4.9, "rounded from H100 4.9, H200 4.9, L40S 4.0 us"),
@@ -81,11 +103,24 @@ LATENCIES: dict[str, tuple[float, str]] = {
     "attention_prefill_extra_keys": (250.0, "keys, not us; between A100 163, H100 400, H200 365 and L40S 88"),
     "attention_decode_latency_us": (9.5, "rounded from H100 and H200 9.5 us"),
     "small_kernel_us": (1.7, "rounded from H100 1.7, H200 1.6, L40S 1.7 us"),
+    "dispatch_latency_us": (27.0, "DeepEP on 8 GPUs: H100 26.8, H200 27.1 us"),
+    "dispatch_low_latency_us": (11.0, "DeepEP on 8 GPUs: H100 11.5, H200 10.2 us"),
+    "combine_latency_us": (38.0, "DeepEP on 8 GPUs: H100 38.4, H200 38.1 us"),
+    "combine_low_latency_us": (11.0, "DeepEP on 8 GPUs: H100 11.3, H200 10.2 us"),
+    "send_latency_us": (8.1, "NCCL all-to-all of 2 GPUs: H100 8.1, H200 8.1 us"),
 }
 
 # All-reduce where the catalogue has no table: fractions of the link, from the 8-GPU H100 and H200 fits.
 DIRECT_LINK_FRACTION, DIRECT_LATENCY_US = 0.21, 4.2
 RING_LINK_FRACTION, RING_LATENCY_US = 0.70, 13.8
+
+# All-gather and reduce-scatter where the catalogue has no table: fractions of the link, from H100 and H200.
+GATHER_LINK_FRACTIONS = {2: 0.46, 4: 0.59, 8: 0.66}  # by number of GPUs, and from there on
+GATHER_LATENCIES_US = {2: 6.0, 4: 8.0, 8: 12.0}
+
+# Between nodes. Nothing was measured: an estimate of what 400 Gbit/s per GPU, as in HGX H100 systems, gives.
+NETWORK_GBS = Constant(40.0, "estimate: 0.8 of 400 Gbit/s per GPU (InfiniBand NDR, one adapter per GPU)")
+NETWORK_LATENCY_US = Constant(15.0, "estimate: one message between nodes, GPU to GPU")
 PCIE_GPUS_MAX = 8  # GPUs of one node, which is as far as tensor parallelism over PCIe is modelled
 
 
@@ -96,6 +131,10 @@ def achieved(gpu: GpuSpec, name: str) -> Constant:
     if name in LATENCIES:
         value, why = LATENCIES[name]
         return Constant(value, f"not measured on {gpu.name}: {why}")
+    if name in LINK_FRACTIONS:
+        fraction, why = LINK_FRACTIONS[name]
+        link = link_of(gpu)
+        return Constant(link.value * fraction, f"{fraction:g} x link {link.value:g} GB/s ({why}); {link.source}")
     field, fraction, why = FRACTIONS[name]
     if field not in gpu.datasheet:
         raise CatalogueError(f"GPU `{gpu.name}` has no `{field}`, needed for `{name}`")
@@ -113,7 +152,7 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
     for measured_gpus in sorted(gpu.all_reduce):
         if measured_gpus >= gpus:
             return gpu.all_reduce[measured_gpus]
-    link = gpu.datasheet.get("scale_up_gbs") or gpu.datasheet["pcie_gbs"]
+    link = link_of(gpu)
     return AllReduce(
         DIRECT_LATENCY_US,
         DIRECT_LINK_FRACTION * link.value,
@@ -124,6 +163,25 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
     )
 
 
+def all_gather_of(gpu: GpuSpec, gpus: int) -> AllGather:
+    """Return the line of all-gather and reduce-scatter for `gpus` GPUs of one scale-up domain."""
+    for measured_gpus in sorted(gpu.all_gather):
+        if measured_gpus >= gpus:
+            return gpu.all_gather[measured_gpus]
+    link, size = link_of(gpu), next((size for size in GATHER_LINK_FRACTIONS if size >= gpus), 8)
+    fraction = GATHER_LINK_FRACTIONS[size]
+    return AllGather(
+        GATHER_LATENCIES_US[size],
+        fraction * link.value,
+        f"link {link.value:g} GB/s x {fraction:g} (fits of {size} H100 and H200); {link.source}",
+    )
+
+
+def link_of(gpu: GpuSpec) -> Constant:
+    """Return the data sheet's rate between two GPUs of a domain, GB/s in one direction."""
+    return gpu.datasheet.get("scale_up_gbs") or gpu.datasheet["pcie_gbs"]
+
+
 def scale_up_gpus(gpu: GpuSpec) -> int:
     """Return how many GPUs tensor parallelism may span: the NVLink domain, or a node where there is only PCIe."""
     domain = int(gpu.datasheet["scale_up_gpus"].value)
@@ -132,6 +190,8 @@ def scale_up_gpus(gpu: GpuSpec) -> int:
 
 REQUIRED = ("bf16_tflops", "memory_bytes", "memory_gbs", "pcie_gbs", "scale_up_gpus")
 ALL_REDUCE_FIELDS = ("direct_latency_us", "direct_gbs", "ring_latency_us", "ring_gbs")
+ALL_GATHER_FIELDS = ("latency_us", "gbs")
+COLLECTIVES = {"all_reduce": ALL_REDUCE_FIELDS, "all_gather": ALL_GATHER_FIELDS}
 
 
 def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
@@ -151,9 +211,11 @@ def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
         if not isinstance(table, dict):
             raise CatalogueError(f"{where}: `{section}` must be an object, got `{table}`")
         for field, value in table.items():
-            if field != "all_reduce" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+            if field not in COLLECTIVES and (
+                isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+            ):
                 raise CatalogueError(f"{where}: `{section}.{field}` must be a number above 0, got `{value}`")
-        return {f: Constant(v, source_of(section, f)) for f, v in table.items() if f != "all_reduce"}
+        return {f: Constant(v, source_of(section, f)) for f, v in table.items() if f not in COLLECTIVES}
 
     datasheet = constants("datasheet")
     for field in REQUIRED:
@@ -161,30 +223,36 @@ def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
             raise CatalogueError(f"{where}: `datasheet.{field}` is missing")
     measured = constants("measured")
     for field in measured:
-        if field not in FRACTIONS and field not in LATENCIES:
+        if field not in FRACTIONS and field not in LATENCIES and field not in LINK_FRACTIONS:
             raise CatalogueError(
                 f"{where}: `measured.{field}` is not a rate the cost model knows\n"
-                f"hint: one of {', '.join((*FRACTIONS, *LATENCIES, 'all_reduce'))}"
+                f"hint: one of {', '.join((*FRACTIONS, *LATENCIES, *LINK_FRACTIONS, *COLLECTIVES))}"
             )
-    all_reduce: dict[int, AllReduce] = {}
-    for gpus, fit in (data.get("measured", {}).get("all_reduce") or {}).items():
-        if not str(gpus).isdecimal() or not isinstance(fit, dict) or set(fit) != set(ALL_REDUCE_FIELDS):
-            raise CatalogueError(
-                f"{where}: `measured.all_reduce.{gpus}` must be a number of GPUs with {', '.join(ALL_REDUCE_FIELDS)}"
-            )
-        for field, value in fit.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+
+    def lines(field: str) -> dict[int, dict[str, float]]:
+        found: dict[int, dict[str, float]] = {}
+        for gpus, fit in (data.get("measured", {}).get(field) or {}).items():
+            if not str(gpus).isdecimal() or not isinstance(fit, dict) or set(fit) != set(COLLECTIVES[field]):
                 raise CatalogueError(
-                    f"{where}: `measured.all_reduce.{gpus}.{field}` must be a number above 0, got `{value}`"
+                    f"{where}: `measured.{field}.{gpus}` must be a number of GPUs with {', '.join(COLLECTIVES[field])}"
                 )
-        all_reduce[int(gpus)] = AllReduce(**fit, source=source_of("measured", "all_reduce"))
+            for name, value in fit.items():
+                if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                    raise CatalogueError(
+                        f"{where}: `measured.{field}.{gpus}.{name}` must be a number above 0, got `{value}`"
+                    )
+            found[int(gpus)] = fit
+        return found
+
+    reduce_source, gather_source = source_of("measured", "all_reduce"), source_of("measured", "all_gather")
     return GpuSpec(
         name=name,
         vendor=str(data.get("vendor", "unknown")),
         arch=str(data.get("arch", "unknown")),
         datasheet=datasheet,
         measured=measured,
-        all_reduce=all_reduce,
+        all_reduce={gpus: AllReduce(**fit, source=reduce_source) for gpus, fit in lines("all_reduce").items()},
+        all_gather={gpus: AllGather(**fit, source=gather_source) for gpus, fit in lines("all_gather").items()},
         usd_per_gpu_hour=constants("usd_per_gpu_hour"),
         notes=tuple(str(note) for note in data.get("notes", ())),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
+from lockstep.sim.cost.parallel import Parallelism, divisors, parallelism_of
 
 WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
 KvDtype = Literal["bf16", "fp8"]
@@ -39,7 +40,7 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """`count` equal weight matrices, as one tensor-parallel rank holds them."""
+    """`count` equal weight matrices, as one rank holds them."""
 
     name: str
     inputs: int
@@ -153,43 +154,49 @@ class ModelSpec:
         """Layers that keep KV."""
         return self.full_layers + self.sliding_layers
 
-    def matrices(self, tp: int = 1) -> tuple[Matrix, ...]:
-        """List the weight matrices one rank of `tp` holds, in the order they are used. Raises CapacityError."""
-        check_split(self, tp)
+    def matrices(self, tp: int | Parallelism = 1) -> tuple[Matrix, ...]:
+        """List the weight matrices one rank of `tp` holds, in the order they are used, as if it had all layers.
+
+        Raises: CapacityError for a split that is not possible.
+        """
+        split = parallelism_of(tp)
+        check_split(self, split)
+        tp, attention_tp = split.tp, split.attention_tp
         found: list[Matrix] = []
         hidden, layers = self.hidden, self.attention_layers
-        found.append(Matrix("embedding", hidden, ceil_div(self.vocab, tp), 1, "plain"))
+        found.append(Matrix("embedding", hidden, ceil_div(self.vocab, attention_tp), 1, "plain"))
         a = self.attention
         if isinstance(a, LatentAttention):
-            heads, query = a.heads // tp, a.nope_dim + a.rope_dim
+            heads, query = a.heads // attention_tp, a.nope_dim + a.rope_dim
             # q_a and kv_a are one GEMM, whole on every rank; kv_b is applied to new tokens, or absorbed in decode.
             found.append(Matrix("qkv_a", hidden, a.q_rank + a.kv_rank + a.rope_dim, layers))
             found.append(Matrix("q_b", a.q_rank or hidden, heads * query, layers))
             found.append(Matrix("kv_b", a.kv_rank, heads * (a.nope_dim + a.value_dim), layers))
             found.append(Matrix("o", heads * a.value_dim, hidden, layers))
         elif layers:
-            query = a.heads // tp * a.head_dim
-            kv = 2 * ceil_div(a.kv_heads, tp) * a.head_dim
+            query = a.heads // attention_tp * a.head_dim
+            kv = 2 * ceil_div(a.kv_heads, attention_tp) * a.head_dim
             found.append(Matrix("qkv", hidden, query * (2 if a.gated else 1) + kv, layers))
             found.append(Matrix("o", query, hidden, layers))
         if self.delta is not None:
             d = self.delta
-            values = d.value_heads * d.value_dim // tp
-            keys = d.key_heads * d.key_dim // tp
+            values = d.value_heads * d.value_dim // attention_tp
+            keys = d.key_heads * d.key_dim // attention_tp
             found.append(Matrix("delta_qkvz", hidden, 2 * keys + 2 * values, self.linear_layers))
-            found.append(Matrix("delta_ba", hidden, 2 * d.value_heads // tp, self.linear_layers, "plain"))
+            found.append(Matrix("delta_ba", hidden, 2 * d.value_heads // attention_tp, self.linear_layers, "plain"))
             found.append(Matrix("delta_o", values, hidden, self.linear_layers))
         if self.dense_layers:
             found.append(Matrix("gate_up", hidden, 2 * ceil_div(self.ffn, tp), self.dense_layers))
             found.append(Matrix("down", ceil_div(self.ffn, tp), hidden, self.dense_layers))
         if self.experts is not None:
             e = self.experts
-            ffn, total = ceil_div(e.ffn, tp), self.moe_layers * e.count
+            ffn, total = ceil_div(e.ffn, split.expert_tp), self.moe_layers * (e.count // split.ep)
             found.append(Matrix("router", hidden, e.count, self.moe_layers, "plain"))
             found.append(Matrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
             found.append(Matrix("expert_down", ffn, hidden, total, "expert"))
             if e.shared_ffn:
-                shared = ceil_div(e.shared_ffn, tp)
+                # With all-to-all a rank sees the rows of its own only, so it needs the shared expert whole.
+                shared = ceil_div(e.shared_ffn, 1 if split.moe_a2a else tp)
                 found.append(Matrix("shared_gate_up", hidden, 2 * shared, self.moe_layers))
                 found.append(Matrix("shared_down", shared, hidden, self.moe_layers))
             if e.shared_gate:
@@ -200,7 +207,7 @@ class ModelSpec:
 
     @property
     def vector_params(self) -> int:
-        """Norm weights, biases and other parameters that are not matrices. Kept whole on every rank, in bf16."""
+        """Norm weights, biases and other parameters that are not matrices. In bf16."""
         total = self.layers * self.norms_per_layer * self.hidden + self.hidden
         a = self.attention
         if isinstance(a, LatentAttention):
@@ -218,6 +225,14 @@ class ModelSpec:
             per_layer = e.count * (1 + 2 * e.ffn + self.hidden) * e.bias + e.count * e.score_bias
             total += self.moe_layers * per_layer
         return total
+
+    def vector_params_of(self, tp: int | Parallelism) -> int:
+        """Return those on one rank: all of them, but biases of experts it does not have."""
+        split, e = parallelism_of(tp), self.experts
+        if e is None or split.ep == 1:
+            return self.vector_params
+        elsewhere = e.count - e.count // split.ep
+        return self.vector_params - self.moe_layers * elsewhere * (2 * e.ffn + self.hidden) * e.bias
 
     @property
     def params(self) -> int:
@@ -238,25 +253,30 @@ class ModelSpec:
         table = 0 if self.tied_embedding else self.hidden * self.vocab
         return 2 * (self.active_params - self.vector_params - table)
 
-    def weights_bytes(self, dtype: WeightsDtype | None = None, tp: int = 1) -> int:
-        """Return the bytes of weights on one rank; `dtype` None is the checkpoint's own."""
+    def weights_bytes(self, dtype: WeightsDtype | None = None, tp: int | Parallelism = 1) -> int:
+        """Return the bytes of weights on one rank that has all layers; `dtype` None is the checkpoint's own."""
         cost = WEIGHT_BYTES[checked_weights_dtype(self, dtype)]
-        return int(sum(m.params * cost[m.kind] for m in self.matrices(tp)) + self.vector_params * 2)
+        return int(sum(m.params * cost[m.kind] for m in self.matrices(tp)) + self.vector_params_of(tp) * 2)
 
-    def kv_values_per_layer(self, tp: int = 1) -> int:
-        """Return the numbers one token caches in one layer on one rank."""
+    def kv_values_per_layer(self, tp: int | Parallelism = 1) -> int:
+        """Return the numbers one token caches in one layer on one rank, if that rank is of the token's shard."""
         a = self.attention
         if isinstance(a, LatentAttention):
             return a.kv_rank + a.rope_dim
-        return 2 * ceil_div(a.kv_heads, tp) * a.head_dim
+        return 2 * ceil_div(a.kv_heads, parallelism_of(tp).attention_tp) * a.head_dim
 
-    def kv_bytes_per_token(self, dtype: KvDtype = "bf16", tp: int = 1) -> int:
-        """Return the KV bytes of one token on one rank, as if every attention layer kept every token."""
+    def kv_bytes_per_token(self, dtype: KvDtype = "bf16", tp: int | Parallelism = 1) -> int:
+        """Return the KV bytes of one token on one rank, as if every attention layer kept every token.
+
+        With attention data parallelism: on one rank of the token's shard; other shards have nothing of it.
+        """
         return self.attention_layers * self.kv_values_per_layer(tp) * KV_BYTES[checked_kv_dtype(dtype)]
 
-    def state_bytes_per_request(self, tp: int = 1) -> int:
-        """Return the bytes of linear-attention state one request holds on one rank, whatever its length."""
-        return 0 if self.delta is None else self.linear_layers * ceil_div(self.delta.state_bytes, tp)
+    def state_bytes_per_request(self, tp: int | Parallelism = 1) -> int:
+        """Return the bytes of linear-attention state one request holds on one rank of its shard, however long it is."""
+        if self.delta is None:
+            return 0
+        return self.linear_layers * ceil_div(self.delta.state_bytes, parallelism_of(tp).attention_tp)
 
 
 def checked_weights_dtype(model: ModelSpec, dtype: WeightsDtype | None) -> WeightsDtype:
@@ -276,23 +296,38 @@ def checked_kv_dtype(dtype: KvDtype) -> KvDtype:
     return dtype
 
 
-def check_split(model: ModelSpec, tp: int) -> None:
-    """Raise CapacityError unless attention heads divide evenly over `tp` ranks."""
-    if tp < 1:
-        raise CapacityError(f"`tp` must be at least 1, got `{tp}`")
+def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
+    """Raise CapacityError unless heads, experts and layers can be split as asked."""
+    split = parallelism_of(tp)
+    ranks = split.attention_tp
+    named = f"tp {split.tp}" if split.attention_dp == 1 else f"tp {split.tp} / attention_dp {split.attention_dp}"
     counts = {"num_attention_heads": model.attention.heads}
     if model.delta is not None:
         counts |= {"linear_num_key_heads": model.delta.key_heads, "linear_num_value_heads": model.delta.value_heads}
     for field, count in counts.items():
-        if count % tp:
-            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise CapacityError(f"tp {tp} does not divide `{field}` {count} of {model.name}\nhint: --tp {fits}")
-    kv_heads = model.attention.kv_heads if isinstance(model.attention, Attention) else tp
-    if kv_heads % tp and tp % kv_heads:
+        if count % ranks:
+            fits = ", ".join(str(n * split.attention_dp) for n in divisors(count))
+            raise CapacityError(f"{named} does not divide `{field}` {count} of {model.name}\nhint: --tp {fits}")
+    kv_heads = model.attention.kv_heads if isinstance(model.attention, Attention) else ranks
+    if kv_heads % ranks and ranks % kv_heads:
         raise CapacityError(
-            f"tp {tp} and `num_key_value_heads` {kv_heads} of {model.name}: neither divides the other\n"
+            f"{named} and `num_key_value_heads` {kv_heads} of {model.name}: neither divides the other\n"
             "hint: a power of two usually works"
         )
+    if split.pp > model.layers:
+        raise CapacityError(f"pp {split.pp} is more than the {model.layers} layers of {model.name}\nhint: lower --pp")
+    experts = model.experts
+    if experts is None:
+        for name in ("ep", "moe_a2a", "expert_cv"):
+            if name in split.describe():
+                raise CapacityError(
+                    f"`{name}` is for models with experts, {model.name} has none; got `{getattr(split, name)}`\n"
+                    f"hint: leave out --{name.replace('_', '-')}"
+                )
+    elif experts.count % split.ep:
+        more = "is more than" if split.ep > experts.count else "does not divide"
+        fits = ", ".join(str(n) for n in divisors(experts.count) if n <= split.tp and split.tp % n == 0)
+        raise CapacityError(f"ep {split.ep} {more} the {experts.count} experts of {model.name}\nhint: --ep {fits}")
 
 
 # --- reading a config.json ------------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.sim.cost.errors import CapacityError
+from lockstep.sim.cost.exchange import Exchange
+from lockstep.sim.cost.experts import expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import AllReduce, Constant, GpuSpec, achieved, all_reduce_of
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import (
@@ -29,6 +32,7 @@ from lockstep.sim.cost.models import (
     checked_kv_dtype,
     checked_weights_dtype,
 )
+from lockstep.sim.cost.parallel import Parallelism, parallelism_of
 
 Float64s = NDArray[np.float64]
 Precision = Literal["bf16", "fp8"]
@@ -51,34 +55,50 @@ DELTA_KERNELS = 3  # convolution, recurrence, gated norm
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward
 
+# Matrices by whose rows they see: those of a shard; with all-to-all, those of a rank; all others see the rows of all.
+OF_SHARD = frozenset(("qkv_a", "q_b", "kv_b", "qkv", "o", "delta_qkvz", "delta_ba", "delta_o"))
+OF_RANK = frozenset(("router", "shared_gate_up", "shared_down", "shared_gate"))
+
 
 class RooflineModel:
-    """Cost of a batch of one model on `tp` GPUs. Immutable but for a memo; no spread, for nothing was calibrated."""
+    """Cost of a batch of one model on the GPUs of one stage, which has all its layers: see `stages.py` for several.
+
+    Immutable but for a memo; no spread, for nothing was calibrated.
+    """
 
     def __init__(
         self,
         model: ModelSpec,
         gpu: GpuSpec,
-        tp: int,
+        split: Parallelism,
         weights_dtype: WeightsDtype,
         kv_dtype: KvDtype,
         cuda_graph: bool,
         graph_rows_max: int,
     ) -> None:
-        self.model, self.gpu, self.tp = model, gpu, tp
+        tp = split.tp
+        self.model, self.gpu, self.tp, self.split = model, gpu, tp, split
+        self.shards = split.attention_dp
         self.weights_dtype, self.kv_dtype = weights_dtype, kv_dtype
         self.cuda_graph, self.graph_rows_max = cuda_graph, graph_rows_max
         self.constants: dict[str, Constant] = {}
-        self.matrices = [m for m in model.matrices(tp) if m.name != "embedding"]
+        self.matrices = [m for m in model.matrices(split) if m.name != "embedding"]
         self.all_reduce: AllReduce | None = all_reduce_of(gpu, tp) if tp > 1 else None
         self.collectives = ALL_REDUCES_PER_LAYER * model.layers if tp > 1 else 0
         self._memory = 1.0 / self._us_rate("weight_read_gbs", 1e3)  # us per byte of weights and activations
         self._small_us = self._rate("small_kernel_us")
+        self.exchange: Exchange | None = None  # None: all-reduces, if anything
+        if split.attention_dp > 1 or split.moe_a2a:
+            fp8 = weights_dtype == "fp8" and gpu.has_fp8
+            self.exchange = Exchange(model, gpu, split, fp8=fp8, rate=self._rate, all_reduce_us=self.all_reduce_us)
+            self.collectives = self.exchange.calls
+        self._even = split.ep == 1 and not split.expert_cv and self.exchange is None
         self._prepare_gemms()
         self._prepare_small()
         self._prepare_attention()
         self._prepare_sampling()
         self._tokens_us: dict[int, float] = {}
+        self._sharded_us: dict[tuple[int, int], float] = {}
         self._sampling_us: dict[int, float] = {}
         kernels = sum(self._gemm_kernels.values()) + self._small_kernels
         kernels += model.attention_layers + self.collectives
@@ -92,6 +112,8 @@ class RooflineModel:
         tokens = extend_tokens + decode_rows
         if not tokens:
             return Duration(0.0)
+        if self.shards > 1:
+            return Duration(self._sharded_batch_us(shape))
         us = self._tokens_us.get(tokens)
         if us is None:
             us = self._tokens_us[tokens] = sum(self.tokens_terms_us(tokens).values())
@@ -110,6 +132,27 @@ class RooflineModel:
             us = self._eager_floor_us
         return Duration(us + self._fixed_us)
 
+    def _sharded_batch_us(self, shape: BatchShape) -> float:
+        """The same where rows are spread over shards: everybody waits for the one with the most."""
+        own = self.own_shape(shape)
+        key = shape.extend_tokens + shape.decode_rows, own.extend_tokens + own.decode_rows
+        us = self._sharded_us.get(key)
+        if us is None:
+            us = self._sharded_us[key] = sum(self.tokens_terms_us(*key).values())
+        if own.decode_rows:
+            us += self.decode_attention_us(own.decode_rows, own.decode_context_tokens)
+        if own.extend_tokens:
+            us += self.extend_attention_us(own)
+        if self._delta_row_us:
+            us += self.delta_us(own)
+        if shape.sampled_rows:
+            us += self.sampling_us(shape.sampled_rows)
+        return self.launched_us(shape, us)
+
+    def own_shape(self, shape: BatchShape) -> BatchShape:
+        """Return what the attention of the shard with the most rows sees: all of the batch where there is one shard."""
+        return shape if self.shards == 1 else fullest_shard(shape, self.shards)
+
     def launched_us(self, shape: BatchShape, us: float) -> float:
         """Return the time of kernels that take `us`, launched as a graph or one by one."""
         graph = self.cuda_graph and not shape.extend_tokens and shape.decode_rows <= self.graph_rows_max
@@ -118,9 +161,14 @@ class RooflineModel:
         return us + self._fixed_us
 
     def collectives_us(self, tokens: int) -> float:
-        """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
+        """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens.
+
+        Tokens are taken as evenly spread over shards here, whatever the rows are.
+        """
         if self.all_reduce is None:
             return 0.0
+        if self.exchange is not None:
+            return sum(self.exchange.terms_us(tokens, ceil_div(tokens, self.shards)).values())
         return self.collectives * self.all_reduce_us(self.all_reduce_bytes(tokens))
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
@@ -128,13 +176,14 @@ class RooflineModel:
         tokens = shape.extend_tokens + shape.decode_rows
         if not tokens:
             return {}
-        terms = self.tokens_terms_us(tokens)
-        if shape.decode_rows:
-            terms["attention_decode"] = self.decode_attention_us(shape.decode_rows, shape.decode_context_tokens)
-        if shape.extend_tokens:
-            terms["attention_prefill"] = self.extend_attention_us(shape)
+        own = self.own_shape(shape)
+        terms = self.tokens_terms_us(tokens, own.extend_tokens + own.decode_rows)
+        if own.decode_rows:
+            terms["attention_decode"] = self.decode_attention_us(own.decode_rows, own.decode_context_tokens)
+        if own.extend_tokens:
+            terms["attention_prefill"] = self.extend_attention_us(own)
         if self._delta_row_us:
-            terms["linear_attention"] = self.delta_us(shape)
+            terms["linear_attention"] = self.delta_us(own)
         if shape.sampled_rows:
             terms["logits_and_sampling"] = self.sampling_us(shape.sampled_rows)
         terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
@@ -147,6 +196,7 @@ class RooflineModel:
             "model": {"name": self.model.name, "source": self.model.source, "params": self.model.params},
             "gpu": {"name": self.gpu.name, "notes": list(self.gpu.notes)},
             "tp": self.tp,
+            **self.split.describe(),
             "weights_dtype": self.weights_dtype,
             "kv_dtype": self.kv_dtype,
             "cuda_graph": self.cuda_graph,
@@ -156,6 +206,8 @@ class RooflineModel:
         }
         if self.all_reduce is not None:
             described["all_reduce"] = asdict(self.all_reduce)
+        if self.exchange is not None:
+            described["all_gather"] = {str(gpus): asdict(line) for gpus, line in self.exchange.lines.items()}
         return described
 
     # --- constants ----------------------------------------------------------------------------------------------------
@@ -184,18 +236,26 @@ class RooflineModel:
         return achieved(self.gpu, f"{precision}_gemm_latency_us").value + np.maximum(compute, memory)
 
     def experts_us(
-        self, tokens: Float64s, hidden: Float64s, ffn: Float64s, per_token: Float64s, count: Float64s
+        self, tokens: Float64s, hidden: Float64s, ffn: Float64s, per_token: Float64s, count: Float64s, ep: int = 1
     ) -> Float64s:
-        """Return the time of the grouped GEMMs of one layer, each float64 [shapes]; what `tokens_terms_us` charges."""
+        """Return the time of the grouped GEMMs of one layer, each float64 [shapes]; what `tokens_terms_us` charges.
+
+        With `ep` above 1: on the fullest of so many ranks, routing even.
+        """
         low = self.weights_dtype == "fp8" and self.gpu.has_fp8
         flops_us = achieved(self.gpu, "fp8_moe_tflops" if low else "bf16_moe_tflops").value * 1e6
         latency_us = achieved(self.gpu, "fp8_gemm_latency_us" if low else "bf16_gemm_latency_us").value
         touched = count * (1.0 - (1.0 - per_token / count) ** tokens)
+        load = per_token * tokens
+        if ep > 1:
+            rows = list(zip(*(column.astype(int).tolist() for column in (tokens, per_token, count)), strict=True))
+            load = np.array([expected_max_load(n * k, ep, c // ep) for n, k, c in rows])
+            touched = np.array([expected_max_touched(n, k, c, ep) for n, k, c in rows])
         total = np.zeros_like(tokens)
         for inputs, outputs in ((hidden, 2.0 * ffn), (ffn, hidden)):
-            compute = per_token * tokens * 2.0 * inputs * outputs / flops_us
+            compute = load * 2.0 * inputs * outputs / flops_us
             weights = touched * inputs * outputs * WEIGHT_BYTES[self.weights_dtype]["expert"] * self._memory
-            memory = weights + per_token * tokens * (inputs + outputs) * ACTIVATION_BYTES * self._memory
+            memory = weights + load * (inputs + outputs) * ACTIVATION_BYTES * self._memory
             total += latency_us + np.maximum(compute, memory)
         return total
 
@@ -239,38 +299,61 @@ class RooflineModel:
                 self._gemm_kernels[m.name] = self.model.moe_layers
 
     def _prepare_small(self) -> None:
-        """Work out the number of small kernels, and their bytes per token."""
-        model, tp = self.model, self.tp
+        """Work out the number of small kernels, and their bytes per token: those of own rows, and those of all."""
+        model, tp, heads_tp = self.model, self.tp, self.split.attention_tp
         hidden = model.hidden
         kernels = model.layers * model.norms_per_layer * NORM_KERNELS
         values = model.layers * model.norms_per_layer * 4 * hidden  # read input and residual, write both
         a = model.attention
         if isinstance(a, LatentAttention):
             kernels += model.attention_layers * (ATTENTION_SMALL_KERNELS + 1)  # and the norms of the two latents
-            values += model.attention_layers * 2 * (a.q_rank + a.kv_rank + a.rope_dim + a.heads // tp * a.rope_dim)
+            latent = a.q_rank + a.kv_rank + a.rope_dim + a.heads // heads_tp * a.rope_dim
+            values += model.attention_layers * 2 * latent
         else:
             kernels += model.attention_layers * (ATTENTION_SMALL_KERNELS + a.qk_norm + a.gated)
-            query = a.heads // tp * a.head_dim
-            kv = model.kv_values_per_layer(tp)
+            query = a.heads // heads_tp * a.head_dim
+            kv = model.kv_values_per_layer(heads_tp)
             values += model.attention_layers * (2 * (1 + a.qk_norm) * (query + kv // 2) + 2 * kv + 3 * query * a.gated)
         if model.delta is not None:
             d = model.delta
             kernels += model.linear_layers * DELTA_KERNELS
-            values += model.linear_layers * (2 * d.conv_channels + 4 * d.value_heads * d.value_dim) // tp
+            values += model.linear_layers * (2 * d.conv_channels + 4 * d.value_heads * d.value_dim) // heads_tp
         kernels += model.dense_layers * ACTIVATION_KERNELS
-        values += model.dense_layers * 3 * model.ffn // tp
+        dense_values = model.dense_layers * 3 * model.ffn // tp
+        expert_values = 0
         if model.experts is not None:
             e = model.experts
             kernels += model.moe_layers * (
                 ACTIVATION_KERNELS + EXPERT_KERNELS + (ACTIVATION_KERNELS if e.shared_ffn else 0)
             )
             width = e.per_token * e.ffn + e.shared_ffn
-            values += model.moe_layers * (3 * width // tp + (e.per_token + 1) * hidden)
+            expert_values = model.moe_layers * (3 * width // tp + (e.per_token + 1) * hidden)
         self._small_kernels = kernels
-        self._small_token_us = values * ACTIVATION_BYTES * self._memory
+        self._small_token_us = (values + dense_values + expert_values) * ACTIVATION_BYTES * self._memory
+        self._small_own_us = values * ACTIVATION_BYTES * self._memory  # per token of the shard
+        self._small_dense_us = dense_values * ACTIVATION_BYTES * self._memory  # per token of all
 
-    def tokens_terms_us(self, tokens: int) -> dict[str, float]:
-        """Return the time of what depends only on the number of tokens, by operator."""
+    def _small_experts_us(self, tokens: int, rows: int, load: float) -> float:
+        """Sorting rows by expert, activations and the sum over experts, where ranks do not all do the same.
+
+        Without all-to-all every rank sorts and sums the rows of all, as grouped kernels do.
+        """
+        e, split, hidden = self.model.experts, self.split, self.model.hidden
+        assert e is not None
+        if split.moe_a2a:
+            values = rows * (hidden + 3 * e.shared_ffn) + load * (3 * e.ffn + hidden)
+        else:
+            values = tokens * ((e.per_token + 1) * hidden + 3 * e.shared_ffn / self.tp)
+            values += load * 3 * e.ffn / split.expert_tp
+        return self.model.moe_layers * values * ACTIVATION_BYTES * self._memory
+
+    def tokens_terms_us(self, tokens: int, own_tokens: int | None = None) -> dict[str, float]:
+        """Return the time of what depends only on the number of tokens, by operator.
+
+        `own_tokens` are those of the shard with the most, where there are shards.
+        """
+        if not self._even:
+            return self._split_terms_us(tokens, tokens if own_tokens is None else own_tokens)
         terms = {
             name: count * (latency + max(tokens * compute, weights + tokens * memory))
             for name, (count, latency, compute, weights, memory) in self._gemms.items()
@@ -283,6 +366,31 @@ class RooflineModel:
             )
         terms["small_kernels"] = self._small_kernels * self._small_us + tokens * self._small_token_us
         if self.all_reduce is not None:
+            terms["all_reduce"] = self.collectives_us(tokens)
+        return terms
+
+    def _split_terms_us(self, tokens: int, own_tokens: int) -> dict[str, float]:
+        """The same where ranks differ: by the rows they have, or by the experts."""
+        split, e = self.split, self.model.experts
+        rows = ceil_div(own_tokens, split.attention_tp)  # of one rank, of those its shard has
+        terms = {}
+        for name, (count, latency, compute, weights, memory) in self._gemms.items():
+            seen = own_tokens if name in OF_SHARD else rows if split.moe_a2a and name in OF_RANK else tokens
+            terms[name] = count * (latency + max(seen * compute, weights + seen * memory))
+        terms["small_kernels"] = self._small_kernels * self._small_us
+        terms["small_kernels"] += own_tokens * self._small_own_us + tokens * self._small_dense_us
+        if e is not None:
+            load = expected_max_load(tokens * e.per_token, split.ep, e.count // split.ep, split.expert_cv)
+            touched = expected_max_touched(tokens, e.per_token, e.count, split.ep, split.expert_cv)
+            seen_by_all = load / e.per_token  # the fullest rank is as busy as all together are with so many tokens
+            terms["experts"] = self.model.moe_layers * sum(
+                self._expert_latency_us + max(seen_by_all * compute, touched * weights + seen_by_all * memory)
+                for compute, weights, memory in self._expert_gemms
+            )
+            terms["small_kernels"] += self._small_experts_us(tokens, rows, load)
+        if self.exchange is not None:
+            terms |= self.exchange.terms_us(tokens, own_tokens)
+        elif self.all_reduce is not None:
             terms["all_reduce"] = self.collectives_us(tokens)
         return terms
 
@@ -304,7 +412,7 @@ class RooflineModel:
 
     def _prepare_attention(self) -> None:
         """Work out microseconds per query-key pair and per KV token, for all layers of a kind together."""
-        model, tp, a = self.model, self.tp, self.model.attention
+        model, tp, a = self.model, self.split.attention_tp, self.model.attention
         flops_us = self._us_rate("attention_prefill_tflops", 1e6)
         read_us = self._us_rate("attention_decode_read_gbs", 1e3)
         heads = a.heads // tp
@@ -418,22 +526,48 @@ class RooflineModel:
         """Return the logits GEMM, the gathering of logits from all ranks, and the draw."""
         head = self._head_latency_us + max(rows * self._head_row_us, self._head_weights_us)
         gather = self.all_reduce_us(rows * self.model.vocab * ACTIVATION_BYTES) / 2.0  # an all-gather is half of one
+        if self.shards > 1:  # every rank multiplies the rows of all, and draws for its own
+            assert self.exchange is not None
+            gather += self.exchange.gather_us(rows, self.tp)
+            rows = ceil_div(rows, self.shards)
         return head + gather + self._draw_fixed_us + rows * self._draw_row_us
+
+
+def fullest_shard(shape: BatchShape, shards: int) -> BatchShape:
+    """Return the part of a batch on the shard with the most rows: rows are spread evenly, and taken as equally long."""
+    extends, decodes = ceil_div(shape.extend_rows, shards), ceil_div(shape.decode_rows, shards)
+
+    def of_extends(total: int) -> int:
+        return ceil_div(total * extends, shape.extend_rows) if extends else 0
+
+    return BatchShape(
+        extend_rows=extends,
+        extend_tokens=of_extends(shape.extend_tokens),
+        extend_context_tokens=of_extends(shape.extend_context_tokens),
+        extend_pairs=of_extends(shape.extend_pairs),
+        decode_rows=decodes,
+        decode_context_tokens=ceil_div(shape.decode_context_tokens * decodes, shape.decode_rows) if decodes else 0,
+        sampled_rows=ceil_div(shape.sampled_rows, shards),
+    )
 
 
 def roofline(
     model: ModelSpec,
     gpu: GpuSpec,
-    tp: int = 1,
+    tp: int | Parallelism = 1,
     weights_dtype: WeightsDtype | None = None,
     kv_dtype: KvDtype = "bf16",
     cuda_graph: bool = True,
     graph_rows_max: int = GRAPH_ROWS_MAX,
 ) -> RooflineModel:
-    """Build the roofline of `model` on `tp` GPUs; `weights_dtype` None is the checkpoint's own.
+    """Build the roofline of `model` on `tp` GPUs, or on one stage laid out as said; `base_cost_model` builds several.
+
+    `weights_dtype` None is the checkpoint's own.
 
     Batches with extend rows, or with more than `graph_rows_max` decode rows, are launched eagerly.
     Raises: CatalogueError for a dtype that is not modelled, CapacityError for a split that is not possible.
     """
-    weights = checked_weights_dtype(model, weights_dtype)
-    return RooflineModel(model, gpu, tp, weights, checked_kv_dtype(kv_dtype), cuda_graph, graph_rows_max)
+    weights, split = checked_weights_dtype(model, weights_dtype), parallelism_of(tp)
+    if split.pp > 1:
+        raise CapacityError(f"a roofline is of one stage, got pp {split.pp}\nhint: base_cost_model builds pipelines")
+    return RooflineModel(model, gpu, split, weights, checked_kv_dtype(kv_dtype), cuda_graph, graph_rows_max)

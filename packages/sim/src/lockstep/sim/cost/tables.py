@@ -18,7 +18,7 @@ import gzip
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import Attention, KvDtype, LatentAttention, ModelSpec, WeightsDtype
-from lockstep.sim.cost.roofline import RooflineModel, roofline
+from lockstep.sim.cost.parallel import Parallelism, parallelism_of
+from lockstep.sim.cost.roofline import OF_RANK, OF_SHARD, RooflineModel, roofline
+from lockstep.sim.cost.stages import PipelineModel, stages_of
 
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -254,6 +256,8 @@ class Grid:
 
 # -------------------------------------------------------------------------------------------------------------- model
 
+COLLECTIVE_TERMS = ("all_reduce", "all_gather", "reduce_scatter", "dispatch", "combine")
+
 TOKEN_OCTAVES = 16  # 65,536 tokens of a batch
 ROW_OCTAVES = 11
 CONTEXT_OCTAVES = 18
@@ -270,12 +274,13 @@ class MeasuredModel:
         if tables.gpu != base.gpu.name:
             raise CatalogueError(f"the operator tables are of {tables.gpu}, the model runs on {base.gpu.name}")
         self.base, self.tables, self.distribution = base, tables, distribution
-        self.model, self.gpu, self.tp = base.model, base.gpu, base.tp
+        self.model, self.gpu, self.tp, self.split = base.model, base.gpu, base.tp, base.split
+        self.shards = base.shards
         self.collectives = base.collectives
         self.extrapolated: set[str] = set()  # operators that were asked for a shape far from every row
         self.without_table: list[str] = []
-        self._tokens_us: dict[int, float] = {}
-        self._terms_cache: dict[int, dict[str, float]] = {}
+        self._tokens_us: dict[tuple[int, int], float] = {}  # by tokens of all, and of the fullest shard
+        self._terms_cache: dict[tuple[int, int], dict[str, float]] = {}
         self._collectives_us: dict[int, float] = {}
         self._gemms = self._gemm_lines()
         self._experts = self._expert_line()
@@ -289,15 +294,17 @@ class MeasuredModel:
         tokens = shape.extend_tokens + shape.decode_rows
         if not tokens:
             return Duration(0.0)
-        us = self._tokens_us.get(tokens)
+        own = self.base.own_shape(shape)
+        key = tokens, own.extend_tokens + own.decode_rows
+        us = self._tokens_us.get(key)
         if us is None:
-            us = self._tokens_us[tokens] = sum(self._tokens_terms_us(tokens).values())
-        if shape.decode_rows:
-            us += self._decode_us(shape)
-        if shape.extend_tokens:
-            us += self._extend_us(shape)
+            us = self._tokens_us[key] = sum(self._tokens_terms_us(*key).values())
+        if own.decode_rows:
+            us += self._decode_us(own)
+        if own.extend_tokens:
+            us += self._extend_us(own)
         if self.model.delta is not None:
-            us += self.base.delta_us(shape)
+            us += self.base.delta_us(own)
         if shape.sampled_rows:
             us += self.base.sampling_us(shape.sampled_rows)
         return Duration(self.base.launched_us(shape, us))
@@ -306,8 +313,8 @@ class MeasuredModel:
         """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
         us = self._collectives_us.get(tokens)
         if us is None:
-            us = self._tokens_terms_us(tokens).get("all_reduce", 0.0)
-            self._collectives_us[tokens] = us
+            terms = self._tokens_terms_us(tokens, math.ceil(tokens / self.shards))
+            us = self._collectives_us[tokens] = sum(terms.get(name, 0.0) for name in COLLECTIVE_TERMS)
         return us
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
@@ -315,13 +322,14 @@ class MeasuredModel:
         tokens = shape.extend_tokens + shape.decode_rows
         if not tokens:
             return {}
-        terms = dict(self._tokens_terms_us(tokens))
-        if shape.decode_rows:
-            terms["attention_decode"] = self._decode_us(shape)
-        if shape.extend_tokens:
-            terms["attention_prefill"] = self._extend_us(shape)
+        own = self.base.own_shape(shape)
+        terms = dict(self._tokens_terms_us(tokens, own.extend_tokens + own.decode_rows))
+        if own.decode_rows:
+            terms["attention_decode"] = self._decode_us(own)
+        if own.extend_tokens:
+            terms["attention_prefill"] = self._extend_us(own)
         if self.model.delta is not None:
-            terms["linear_attention"] = self.base.delta_us(shape)
+            terms["linear_attention"] = self.base.delta_us(own)
         if shape.sampled_rows:
             terms["logits_and_sampling"] = self.base.sampling_us(shape.sampled_rows)
         terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
@@ -347,22 +355,24 @@ class MeasuredModel:
 
     # --- terms --------------------------------------------------------------------------------------------------------
 
-    def _tokens_terms_us(self, tokens: int) -> dict[str, float]:
-        terms = self._terms_cache.get(tokens)
+    def _tokens_terms_us(self, tokens: int, own_tokens: int) -> dict[str, float]:
+        terms = self._terms_cache.get((tokens, own_tokens))
         if terms is not None:
             return terms
-        terms = dict(self.base.tokens_terms_us(tokens))
+        terms = dict(self.base.tokens_terms_us(tokens, own_tokens))
+        rows = math.ceil(own_tokens / self.split.attention_tp)
         lines = dict(self._gemms)
         if self._experts is not None:
             lines["experts"] = self._experts
         if self._all_reduce is not None:
             lines["all_reduce"] = self._all_reduce
         for name, line in lines.items():
-            ratio, far = line.at(tokens)
+            seen = own_tokens if name in OF_SHARD else rows if self.split.moe_a2a and name in OF_RANK else tokens
+            ratio, far = line.at(seen)
             terms[name] *= ratio
             if far:
                 self.extrapolated.add(name)
-        self._terms_cache[tokens] = terms
+        self._terms_cache[tokens, own_tokens] = terms
         return terms
 
     def _decode_us(self, shape: BatchShape) -> float:
@@ -432,16 +442,18 @@ class MeasuredModel:
         if found is None:
             return None
         c, latency_us = found
-        whole = c["moe_ep_size"] == 1
-        c, latency_us = {name: values[whole] for name, values in c.items()}, latency_us[whole]
+        alike = c["moe_ep_size"] == self.split.ep
+        c, latency_us = {name: values[alike] for name, values in c.items()}, latency_us[alike]
         if not len(latency_us):
             self.without_table.append("experts")
             return None
         width = np.ceil(c["inter_size"] / c["moe_tp_size"])
-        table_us = self.base.experts_us(c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"])
+        table_us = self.base.experts_us(
+            c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"], self.split.ep
+        )
         shapes = np.column_stack([c["num_tokens"], c["hidden_size"], width, c["topk"], c["num_experts"]])
         ratios = Ratios(shapes, latency_us / table_us)
-        own = [self.model.hidden, math.ceil(e.ffn / self.tp), e.per_token, e.count]
+        own = [self.model.hidden, math.ceil(e.ffn / self.split.expert_tp), e.per_token, e.count]
 
         def ratio_of(tokens: Float64s) -> tuple[Float64s, Bools]:
             return ratios.at(np.column_stack([tokens, *(np.full_like(tokens, value) for value in own)]))
@@ -450,6 +462,9 @@ class MeasuredModel:
 
     def _all_reduce_line(self) -> Line | None:
         if self.tp == 1:
+            return None
+        if self.base.exchange is not None:
+            self.without_table += self.base.exchange.terms_us(1, 1)
             return None
         best: dict[float, float] = {}
         for operator in ("custom_allreduce", "nccl"):
@@ -476,12 +491,13 @@ class MeasuredModel:
 
     def _attention_grids(self) -> tuple[Grid | None, Grid | None]:
         a = self.model.attention
-        heads = a.heads // self.tp
+        heads_tp = self.split.attention_tp
+        heads = a.heads // heads_tp
         latent = isinstance(a, LatentAttention)
         kv = TABLE_KV_DTYPES[self.base.kv_dtype]
         own: list[float] = [heads]
         if isinstance(a, Attention):
-            own += [max(1, a.kv_heads // self.tp), a.head_dim]
+            own += [max(1, a.kv_heads // heads_tp), a.head_dim]
 
         def shape_of(c: Columns) -> list[Float64s]:
             return [c["num_heads"]] if latent else [c["num_heads"], c["num_key_value_heads"], c["head_dim"]]
@@ -521,12 +537,20 @@ BaseModel = RooflineModel | MeasuredModel
 def base_cost_model(
     model: ModelSpec,
     gpu: GpuSpec,
-    tp: int = 1,
+    tp: int | Parallelism = 1,
     *,
     weights_dtype: WeightsDtype | None = None,
     kv_dtype: KvDtype = "bf16",
     operators: Path | None = None,
-) -> BaseModel:
-    """Build the roofline, or with a folder of operator tables the measured model. Raises CatalogueError."""
-    base = roofline(model, gpu, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
-    return base if operators is None else MeasuredModel(base, read_operator_tables(operators, gpu))
+) -> BaseModel | PipelineModel:
+    """Build the roofline, or with a folder of operator tables the measured model; one per stage.
+
+    Raises: CatalogueError; CapacityError for a split that is not possible.
+    """
+    split = parallelism_of(tp)
+    stages: list[BaseModel] = []
+    for stage in stages_of(model, split):
+        one = replace(split, pp=1)
+        base = roofline(stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+        stages.append(base if operators is None else MeasuredModel(base, read_operator_tables(operators, gpu)))
+    return stages[0] if len(stages) == 1 else PipelineModel(stages, split, model, gpu)

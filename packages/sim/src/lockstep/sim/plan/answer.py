@@ -29,6 +29,11 @@ DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are
 SERVED_BY_RUNTIME: frozenset[str] = frozenset()
 """Flags of `lockstep serve` that the GPU runtime carries out. What is not here is simulated only."""
 
+SERVE_OPTIONS = (
+    "ep", "attention_dp", "pp", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "max_new_tokens",
+)  # fmt: skip
+"""Flags that are named where they are not as usual. What is assumed of the workload, as `expert_cv` is, is none."""
+
 GOODPUT = (
     "requests per second that complete within every SLO's bound, a percentile's bound serving as each request's own"
 )
@@ -47,7 +52,7 @@ def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate 
         best = candidate.best
         assert best is not None
         cost = candidate.cost_per_hour(best.replicas)
-        gpus = float(best.replicas * candidate.tp)
+        gpus = float(best.replicas * candidate.gpus)
         slack = max(_strain(candidate, best))
         if question.rate is not None:
             return cost, gpus, slack
@@ -77,7 +82,7 @@ def gpu_hours_per_million(candidate: Candidate) -> float | None:
     best = candidate.best
     assert best is not None
     tokens_per_s = best.mean("throughput", "output_tokens_per_s")
-    return None if not tokens_per_s else best.replicas * candidate.tp / (tokens_per_s * 3600) * 1e6
+    return None if not tokens_per_s else best.replicas * candidate.gpus / (tokens_per_s * 3600) * 1e6
 
 
 def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozenset[int]:
@@ -125,6 +130,8 @@ def _full_resource(result: TrialResult, rows_max: int) -> str:
     if waiting and (scheduler["running_max"] or 0) >= rows_max:
         return "max_running_requests"
     if (device["busy_fraction"] or 0.0) >= DEVICE_FULL:
+        if "pipeline" in device and (device["pipeline"]["stage_busy_share"] or 0.0) < DEVICE_FULL:
+            return "pipeline bubbles"
         return "compute, prefill" if (result.extend_share or 0.0) >= 0.5 else "bandwidth, decode"
     return "bursts, queue"
 
@@ -153,7 +160,9 @@ def serve_flags(candidate: Candidate) -> list[tuple[str, bool]]:
     flags.append(("replicas", f"--replicas {candidate.best.replicas}"))
     if candidate.best.replicas > 1:
         flags.append(("router", f"--router {trial.router.policy}"))
-    for name in ("mem_fraction", "weights_dtype", "kv_dtype", "profile", "max_new_tokens"):
+    if trial.moe_a2a:
+        flags.append(("moe_a2a", "--moe-a2a"))
+    for name in SERVE_OPTIONS:
         value = getattr(trial, name)
         default = next(f.default for f in msgspec.structs.fields(type(trial)) if f.name == name)
         if value != default:
@@ -190,7 +199,7 @@ class Answer:
             return f"No configuration meets {slos}. {self._best_achievable()}"
         best = winner.best
         assert best is not None
-        gpus = best.replicas * winner.tp
+        gpus = best.replicas * winner.gpus
         usd = winner.usd_per_hour(best.replicas)
         cost = "" if usd is None else f", {usd:.2f} $/h"
         on = f"{gpus} GPU{'s' if gpus > 1 else ''}: {best.replicas} x ({winner.configuration.name})"
@@ -264,12 +273,12 @@ class Answer:
                 table.add_row(f"{mark}{number}", name, *empty, why_not(candidate))
                 continue
             usd, million = candidate.usd_per_hour(best.replicas), usd_per_million(candidate)
-            gpus = best.replicas * candidate.tp
+            gpus = best.replicas * candidate.gpus
             gpu_hours = gpu_hours_per_million(candidate)
             table.add_row(
                 f"{mark}{number}",
                 name,
-                f"{gpus}" if best.replicas == 1 else f"{best.replicas}x{candidate.tp}",
+                f"{gpus}" if best.replicas == 1 else f"{best.replicas}x{candidate.gpus}",
                 f"{usd:.2f}" if usd is not None else f"{gpus}",
                 (f"{million:.2f}" if million is not None else NOTHING)
                 if priced

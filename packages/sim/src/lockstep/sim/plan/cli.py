@@ -16,6 +16,7 @@ from lockstep.sim.cli import (
     EXIT_INTERRUPTED,
     cluster_options,
     given_settings,
+    parallel_options,
     refusals,
     scheduler_options,
 )
@@ -49,6 +50,7 @@ EXIT_NONE_FOUND = 3
 @click.option("--report", "report_path", type=click.Path(path_type=Path), metavar="FILE", help="write the report")
 @click.option("--seed", default=7, help="of the first replication")
 @click.option("--tp", default=1, help="GPUs that share one copy of the model, where it is not searched")
+@parallel_options
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")

@@ -19,9 +19,11 @@ from lockstep.sim.settings import field_of, parse_setting
 from lockstep.sim.workload import Workload
 
 CONFIGURATIONS_MAX = 2_000
-OWN_KEYS = ("tp", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
+LAYOUT_KEYS = ("tp", "ep", "attention_dp", "pp")
+OWN_KEYS = (*LAYOUT_KEYS, "moe_a2a", "expert_cv", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
 """What can be searched besides the scheduler's settings."""
 
+YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
 
 
@@ -188,15 +190,20 @@ def _words(key: str, part: str) -> list[str]:
 
 
 def _value(key: str, word: str) -> Any:
-    if key == "tp":
+    if key in LAYOUT_KEYS:
         if not word.isascii() or not word.isdigit() or int(word) < 1:
-            raise ConfigError(f"`search`: `tp` must be a whole number of at least 1, got `{word}`")
+            raise ConfigError(f"`search`: `{key}` must be a whole number of at least 1, got `{word}`")
         return int(word)
-    if key == "mem_fraction":
+    if key == "moe_a2a":
+        if word not in YES_NO:
+            raise ConfigError(f"`search`: `moe_a2a` must be yes or no, got `{word}`")
+        return YES_NO[word]
+    if key in ("mem_fraction", "expert_cv"):
         try:
             return float(word)
         except ValueError:
-            raise ConfigError(f"`search`: `mem_fraction` must be a number up to 1, got `{word}`") from None
+            limit = "up to 1" if key == "mem_fraction" else "of at least 0"
+            raise ConfigError(f"`search`: `{key}` must be a number {limit}, got `{word}`") from None
     if key == "router":
         if word not in ROUTER_POLICIES:
             raise ConfigError(f"`search`: `router` must be one of {', '.join(ROUTER_POLICIES)}, got `{word}`")

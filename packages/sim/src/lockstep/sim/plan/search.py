@@ -30,7 +30,15 @@ from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
-from lockstep.sim.plan.question import LIVES, Configuration, Question, content_files, is_drawn, price_of
+from lockstep.sim.plan.question import (
+    LIVES,
+    OWN_KEYS,
+    Configuration,
+    Question,
+    content_files,
+    is_drawn,
+    price_of,
+)
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
 from lockstep.sim.simulate import Setup, assemble, code_commit, code_version
@@ -129,16 +137,18 @@ class Candidate:
         return self.estimate.requests_per_s / self.turns_per_arrival
 
     @property
-    def tp(self) -> int:
-        return int(self.configuration.chosen.get("tp", self.question.common.get("tp", 1)))
+    def gpus(self) -> int:
+        """GPUs of one replica."""
+        chosen, common = self.configuration.chosen, self.question.common
+        return math.prod(int(chosen.get(name, common.get(name, 1))) for name in ("tp", "pp"))
 
     def usd_per_hour(self, replicas: int) -> float | None:
-        return None if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour * replicas * self.tp
+        return None if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour * replicas * self.gpus
 
     def cost_per_hour(self, replicas: int) -> float:
         """What is minimised: dollars, or GPUs where some GPU has no price."""
         usd = self.usd_per_hour(replicas)
-        return float(replicas * self.tp) if usd is None else usd
+        return float(replicas * self.gpus) if usd is None else usd
 
 
 def prepare(question: Question) -> tuple[list[Candidate], Workload]:
@@ -168,10 +178,10 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             price = price_of(question, configuration.gpu, setup.gpu)
             candidate.usd_per_gpu_hour, candidate.price_source = price
             if question.gpus_max is not None:
-                candidate.replicas = question.gpus_max // candidate.tp
+                candidate.replicas = question.gpus_max // candidate.gpus
                 if not candidate.replicas:
                     candidate.setup = None
-                    candidate.unfit = f"needs {candidate.tp} GPUs, of at most {question.gpus_max}"
+                    candidate.unfit = f"needs {candidate.gpus} GPUs, of at most {question.gpus_max}"
         candidates.append(candidate)
     if any(c.setup is not None and c.usd_per_gpu_hour is None for c in candidates):
         for candidate in candidates:  # dollars beside GPU-hours cannot be compared
@@ -181,9 +191,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
 
 def _trial_of(question: Question, configuration: Configuration, content: str) -> Trial:
     chosen = dict(configuration.chosen)
-    own = {
-        key: chosen.pop(key) for key in ("tp", "mem_fraction", "weights_dtype", "kv_dtype", "profile") if key in chosen
-    }
+    own = {key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen}
     router = question.router
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
@@ -399,7 +407,7 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
         return
     for candidate in running:
         for other in running:
-            same_gpus = (other.configuration.gpu, other.tp) == (candidate.configuration.gpu, candidate.tp)
+            same_gpus = (other.configuration.gpu, other.gpus) == (candidate.configuration.gpu, candidate.gpus)
             most = candidate.narrow_missed
             assert other.narrow_met is not None
             if same_gpus and most is not None and most * PRUNE_MARGIN < other.narrow_met:

@@ -36,6 +36,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     limit: int | None  # requests, at most
     seed: int
     tp: int = 1
+    ep: int = 1
+    attention_dp: int = 1
+    pp: int = 1
+    moe_a2a: bool = False
+    expert_cv: float = 0.0
     mem_fraction: float = 0.9
     weights_dtype: WeightsDtype | None = None
     kv_dtype: KvDtype = "bf16"
@@ -64,6 +69,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             gpu=self.gpu,
             workload=self.workload,
             tp=self.tp,
+            ep=self.ep,
+            attention_dp=self.attention_dp,
+            pp=self.pp,
+            moe_a2a=self.moe_a2a,
+            expert_cv=self.expert_cv,
             rate=self.rate,
             limit=self.limit,
             skip_bad_rows=self.skip_bad_rows,

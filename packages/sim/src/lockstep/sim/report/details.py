@@ -82,6 +82,9 @@ def _cards(run: ReportRun) -> str:
     bubbles = "share of the time with a batch running"
     if bubble_share is not None:
         bubbles = f"idle {percent(round(bubble_share, 4))} of the time with work there"
+    pipeline = run.summary("device", "pipeline")
+    if pipeline is not None:
+        bubbles += f"; stages busy {percent(pipeline['stage_busy_share'])} of the time with a batch there"
     retracted = count(scheduler["requests_retracted"], "request")
     kv_mean = percent(run.summary("kv", "used_share_mean"))
     waiting_max = (

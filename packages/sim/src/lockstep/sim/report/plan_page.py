@@ -159,7 +159,7 @@ def _winner_run(winner: Candidate) -> ReportRun:
     run = simulate_trial(best.first_trial)
     facts = {
         "model": run.setup.engines[0].model.name,
-        "GPUs": f"{best.replicas} x {winner.tp} x {run.setup.engines[0].gpu.name}",
+        "GPUs": f"{best.replicas} x {winner.gpus} x {run.setup.engines[0].gpu.name}",
         "router": run.setup.scenario.router.policy,
         "workload": run.setup.workload.source,
         "workload digest": run.setup.workload.digest,

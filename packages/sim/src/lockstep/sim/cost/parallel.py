@@ -1,0 +1,95 @@
+"""How one engine is laid out over GPUs: tensor, expert, attention-data and pipeline parallelism.
+
+`tp` GPUs make up one stage, as in SGLang; `ep` and `attention_dp` divide them, and do not multiply them. `pp` stages
+of `tp` GPUs are an engine:
+
+    tp 8, ep 4, attention_dp 2     attention: 2 shards of 4 GPUs, each with its own rows and their KV
+                                   experts:   4 groups of 2 GPUs; a group holds a quarter of the experts, each GPU of it
+                                              half of their width
+                                   the rest (dense feed-forward, logits): over all 8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lockstep.sim.cost.errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """The GPUs of an engine, and what is assumed of the experts on them. Raises CapacityError for what cannot be."""
+
+    tp: int = 1  # GPUs of a stage
+    ep: int = 1  # groups that the experts are divided among
+    attention_dp: int = 1  # shards that the rows, and so KV, are divided among
+    pp: int = 1  # stages that the layers are divided among
+    moe_a2a: bool = False  # rows go to their experts by all-to-all instead of all-gather; needs ep = tp
+    expert_cv: float = 0.0  # standard deviation of the experts' popularity over its mean; 0: routing is even
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "attention_dp", "pp"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CapacityError(f"`{name}` must be at least 1, got `{value}`")
+        for name, what in (("ep", "experts are split"), ("attention_dp", "rows are split")):
+            value = getattr(self, name)
+            if self.tp % value:
+                raise CapacityError(
+                    f"{name} {value} does not divide tp {self.tp}, the GPUs over which {what}\n"
+                    f"hint: --{name.replace('_', '-')} {', '.join(map(str, divisors(self.tp)))}"
+                )
+        if self.moe_a2a and (self.ep != self.tp or self.tp == 1):
+            raise CapacityError(
+                f"`moe_a2a` needs whole experts on every GPU, so ep = tp > 1, got ep {self.ep} and tp {self.tp}\n"
+                f"hint: --ep {max(self.tp, 2)}{'' if self.tp > 1 else ' --tp 2'}, or leave out --moe-a2a"
+            )
+        if not 0.0 <= self.expert_cv <= EXPERT_CV_MAX:
+            raise CapacityError(f"`expert_cv` must be from 0 to {EXPERT_CV_MAX:g}, got `{self.expert_cv}`")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the engine."""
+        return self.tp * self.pp
+
+    @property
+    def attention_tp(self) -> int:
+        """GPUs that share the heads of one shard."""
+        return self.tp // self.attention_dp
+
+    @property
+    def expert_tp(self) -> int:
+        """GPUs that share the width of one expert."""
+        return self.tp // self.ep
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is tensor parallelism and nothing else."""
+        return self == Parallelism(tp=self.tp)
+
+    def describe(self) -> dict[str, Any]:
+        """What is not as usual, `tp` aside: empty for plain tensor parallelism."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tp" and self._is_set(f.name)}
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(USUAL, name))
+
+    def __str__(self) -> str:
+        """`tp 8, ep 8, attention_dp 4`."""
+        words = [name if value is True else f"{name} {value:g}" for name, value in self.describe().items()]
+        return ", ".join([f"tp {self.tp}", *words])
+
+
+EXPERT_CV_MAX = 8.0
+USUAL = Parallelism()
+
+
+def parallelism_of(tp: int | Parallelism) -> Parallelism:
+    """`tp` GPUs of plain tensor parallelism, or what it is already."""
+    return tp if isinstance(tp, Parallelism) else Parallelism(tp=tp)
+
+
+def divisors(count: int) -> list[int]:
+    """Return the whole numbers that divide `count`, ascending."""
+    return [n for n in range(1, count + 1) if count % n == 0]

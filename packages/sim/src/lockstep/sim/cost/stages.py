@@ -1,0 +1,202 @@
+"""Pipeline parallelism: the layers of a model over stages, and the cost of a batch that goes through them.
+
+    stage 1   | embedding | layers 0 .. 30  | send
+    stage 2                                       | layers 31 .. 60 | logits, sampling |
+
+Stages differ by a layer at most. Which layers a stage gets decides little and is not known from a model's counts: dense
+feed-forward layers are taken to come first (DeepSeek), kinds of attention to be mixed evenly. Sends go on beside the
+next batch: they take time of the batch, none of the stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from lockstep.sim.cost.hardware import (
+    NETWORK_GBS,
+    NETWORK_LATENCY_US,
+    Constant,
+    GpuSpec,
+    achieved,
+    all_gather_of,
+    scale_up_gpus,
+)
+from lockstep.sim.cost.model import BatchShape, Duration
+from lockstep.sim.cost.models import ACTIVATION_BYTES, WEIGHT_BYTES, ModelSpec, WeightsDtype, check_split
+from lockstep.sim.cost.parallel import Parallelism
+
+if TYPE_CHECKING:
+    from lockstep.sim.cost.tables import BaseModel
+
+SENT_TENSORS = 2  # the hidden states and the residual they have not been added to yet
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers of one stage, as a model of its own, and what besides them is there."""
+
+    model: ModelSpec
+    is_first: bool  # has the embedding
+    is_last: bool  # has the last norm and the logits
+
+    def weights_bytes(self, dtype: WeightsDtype, split: Parallelism) -> int:
+        """Return the bytes of weights on one rank of this stage. A tied embedding is on the first and on the last."""
+        model, cost, split = self.model, WEIGHT_BYTES[dtype], replace(split, pp=1)
+        if self.is_first and self.is_last:
+            return model.weights_bytes(dtype, split)
+        params = 0.0
+        for m in model.matrices(split):
+            here = True
+            if m.name == "embedding":
+                here = self.is_first or (self.is_last and model.tied_embedding)
+            elif m.name == "lm_head":
+                here = self.is_last
+            params += m.params * cost[m.kind] * here
+        return int(params) + 2 * (model.vector_params_of(split) - model.hidden * (not self.is_last))
+
+
+def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
+    """Return the stages of `split.pp`, in order; each model says how it is laid out with `pp` 1.
+
+    Raises: CapacityError for a split that is not possible.
+    """
+    check_split(model, split)
+    if split.pp == 1:
+        return (Stage(model, True, True),)
+    kinds = list(_evenly(Counter(full=model.full_layers, sliding=model.sliding_layers, linear=model.linear_layers)))
+    stages, start = [], 0
+    for number in range(split.pp):
+        stop = model.layers * (number + 1) // split.pp
+        count = Counter(kinds[start:stop])
+        dense = max(0, min(stop, model.dense_layers) - start)
+        part = replace(
+            model,
+            full_layers=count["full"],
+            sliding_layers=count["sliding"],
+            linear_layers=count["linear"],
+            dense_layers=dense,
+            moe_layers=stop - start - dense,
+        )
+        stages.append(Stage(part, number == 0, number == split.pp - 1))
+        start = stop
+    return tuple(stages)
+
+
+def _evenly(counts: Counter[str]) -> Iterator[str]:
+    """Each kind as often as it counts, always the one that is furthest behind its share."""
+    total, given = sum(counts.values()), Counter[str]()
+    for position in range(1, total + 1):
+        kind = max(counts, key=lambda k: counts[k] * position / total - given[k])
+        given[kind] += 1
+        yield kind
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From one stage to the next: every rank sends its share of the rows, which the receivers gather."""
+
+    latency_us: Constant
+    gbs: Constant
+    ranks: int
+    gather_latency_us: float
+    gather_gbs: float
+    row_bytes: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> Link:
+        """NVLink or PCIe if all stages are in one domain, else the network between nodes."""
+        inside = split.gpus <= scale_up_gpus(gpu)
+        line = all_gather_of(gpu, split.tp) if split.tp > 1 else None
+        return cls(
+            latency_us=achieved(gpu, "send_latency_us") if inside else NETWORK_LATENCY_US,
+            gbs=achieved(gpu, "send_gbs") if inside else NETWORK_GBS,
+            ranks=split.tp,
+            gather_latency_us=line.latency_us if line else 0.0,
+            gather_gbs=line.gbs if line else 1.0,
+            row_bytes=SENT_TENSORS * model.hidden * ACTIVATION_BYTES,
+        )
+
+    def send_us(self, tokens: int) -> float:
+        """Return the time from the end of a stage to the start of the next, for so many rows."""
+        size = tokens * self.row_bytes
+        us = self.latency_us.value + size / self.ranks / (self.gbs.value * 1e3)
+        if self.ranks > 1:
+            us += self.gather_latency_us + (self.ranks - 1) / self.ranks * size / (self.gather_gbs * 1e3)
+        return us
+
+
+class PipelineModel:
+    """Cost of a batch in a pipeline: `batch_us` if it goes through alone, `stage_us` for who keeps the stages busy."""
+
+    def __init__(self, stages: Sequence[BaseModel], split: Parallelism, model: ModelSpec, gpu: GpuSpec) -> None:
+        self.stages, self.split, self.model, self.gpu = tuple(stages), split, model, gpu
+        self.tp, self.shards = split.tp, split.attention_dp
+        self.link = Link.of(model, gpu, split)
+        self.factor = 1.0
+        self.collectives = sum(stage.collectives for stage in stages)
+
+    def scaled(self, factor: float) -> PipelineModel:
+        """Return the same with every time multiplied."""
+        other = PipelineModel(self.stages, self.split, self.model, self.gpu)
+        other.factor = self.factor * factor
+        return other
+
+    def stage_us(self, shape: BatchShape) -> list[float]:
+        """Return the time of each stage."""
+        inner = structs.replace(shape, sampled_rows=0)
+        times_us = [stage.batch_us(inner).mean_us for stage in self.stages[:-1]]
+        times_us.append(self.stages[-1].batch_us(shape).mean_us)
+        return [us * self.factor for us in times_us]
+
+    def send_us(self, tokens: int) -> float:
+        """Return the time of rows between two stages; of a sampled token, back to the first."""
+        return self.link.send_us(tokens) * self.factor
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        """Return the time of one forward pass and its sampling, if nothing is in its way."""
+        tokens = shape.extend_tokens + shape.decode_rows
+        if not tokens:
+            return Duration(0.0)
+        return Duration(sum(self.stage_us(shape)) + (len(self.stages) - 1) * self.send_us(tokens))
+
+    def collectives_us(self, tokens: int) -> float:
+        """Return the part of `batch_us` that is collectives inside stages, logits aside, for so many tokens."""
+        return sum(stage.collectives_us(tokens) for stage in self.stages) * self.factor
+
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time split by operator, all stages together; the values sum to `batch_us`."""
+        tokens = shape.extend_tokens + shape.decode_rows
+        if not tokens:
+            return {}
+        terms: dict[str, float] = {}
+        for number, stage in enumerate(self.stages, 1):
+            seen = shape if number == len(self.stages) else structs.replace(shape, sampled_rows=0)
+            for name, us in stage.terms_us(seen).items():
+                terms[name] = terms.get(name, 0.0) + us * self.factor
+        terms["send"] = (len(self.stages) - 1) * self.send_us(tokens)
+        return terms
+
+    def describe(self) -> dict[str, Any]:
+        """Return the first stage's description, with what is different about a pipeline."""
+        described = self.stages[0].describe()
+        for key in ("extrapolated", "without_table"):
+            if key in described:
+                described[key] = sorted({name for stage in self.stages for name in stage.describe()[key]})
+        described["model"] = {"name": self.model.name, "source": self.model.source, "params": self.model.params}
+        described["constants"] = {
+            **{name: constant for stage in self.stages for name, constant in stage.describe()["constants"].items()},
+            "send_latency_us": {"value": self.link.latency_us.value, "source": self.link.latency_us.source},
+            "send_gbs": {"value": self.link.gbs.value, "source": self.link.gbs.source},
+        }
+        return {
+            **described,
+            **self.split.describe(),
+            "kernels": sum(stage.describe()["kernels"] for stage in self.stages),
+            "stage_layers": [stage.model.layers for stage in self.stages],
+            **({} if self.factor == 1.0 else {"factor": self.factor}),
+        }

@@ -1,0 +1,114 @@
+"""The device of an engine with several stages: batches follow each other through them.
+
+    stage 1   | prefill 4 | prefill 5 |          | decode 7 ...        a decode waits until its newest token, which
+    stage 2        . | prefill 4 | prefill 5 |...                      batch 5 sampled in the last stage, is back
+
+A batch enters the first stage when that is free, and the next one when it has been sent there and that is free. A row
+that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
+the first stage. So consecutive decodes of the same rows never overlap, while prefills follow each other without a gap.
+
+The engine has `overlap_depth + 1` batches in flight and one set of running rows. Engines that divide their rows into
+microbatches, one per stage, keep stages busier while they decode; they are not simulated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from lockstep.core.commands import BatchPlan
+from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.host import Device, Running, Untimed
+from lockstep.sim.metrics import RunData
+
+
+def device_type_of(cost: CostModel) -> type[Device]:
+    """What runs batches that cost so much."""
+    return PipelinedDevice if isinstance(cost, PipelineModel) else Device
+
+
+def with_stages(data: RunData, device: Device) -> RunData:
+    """The same, and how busy the stages were if the device has several."""
+    if isinstance(device, PipelinedDevice):
+        told = data.summary["device"]
+        told["pipeline"] = device.describe_stages(told["busy_us"])
+    return data
+
+
+class PipelinedDevice(Device):
+    """Stages that batches go through in the order of their launches. A batch starts in the first, ends in the last."""
+
+    def __init__(self, cost: PipelineModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
+        super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
+        self._pipeline = cost
+        self._stage_free_us = [0.0] * len(cost.stages)
+        self.stage_busy_us = [0.0] * len(cost.stages)
+        self._token_back_us = np.zeros(rows_max, np.float64)  # by row: when its newest token is at the first stage
+        self._last_us = 0  # when the last batch handed over will have finished
+        self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
+
+    def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
+        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
+        tokens = self._sample(plan).tobytes()
+        if plan.sample_after is not None or self.untimed:
+            sampled_us = 0 if plan.sample_after is None else None
+            self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, sampled_us))
+            self._untimed_shapes[plan.batch_id] = shape
+            return
+        self._run(plan, shape, handed_over_us, tokens, 0)
+
+    def sample(self, batch_id: int, at_us: int) -> None:
+        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
+        for _ in range(len(self.untimed)):
+            batch = self.untimed.popleft()
+            self.untimed.append(batch._replace(sampled_us=at_us) if batch.plan.batch_id == batch_id else batch)
+        while self.untimed and self.untimed[0].sampled_us is not None:
+            plan, handed_over_us, _, _, tokens, sampled_us = self.untimed.popleft()
+            self._run(plan, self._untimed_shapes.pop(plan.batch_id), handed_over_us, tokens, sampled_us or 0)
+
+    def _run(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, sampled_us: int) -> None:
+        """Time a batch; before `sampled_us` it does not sample."""
+        pipeline, free_us = self._pipeline, self._stage_free_us
+        send_us = pipeline.send_us(shape.extend_tokens + shape.decode_rows)
+        back_us = pipeline.send_us(max(shape.sampled_rows, 1))
+        decoding = plan.rows[plan.extend_rows :]
+        now_us = max(float(handed_over_us), float(self._token_back_us[decoding].max()) if decoding.size else 0.0)
+        started_us = None
+        for step in range(plan.steps):
+            if step:
+                shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
+                now_us += back_us
+            times_us, sampling_us = pipeline.stage_us(shape), 0.0
+            if sampled_us:  # the forward of the last stage may run before
+                last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
+                sampling_us, times_us[-1] = times_us[-1] - last, last
+            for stage, took_us in enumerate(times_us):
+                now_us = max(now_us + (send_us if stage else 0.0), free_us[stage])
+                started_us = now_us if started_us is None else started_us
+                now_us += took_us
+                free_us[stage] = now_us
+                self.stage_busy_us[stage] += took_us
+            if sampled_us:
+                now_us = max(now_us, float(sampled_us)) + sampling_us
+                free_us[-1] = now_us
+                self.stage_busy_us[-1] += sampling_us
+        assert started_us is not None
+        begun_us = round(started_us)
+        self._last_us = finished_us = max(begun_us + 1, round(now_us), self._last_us)
+        if plan.sample_rows.size:
+            self._token_back_us[plan.rows[plan.sample_rows]] = finished_us + back_us
+        self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), begun_us, finished_us, tokens))
+
+    def describe_stages(self, busy_us: int | None) -> dict[str, Any]:
+        """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""
+        used_us = sum(self.stage_busy_us)  # of stages; a batch that waits between two uses none
+        there_us = len(self.stage_busy_us) * (busy_us or 0)
+        return {
+            "stages": len(self.stage_busy_us),
+            "stage_busy_us": [round(us) for us in self.stage_busy_us],
+            "stage_busy_share": round(used_us / there_us, 6) if there_us else None,
+            "pipeline_bubble_us": max(0, round(there_us - used_us)),
+        }
