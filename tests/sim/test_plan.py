@@ -217,11 +217,11 @@ def test_the_largest_rate_is_sustained_and_the_next_is_not() -> None:
     (candidate,) = found.candidates
     assert candidate.best is not None
     assert candidate.missed is not None
-    assert 1 < candidate.missed.rate / candidate.best.rate <= 1.15 * 1.01
-    assert candidate.best.rate < candidate.estimated_rate  # nothing beats the best case
+    assert 1 < candidate.missed.load / candidate.best.load <= 1.15 * 1.01
+    assert candidate.best.load < candidate.estimated_load  # nothing beats the best case
     for slo, interval in zip(SLOS, candidate.best.intervals, strict=True):
         assert interval.value <= interval.high <= slo.bound_us
-    assert f"sustains {candidate.best.rate:g}/s" in found.headline
+    assert f"sustains {candidate.best.load:g}/s" in found.headline
 
 
 def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> None:
@@ -231,7 +231,7 @@ def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> 
     assert winner.configuration.gpu == "h100"
     assert winner.best is not None
     assert winner.best.replicas > 1
-    fewest = math.ceil(60.0 / (winner.estimated_rate * PRUNE_MARGIN))  # by the estimate alone
+    fewest = math.ceil(60.0 / (winner.estimated_load * PRUNE_MARGIN))  # by the estimate alone
     assert winner.missed.replicas == winner.best.replicas - 1 if winner.missed else winner.best.replicas == fewest
     other = found.candidates[1].best
     assert other is not None

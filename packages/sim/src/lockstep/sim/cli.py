@@ -242,7 +242,11 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
 @click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 600..1200, 10m..1h")
+@click.option(
+    "--concurrency", type=click.INT, help="a closed loop: so many sessions at a time, whatever the clock says"
+)
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
+@click.option("--warm-up", default=0, help="the first so many requests are simulated and not measured")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
@@ -325,7 +329,7 @@ def simulate(
             prepare_folder(out, overwrite=overwrite)
         setup = assemble(scenario)
         announce(setup, out)
-        with progress_bar(len(setup.workload.turns)) as on_finish:
+        with progress_bar(scenario.limit or len(setup.workload.turns)) as on_finish:
             run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
         if intervals and not run.interrupted:
             run = replace(run, intervals=intervals_of(run))

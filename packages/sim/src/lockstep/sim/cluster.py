@@ -45,7 +45,7 @@ from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import combine
 from lockstep.sim.cost import Calibration
-from lockstep.sim.host import NEVER_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.simulate import (
@@ -54,6 +54,7 @@ from lockstep.sim.simulate import (
     Run,
     Scenario,
     Setup,
+    arrivals_of,
     assemble,
     option_of,
     stopping_on_interrupt,
@@ -355,7 +356,7 @@ def simulate_cluster(
     return run
 
 
-GIVE_UP_EVERY = 32  # requests between two questions whether to give up
+GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
 
 
 class Cluster:
@@ -374,7 +375,7 @@ class Cluster:
         scenario = setup.scenario.base
         self.setup = setup
         self.now_us = 0
-        self.arrivals = Arrivals(setup.workload.turns)
+        self.arrivals = arrivals_of(scenario, setup.workload)
         self.router = Router(setup.scenario.router, setup.shares)
         self.lanes: list[Lane] = []
         self.metrics: list[MetricsFold] = []
@@ -394,11 +395,13 @@ class Cluster:
         self._stop_requested = False
         turns = setup.workload.turns
         thinking = turns.think_us[turns.after >= 0]
-        self._think_us_min = int(thinking.min()) if len(thinking) else 0
+        # In a closed loop the next session begins where one ends.
+        closed = scenario.concurrency is not None
+        self._think_us_min = int(thinking.min()) if len(thinking) and not closed else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
             feed = Feed(engine, self.arrivals.open_turns, self._on_end, clock)
-            metrics = MetricsFold(kv_pages=one.config.pages)
+            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
             frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(
                 clock,
@@ -453,7 +456,7 @@ class Cluster:
                 self._route()
                 until_question -= 1
             if give_up is not None and until_question <= 0:
-                until_question = GIVE_UP_EVERY
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
                 if give_up(self):
                     return True
         for lane in lanes:
@@ -515,9 +518,9 @@ class Cluster:
         heappush(self._ended, (seen_us, engine, request_id, turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
-            self.lanes[engine].hold_at(self.arrivals.next_us + self._hop_us)
         else:
             self.arrivals.broke_off(request_id, seen_us)
+        self.lanes[engine].hold_at(self.arrivals.next_us + self._hop_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)

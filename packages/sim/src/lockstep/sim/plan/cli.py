@@ -21,6 +21,7 @@ from lockstep.sim.cli import (
 )
 
 if TYPE_CHECKING:
+    from lockstep.sim.plan.question import Load
     from lockstep.sim.plan.search import Progress
 
 EXIT_NONE_FOUND = 3
@@ -32,6 +33,11 @@ EXIT_NONE_FOUND = 3
 @click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
 @click.option("--rate", type=click.FLOAT, help="find the cheapest that serves so many per second")
+@click.option("--sessions", type=click.INT, help="find the cheapest that serves so many sessions at a time")
+@click.option(
+    "--load",
+    help="rate, or sessions (a closed loop)  [default: sessions for a trace of them that lacks their beginnings]",
+)
 @click.option("--max-gpus", "gpus_max", type=click.INT, help="find the largest rate of as many replicas as fit on them")
 @click.option("--search", multiple=True, metavar="NAME=VALUES", help="tp=1,2,4 or chunked_prefill_size=512..8192")
 @click.option("--price", "prices", multiple=True, metavar="GPU=USD", help="per GPU-hour, for a GPU of --gpus")
@@ -65,6 +71,8 @@ def plan(
     workload: str,
     slos: tuple[str, ...],
     rate: float | None,
+    sessions: int | None,
+    load: Load | None,
     gpus_max: int | None,
     search: tuple[str, ...],
     prices: tuple[str, ...],
@@ -94,7 +102,7 @@ def plan(
         from lockstep.sim.metrics import Slo
         from lockstep.sim.plan.answer import Answer
         from lockstep.sim.plan.ledger import Ledger
-        from lockstep.sim.plan.question import FULL, QUICK, Length, Question, parse_prices, parse_search
+        from lockstep.sim.plan.question import FULL, QUICK, Length, Question, natural_load, parse_prices, parse_search
         from lockstep.sim.plan.search import prepare, run_plan
         from lockstep.sim.plan.workers import crew_of
         from lockstep.sim.simulate import workload_line
@@ -103,6 +111,7 @@ def plan(
             raise ConfigError(f"`jobs` must be at least 1, got `{jobs}`")
         if requests is not None and requests < 10:
             raise ConfigError(f"`requests` must be at least 10, got `{requests}`")
+        bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)
         searched = parse_search(search)
         for key, _ in searched:
@@ -120,7 +129,9 @@ def plan(
             gpus=tuple(gpu.strip() for gpu in gpus.split(",")),
             workload=workload,
             slos=tuple(map(Slo.parse, slos)),
+            load=load or ("sessions" if sessions is not None else natural_load(workload, skip_bad_rows=bad_rows)),
             rate=rate,
+            sessions=sessions,
             gpus_max=gpus_max,
             search=searched,
             common=options,
