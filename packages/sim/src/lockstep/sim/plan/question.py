@@ -106,9 +106,9 @@ class Question:
         if not self.slos:
             raise ConfigError("a plan needs at least one SLO\nhint: such as --slo ttft_p99=500ms --slo tpot_p99=40ms")
         if len(set(self.slos)) < len(self.slos):
-            raise ConfigError(f"an SLO is given twice: {', '.join(map(str, self.slos))}")
+            raise ConfigError(f"`slo` is given twice: {', '.join(map(str, self.slos))}\nhint: leave one of them out")
         if not self.gpus or not all(self.gpus):
-            raise ConfigError("`gpus` names no GPU\nhint: such as --gpus h100,h200")
+            raise ConfigError(f"`gpus` has an empty name: `{','.join(self.gpus)}`\nhint: such as --gpus h100,h200")
         if len(set(self.gpus)) < len(self.gpus):
             raise ConfigError(f"`gpus` names one twice: {','.join(self.gpus)}")
         if self.load not in LOADS:
@@ -131,6 +131,7 @@ class Question:
             raise ConfigError(f"`confidence` must be from 0.5 to 0.999, got `{self.confidence}`\nhint: 0.95 is usual")
         if self.price_kind not in PRICE_KINDS:
             raise ConfigError(f"`price_kind` must be one of {', '.join(PRICE_KINDS)}, got `{self.price_kind}`")
+        self._check_engine()
         for gpu in self.prices:
             if gpu not in self.gpus:
                 raise ConfigError(f"`price` names `{gpu}`, which is not among the GPUs {', '.join(self.gpus)}")
@@ -139,6 +140,18 @@ class Question:
                 f"the search spans {len(self.configurations()):,} configurations, the most is {CONFIGURATIONS_MAX:,}\n"
                 "hint: fewer values, or one search after another"
             )
+
+    def _check_engine(self) -> None:
+        """What no GPU could have is a mistake, and not a configuration that does not fit."""
+        searched = dict(self.search)
+        for tp in searched.get("tp", (self.common.get("tp", 1),)):
+            if tp < 1:
+                raise ConfigError(f"`tp` must be a whole number of at least 1, got `{tp}`")
+        for fraction in searched.get("mem_fraction", (self.common.get("mem_fraction", 0.9),)):
+            if not 0.0 < fraction <= 1.0:
+                raise ConfigError(
+                    f"`mem_fraction` must be above 0 and at most 1, got `{shown(fraction)}`\nhint: 0.9 is usual"
+                )
 
     @property
     def wanted(self) -> float | None:

@@ -30,7 +30,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from lockstep.core.errors import ConfigError
 from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity
+from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
@@ -49,7 +51,7 @@ from lockstep.sim.plan.question import (
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
 from lockstep.sim.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
-from lockstep.sim.workload import Workload
+from lockstep.sim.workload import Workload, WorkloadError
 
 NARROW_RATIO = 1.2  # short runs stop when the largest rate is known to this factor
 NARROW_STEPS_MAX = 14
@@ -193,6 +195,10 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             skip_bad_rows=bool(question.common.get("skip_bad_rows", False)),
         )
     )
+    if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:
+        problem = "it has one arrival, which is at no rate: any would count as sustained"
+        raise WorkloadError(question.workload, problem, "a longer trace, or --load sessions")
+    _check_gpus(question)
     summary = workload.summary()
     content = " ".join([code_version(), code_commit() or "", *(file_digest(path) for path in content_files(question))])
     drawn = question.load == "sessions" or is_drawn(workload)  # of a closed loop, the order of its sessions is
@@ -223,6 +229,16 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
         for candidate in candidates:  # dollars beside GPU-hours cannot be compared
             candidate.usd_per_gpu_hour = None
     return candidates, workload
+
+
+def _check_gpus(question: Question) -> None:
+    """Raises ConfigError if two names are of one GPU, and CatalogueError for one that is none."""
+    written: dict[str, str] = {}
+    for gpu in question.gpus:
+        name = load_gpu(gpu).name
+        if name in written:
+            raise ConfigError(f"`gpus` names {name} twice: `{written[name]}` and `{gpu}`\nhint: leave one of them out")
+        written[name] = gpu
 
 
 def _trial_of(question: Question, configuration: Configuration, content: str) -> Trial:

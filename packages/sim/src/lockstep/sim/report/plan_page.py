@@ -160,6 +160,8 @@ def _winner_run(winner: Candidate) -> ReportRun:
     best = winner.best
     assert best is not None
     run = simulate_trial(best.first_trial)
+    if run.interrupted:
+        raise KeyboardInterrupt
     facts = {
         "model": run.setup.engines[0].model.name,
         "GPUs": f"{best.replicas} x {winner.tp} x {run.setup.engines[0].gpu.name}",
