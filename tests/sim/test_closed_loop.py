@@ -171,6 +171,7 @@ def test_engines_that_run_ahead_see_what_those_see_that_are_advanced_at_every_ar
     ("changes", "message"),
     [
         ({"concurrency": 0}, "`concurrency` must be from 1 to 1,000,000, got `0`"),
+        ({"concurrency": 4, "limit": 0}, "`limit` must be at least 1, got `0`"),
         ({"concurrency": 4, "rate": 3.0}, "`concurrency` and `rate` are two kinds of load"),
         ({"concurrency": 4, "rate_scale": 2.0}, "`concurrency` and `rate` are two kinds of load"),
         ({"warm_up": -1}, "`warm_up` must be a number of requests of at least 0, got `-1`"),

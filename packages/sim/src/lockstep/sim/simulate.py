@@ -333,6 +333,8 @@ def _check_load(scenario: Scenario) -> None:
         )
     if scenario.concurrency is None:
         return
+    if scenario.limit is not None and scenario.limit < 1:
+        raise ConfigError(f"`limit` must be at least 1, got `{scenario.limit}`\nhint: leave it out")
     if not 1 <= scenario.concurrency <= CONCURRENCY_MAX:
         raise ConfigError(f"`concurrency` must be from 1 to {CONCURRENCY_MAX:,}, got `{scenario.concurrency}`")
     if scenario.rate is not None or scenario.rate_scale != 1.0:
