@@ -375,8 +375,9 @@ def announce(setup: Setup, out: Path | None) -> None:
     click.echo(f"seed {setup.scenario.seed}, {code}, journal {journal}", err=True)
     for name in setup.overridden:
         click.echo(f"{name} is {getattr(setup.config, name)}, as the environment says", err=True)
+    closed = setup.scenario.concurrency is not None
     pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
-    click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload)}", err=True)
+    click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload, closed=closed)}", err=True)
 
 
 @contextmanager

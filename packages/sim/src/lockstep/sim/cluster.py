@@ -597,4 +597,9 @@ def write_cluster_run(
             if one.data.summary["requests"]["arrived"]
         ]
         with whole(folder / "report.html") as path:
-            write_report(path, runs, title=run.setup.title, subtitle=workload_line(run.setup.workload))
+            write_report(
+                path,
+                runs,
+                title=run.setup.title,
+                subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.base.concurrency is not None),
+            )

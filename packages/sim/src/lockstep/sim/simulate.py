@@ -636,7 +636,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
                 path,
                 [report_run(run)],
                 title=run.setup.title,
-                subtitle=workload_line(run.setup.workload),
+                subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.concurrency is not None),
                 headline=_interrupted_headline(run) if run.interrupted else None,
             )
 
@@ -690,10 +690,12 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
     )
 
 
-def workload_line(workload: Workload) -> str:
-    """A workload in one line."""
+def workload_line(workload: Workload, *, closed: bool = False) -> str:
+    """A workload in one line; `closed`: as a closed loop, which has no arrivals by the clock."""
     summary = workload.summary()
     rate = f"{summary.arrivals_per_s:.4g}/s" if summary.duration_us else "all at once"
+    if closed:
+        rate = f"{summary.turns - summary.follow_ups:,} sessions in a closed loop"
     return (
         f"{workload.name}: {summary.turns:,} requests, {rate}, "
         f"{summary.prompt.mean:,.0f} tokens in and {summary.output.mean:,.0f} out on average, "

@@ -151,7 +151,7 @@ def plan(
         ledger = Ledger(out)
         try:
             candidates, opened = prepare(question)
-            line = workload_line(opened)
+            line = workload_line(opened, closed=question.load == "sessions")
             announce(question, line, len(candidates), out)
             with crew_of(_hands(jobs), ray_address) as crew, showing_progress(ledger) as progress:
                 run_plan(question, candidates, crew, ledger, progress)

@@ -457,7 +457,7 @@ class Searcher:
         else:
             per_session = math.ceil(effort.per_session / (SHORT_SHARE if short else 1))
             warm_up = WARM_UP_PER_SESSION * int(load)
-            requests = warm_up + max(length.requests_min, per_session * int(load))
+            requests = warm_up + min(max(length.requests_min, per_session * int(load)), length.requests_max)
             how = {"concurrency": int(load), "warm_up": warm_up, "limit": requests}
         return msgspec.structs.replace(
             candidate.trial,
