@@ -113,6 +113,16 @@ def test_the_first_sessions_stand_anywhere_and_the_pace_is_that_of_the_steady_st
     assert 0.8 < early / late < 1.25
 
 
+def test_no_session_stands_behind_the_prompt_that_ends_it() -> None:
+    turns = turns_of("gen:n=300,turns=fixed:30,input=fixed:900,output=fixed:20,think=fixed:1s")
+    loop = ConcurrentSessions(turns, 200, 200, 3, prompt_tokens_max=8192)
+    first = [loop.take(None) for _ in range(200)]
+    lengths = [loop.open_turns[event.request_id].prompt_tokens for event in first]
+    assert 9 * 920 > max(lengths) > 8192  # up to the one that is turned away, and no further
+    assert min(lengths) == 900
+    assert len(set(lengths)) == 9
+
+
 def test_equal_seeds_are_equal_loops_and_another_seed_is_another() -> None:
     def times(seed: int) -> list[tuple[int, str]]:
         arrivals, _ = played(ConcurrentSessions(turns_of(CHAT), 8, 200, seed), 50_000)

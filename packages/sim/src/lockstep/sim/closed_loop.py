@@ -7,8 +7,9 @@ because its context has outgrown the model's, is followed by another one all the
 
 **The beginning.** A service that has been running for long is not at the start of all its sessions. So the first ones
 are under way: each stands at a moment drawn uniformly from the time of all sessions together, by their recorded pauses
-and SERVICE_US for each answer, and goes on from there. Requests come at the pace of the steady state from the first
-second; what is not steady yet is the cache, which is empty. That is what `Scenario.warm_up` leaves out.
+and SERVICE_US for each answer, up to where they break off, and goes on from there. Requests come at the pace of the
+steady state from the first second; what is not steady yet is the cache, which is empty. That is what
+`Scenario.warm_up` leaves out.
 
 **No end.** Sessions follow in an order drawn from the seed. When all have been played they are played again as other
 people's: with the same lengths and pauses, sharing the same among each other, and nothing with those before.
@@ -29,7 +30,7 @@ from simpy import Environment, Event
 from lockstep.core.events import RequestArrived, RequestId
 from lockstep.sim.host import NEVER_US, arrival_of
 from lockstep.sim.token_runs import TOKEN_IDS
-from lockstep.sim.turns import Int64s, Turn, Turns, WorkloadError
+from lockstep.sim.turns import LENGTH_TOKENS_MAX, Int64s, Turn, Turns, WorkloadError
 
 SERVICE_US = 1_000_000  # of one answer; only for where sessions stand in the beginning
 CONCURRENCY_MAX = 1_000_000
@@ -42,13 +43,16 @@ class ConcurrentSessions:
         concurrency: sessions in progress at any time.
         requests: that arrive in all.
         seed: of the order of sessions, and of where the first ones stand.
+        prompt_tokens_max: a session with a longer prompt will break off there; only for where the first ones stand.
     Raises: WorkloadError if a turn has several that wait for it: such a session has no one turn to stand at.
     """
 
     settled_until_us = NEVER_US  # nobody else sends any
     never_sent = 0  # whoever has not sent by the end has not broken off
 
-    def __init__(self, turns: Turns, concurrency: int, requests: int, seed: int) -> None:
+    def __init__(
+        self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
+    ) -> None:
         self.expected = requests
         self.arrived = 0  # also the next request id
         self.open_turns: dict[RequestId, Turn] = {}
@@ -62,16 +66,16 @@ class ConcurrentSessions:
         self._copy_of: dict[int, int] = {}  # by number of a session in progress
         random = np.random.Generator(np.random.Philox(seed))
         self._numbers = count()
-        first_copy = self._begin_under_way(concurrency, random)
+        first_copy = self._begin_under_way(concurrency, prompt_tokens_max, random)
         self._line = self._sessions_without_end(first_copy, random)
         self._look_ahead()
 
-    def _begin_under_way(self, concurrency: int, random: np.random.Generator) -> int:
+    def _begin_under_way(self, concurrency: int, prompt_tokens_max: int, random: np.random.Generator) -> int:
         """Put the first sessions where they stand. Returns the first copy of the workload that nobody has used."""
-        rows = np.concatenate(self._rows)
+        rows = np.concatenate([self._until_too_long(session, prompt_tokens_max) for session in self._rows])
         takes_us = self._turns.think_us[rows] * (self._turns.after[rows] >= 0) + SERVICE_US
         stops_us = np.cumsum(takes_us)
-        session_of_row = np.repeat(np.arange(len(self._rows)), [len(session) for session in self._rows])
+        session_of_row = self._session_of_turn()[rows]
         used = np.zeros(len(self._rows), np.int64)
         for moment_us in random.integers(0, int(stops_us[-1]), concurrency).tolist():
             place = int(np.searchsorted(stops_us, moment_us, side="right"))
@@ -80,6 +84,17 @@ class ConcurrentSessions:
             self._send_later(left_us, next(self._numbers), int(used[session]), int(rows[place]), opens=True)
             used[session] += 1
         return int(used.max())
+
+    def _until_too_long(self, rows: Int64s, prompt_tokens_max: int) -> Int64s:
+        """The turns of a session up to the one that is turned away, which is sent like any other."""
+        too_long = self._turns.prompt_tokens[rows] > prompt_tokens_max
+        return rows[: int(np.argmax(too_long)) + 1] if too_long.any() else rows
+
+    def _session_of_turn(self) -> Int64s:
+        sessions = np.empty(len(self._turns), np.int64)
+        for number, rows in enumerate(self._rows):
+            sessions[rows] = number
+        return sessions
 
     def _sessions_without_end(self, first_copy: int, random: np.random.Generator) -> Iterator[tuple[int, int]]:
         """Copy of the workload and session in it, in the order in which they are played."""

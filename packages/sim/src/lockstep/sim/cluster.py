@@ -375,7 +375,7 @@ class Cluster:
         scenario = setup.scenario.base
         self.setup = setup
         self.now_us = 0
-        self.arrivals = arrivals_of(scenario, setup.workload)
+        self.arrivals = arrivals_of(setup.engines[0])
         self.router = Router(setup.scenario.router, setup.shares)
         self.lanes: list[Lane] = []
         self.metrics: list[MetricsFold] = []

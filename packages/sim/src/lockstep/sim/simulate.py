@@ -59,6 +59,7 @@ from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.trace_turns import CLOCKLESS
+from lockstep.sim.turns import LENGTH_TOKENS_MAX
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
@@ -359,12 +360,15 @@ def open_load(scenario: Scenario) -> Workload:
     return replace(workload, notes=tuple(note for note in workload.notes if CLOCKLESS not in note))
 
 
-def arrivals_of(scenario: Scenario, workload: Workload) -> Arrivals | ConcurrentSessions:
+def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
     """Who sends what and when."""
+    scenario, turns, config = setup.scenario, setup.workload.turns, setup.config
     if scenario.concurrency is None:
-        return Arrivals(workload.turns)
-    requests = len(workload.turns) if scenario.limit is None else scenario.limit
-    return ConcurrentSessions(workload.turns, scenario.concurrency, requests, scenario.seed)
+        return Arrivals(turns)
+    requests = len(turns) if scenario.limit is None else scenario.limit
+    cut = config.truncate_input != "no"  # then what is too long is not turned away
+    prompt_tokens_max = LENGTH_TOKENS_MAX if cut else config.prompt_tokens_max(True)
+    return ConcurrentSessions(turns, scenario.concurrency, requests, scenario.seed, prompt_tokens_max)
 
 
 def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
@@ -519,7 +523,7 @@ def simulate(
 
 
 def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
-    arrivals = arrivals_of(setup.scenario, setup.workload)
+    arrivals = arrivals_of(setup)
     engine = Engine(setup.config)
     warm_up = setup.scenario.warm_up
     metrics = (
