@@ -411,6 +411,11 @@ def test_so_many_sessions_take_so_many_replicas() -> None:
     assert best.replicas == 3
     assert "sessions within" in found.headline
     assert "takes 3 GPUs" in found.headline
+    assert not any("--router session_sticky" in line for line in found.remarks())
+    candidate = found.candidates[0]
+    assert candidate.trial is not None
+    candidate.trial = msgspec.structs.replace(candidate.trial, router=RouterConfig(policy="round_robin"))
+    assert any("--router session_sticky" in line for line in found.remarks())
 
 
 def test_one_session_is_the_least_load() -> None:

@@ -26,6 +26,8 @@ from lockstep.sim.simulate import code_commit, code_version, option_of
 KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for
 DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
 
+KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
+
 SERVED_BY_RUNTIME: frozenset[str] = frozenset()
 """Flags of `lockstep serve` that the GPU runtime carries out. What is not here is simulated only."""
 
@@ -226,6 +228,11 @@ class Answer:
         lines = [f"{unit}. Goodput: {GOODPUT}."]
         if not any(slo.metric in ("ttft", "e2e") for slo in question.slos):
             lines.append("No SLO bounds how long a request waits: a load may be sustained while the line grows.")
+        roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
+        if any(c.turns_per_arrival > 1 and c.best is not None and c.best.replicas > 1 for c in roaming):
+            lines.append(
+                "Turns of a session go to any engine, which may not have its KV: --router session_sticky keeps them together."
+            )
         sure = f"{100 * question.confidence:g} %"
         setups = [c.setup for c in self.candidates if c.setup is not None]
         if question.common.get("calibration") and setups:
