@@ -231,7 +231,7 @@ class Answer:
         roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
         if any(c.turns_per_arrival > 1 and c.best is not None and c.best.replicas > 1 for c in roaming):
             lines.append(
-                "Turns of a session go to any engine, with its KV or without: --router session_sticky keeps them together."
+                "Turns of a session go to any engine, with its KV or without; with --router session_sticky, to one."
             )
         sure = f"{100 * question.confidence:g} %"
         setups = [c.setup for c in self.candidates if c.setup is not None]
