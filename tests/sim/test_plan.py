@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shlex
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +21,29 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.router import RouterConfig
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.cli import plan
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import Ledger
-from lockstep.sim.plan.question import QUICK, Configuration, Length, Question, parse_prices, parse_search
-from lockstep.sim.plan.search import PRUNE_MARGIN, Candidate, Progress, judge, prepare, prune, run_plan
+from lockstep.sim.plan.question import QUICK, Configuration, Length, Question, natural_load, parse_prices, parse_search
+from lockstep.sim.plan.search import (
+    PRUNE_MARGIN,
+    Candidate,
+    Evaluation,
+    Progress,
+    Searcher,
+    drive,
+    judge,
+    prepare,
+    prune,
+    pruned_in_vain,
+    run_plan,
+    surely_missed,
+)
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
-from lockstep.sim.plan.workers import Alone, crew_of
+from lockstep.sim.plan.workers import Alone, check_reachable, crew_of
 from lockstep.sim.simulate import Scenario, assemble, simulate
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
@@ -90,8 +109,20 @@ def test_a_price_that_cannot_be_read_says_so(text: str) -> None:
     [
         ({"slos": ()}, "at least one SLO"),
         ({"gpus": ("h100", "h100")}, "`gpus` names one twice"),
-        ({"gpus": ("",)}, "`gpus` names no GPU"),
+        ({"gpus": ("h100", "")}, "`gpus` has an empty name: `h100,`"),
+        ({"slos": SLOS[:1] * 2}, "`slo` is given twice: ttft_p90=1s, ttft_p90=1s"),
         ({"rate": 3.0, "gpus_max": 2}, "two questions"),
+        ({"rate": 0.0}, "`rate` must be requests per second, at least 1e-6, got `0.0`"),
+        ({"rate": math.nan}, "`rate` must be requests per second, at least 1e-6, got `nan`"),
+        ({"gpus_max": 0}, "`max_gpus` must be at least 1, got `0`"),
+        ({"load": "users"}, "`load` must be one of rate, sessions, got `users`"),
+        ({"load": "sessions", "rate": 3.0}, "hint: leave out --rate, or add --load rate"),
+        ({"sessions": 3}, "hint: leave out --sessions, or add --load sessions"),
+        ({"load": "sessions", "sessions": 0}, "`sessions` must be from 1 to 1,000,000, got `0`"),
+        ({"load": "sessions", "sessions": 3, "gpus_max": 2}, "`sessions` and `max_gpus` are two questions"),
+        ({"common": {"tp": 0}}, "`tp` must be a whole number of at least 1, got `0`"),
+        ({"common": {"mem_fraction": math.nan}}, "`mem_fraction` must be above 0 and at most 1, got `nan`"),
+        ({"search": parse_search(("mem_fraction=0.9,2",))}, "`mem_fraction` must be above 0 and at most 1, got `2`"),
         ({"rate": -1.0}, "`rate` must be requests per second"),
         ({"confidence": 1.0}, "`confidence` must be from 0.5 to 0.999"),
         ({"prices": {"a100": 1.0}}, "`price` names `a100`, which is not among the GPUs h100"),
@@ -217,11 +248,11 @@ def test_the_largest_rate_is_sustained_and_the_next_is_not() -> None:
     (candidate,) = found.candidates
     assert candidate.best is not None
     assert candidate.missed is not None
-    assert 1 < candidate.missed.rate / candidate.best.rate <= 1.15 * 1.01
-    assert candidate.best.rate < candidate.estimated_rate  # nothing beats the best case
+    assert 1 < candidate.missed.load / candidate.best.load <= 1.15 * 1.01
+    assert candidate.best.load < candidate.estimated_load  # nothing beats the best case
     for slo, interval in zip(SLOS, candidate.best.intervals, strict=True):
         assert interval.value <= interval.high <= slo.bound_us
-    assert f"sustains {candidate.best.rate:g}/s" in found.headline
+    assert f"sustains {candidate.best.load:g}/s" in found.headline
 
 
 def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> None:
@@ -231,7 +262,7 @@ def test_the_cheapest_for_a_rate_is_found_and_one_replica_less_does_not_do() -> 
     assert winner.configuration.gpu == "h100"
     assert winner.best is not None
     assert winner.best.replicas > 1
-    fewest = math.ceil(60.0 / (winner.estimated_rate * PRUNE_MARGIN))  # by the estimate alone
+    fewest = math.ceil(60.0 / (winner.estimated_load * PRUNE_MARGIN))  # by the estimate alone
     assert winner.missed.replicas == winner.best.replicas - 1 if winner.missed else winner.best.replicas == fewest
     other = found.candidates[1].best
     assert other is not None
@@ -310,6 +341,172 @@ def test_the_winners_command_repeats_its_run() -> None:
     assert shown.exit_code == 0, shown.output
     metrics = json.loads(shown.stdout)
     assert metrics["latency"] == winner.best.results[0].summary["latency"]
+
+
+def test_nobody_is_left_out_for_the_sake_of_itself() -> None:
+    """Whatever its short runs found, a configuration alone on its GPUs is confirmed."""
+    for met, missed in ((10.0, 11.0), (10.0, None), (10.0, 2.0)):
+        asked = question()
+        (one,) = asked.configurations()
+        made = [Candidate(configuration=one, question=asked, setup=object(), narrow_met=met, narrow_missed=missed)]  # type: ignore[arg-type]
+        prune(asked, made)
+        assert not made[0].pruned
+
+
+def evaluation(load: float, replicas: int = 1) -> Evaluation:
+    return Evaluation(load=load, replicas=replicas, status="met", intervals=(), results=(), first_trial=trial())
+
+
+def test_who_was_left_out_for_more_than_the_other_one_confirms_is_confirmed_after_all() -> None:
+    asked = question(search=(("overlap_depth", (0, 1)),))
+    made = [
+        Candidate(configuration=one, question=asked, setup=object(), narrow_met=met, narrow_missed=missed)  # type: ignore[arg-type]
+        for one, met, missed in zip(asked.configurations(), (10.0, 20.0), (11.0, 21.0), strict=True)
+    ]
+    prune(asked, made)
+    assert [bool(candidate.pruned) for candidate in made] == [True, False]
+    made[1].best = evaluation(19.0)
+    assert pruned_in_vain(asked, made) == []
+    made[1].best = evaluation(9.0)  # its long runs met less than the short ones of the other
+    assert pruned_in_vain(asked, made) == [made[0]]
+    assert not made[0].pruned
+    made[0].pruned = "serves less than #2 on the same GPUs"
+    made[1].best = None
+    assert pruned_in_vain(asked, made) == [made[0]]
+
+
+# -------------------------------------------------------------------------------------------------------- closed loops
+
+AGENTS = "gen:turns=fixed:4,think=uniform:200ms:1s,input=fixed:4000,output=fixed:6"
+
+
+def closed(**changes: Any) -> Question:
+    usual = {"load": "sessions", "workload": AGENTS, "slos": (Slo.parse("ttft_p90=300ms"),)}
+    return question(**usual | changes)
+
+
+def test_the_load_of_a_closed_loop_is_sessions_at_a_time() -> None:
+    found = planned(closed())
+    (candidate,) = found.candidates
+    assert candidate.best is not None
+    assert candidate.missed is not None
+    assert candidate.best.load == int(candidate.best.load)
+    assert candidate.missed.load == candidate.best.load + 1  # so few that there is nothing between
+    assert candidate.best.first_trial.concurrency == candidate.best.load
+    assert candidate.best.first_trial.rate is None
+    assert len(candidate.best.results) >= 2  # other seeds, other orders of sessions
+    assert f"sustains {candidate.best.load:,.0f} sessions within" in found.headline
+    assert found.remarks()[0].startswith("The load is sessions in progress at a time")
+    described = found.describe()
+    assert described["question"]["load"] == "sessions"
+    assert described["configurations"][0]["best"]["sessions"] == candidate.best.load
+
+
+def test_so_many_sessions_take_so_many_replicas() -> None:
+    most = planned(closed()).candidates[0].best
+    assert most is not None
+    found = planned(closed(sessions=round(most.load * 2.5), router=RouterConfig(policy="session_sticky")))
+    best = found.candidates[0].best
+    assert best is not None
+    assert best.replicas == 3
+    assert "sessions within" in found.headline
+    assert "takes 3 GPUs" in found.headline
+    assert not any("--router session_sticky" in line for line in found.remarks())
+    candidate = found.candidates[0]
+    assert candidate.trial is not None
+    candidate.trial = msgspec.structs.replace(candidate.trial, router=RouterConfig(policy="round_robin"))
+    assert any("--router session_sticky" in line for line in found.remarks())
+
+
+def test_one_session_is_the_least_load() -> None:
+    found = planned(closed(slos=(Slo.parse("tpot_p90=1ms"),)))
+    assert found.winner is None
+    assert "at 1 session, the lowest load tried" in found.headline
+
+
+def test_a_closed_loop_is_given_up_when_too_many_were_late_though_few_ever_wait() -> None:
+    long = trial(
+        rate=None, concurrency=24, limit=600, slos=("ttft_p90=30ms",),
+        workload="gen:n=600,turns=fixed:5,think=fixed:100ms,input=fixed:3000,output=fixed:20",
+    )  # fmt: skip
+    whole, short = run_trial(long), run_trial(msgspec.structs.replace(long, give_up=True))
+    assert whole.slos[0].value > 30_000
+    assert short.gave_up
+    assert short.requests < whole.requests / 2
+
+
+def test_what_load_a_workload_has_by_nature(tmp_path: Path) -> None:
+    rows = [{"trace": "s", "agent": "", "t": t, "in": 64 * n, "out": 3, "hash_runs": [[1, n]], "think_time": 2.0}
+            for n, t in enumerate((0.0, 5.0), 1)]  # fmt: skip
+    agents = tmp_path / "agents.jsonl"
+    agents.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert natural_load(str(agents)) == "sessions"
+    clocked = tmp_path / "clocked.csv"
+    clocked.write_text("arrival_s,input_tokens,output_tokens\n0,500,20\n3,400,20\n")
+    assert natural_load(str(clocked)) == "rate"
+    assert natural_load(AGENTS) == "rate"
+
+
+# ------------------------------------------------------------------------------------------------------- who runs what
+
+
+class ManyHands:
+    """Runs everything it is given, the last one first."""
+
+    def __init__(self, hands: int) -> None:
+        self.hands = hands
+        self.running: dict[str, Trial] = {}
+        self.given: list[Trial] = []
+
+    def submit(self, trial: Trial) -> None:
+        self.running[trial.key] = trial
+        self.given.append(trial)
+        assert len(self.running) <= self.hands
+
+    def next_result(self) -> tuple[Trial, TrialResult]:
+        key = list(self.running)[-1]
+        trial = self.running.pop(key)
+        return trial, run_trial(trial)
+
+    def __enter__(self) -> ManyHands:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("asked", [question(), closed()])
+def test_any_number_of_hands_in_any_order_gives_the_same_answer(asked: Question) -> None:
+    alone = planned(asked).to_json()
+    given = []
+    for hands in (3, 20):
+        candidates, _ = prepare(asked)
+        crew = ManyHands(hands)
+        run_plan(asked, candidates, crew, Ledger(None))
+        assert answers.Answer(question=asked, candidates=candidates, workload_line="a workload").to_json() == alone
+        assert len({trial.key for trial in crew.given}) == len(crew.given)  # nothing twice
+        given.append(len(crew.given))
+    assert given == sorted(given)
+
+
+def test_replications_that_change_nothing_are_not_run_by_one_hand() -> None:
+    ledger = Ledger(None)
+    asked = question(slos=(Slo.parse("ttft_p90=60ms"),))
+    candidates, _ = prepare(asked)
+    candidates[0].narrow_met = candidates[0].estimated_load * 3
+    drive([Searcher(asked, None).confirm_load(candidates[0])], Alone(), ledger, Progress(), "confirming")
+    first, *_ = candidates[0].evaluations
+    assert (first.status, len(first.results)) == ("missed", 1)
+    assert all(len(one.results) >= TINY.replications_min for one in candidates[0].evaluations if one.met)
+    assert ledger.run == sum(len(one.results) for one in candidates[0].evaluations)
+
+
+def test_a_miss_is_sure_when_perfect_replications_could_not_mend_it() -> None:
+    slos = (Slo.parse("ttft_p90=1s"),)
+    assert surely_missed(slos, [slo_result(3.1e6)], 3)
+    assert not surely_missed(slos, [slo_result(2.9e6)], 3)
+    assert surely_missed(slos, [slo_result(2.9e6), slo_result(0.2e6)], 3)
+    assert surely_missed(slos, [slo_result(math.inf)], 10)
+    assert not surely_missed(slos, [], 3)
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -391,6 +588,132 @@ def test_what_cannot_be_planned_is_one_message(
     assert shown.exit_code == 2
     assert message in shown.stderr
     assert "Traceback" not in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "h100,H100-SXM"], "`gpus` names H100-SXM twice: `h100` and `H100-SXM`"),
+        (["--search", "kv_dtype=bad"], "`kv_dtype` must be one of bf16, fp8, got `bad`"),
+        (["--search", "chunked_prefill_size=8..2"], "`chunked_prefill_size` cannot be `8..2`"),
+        (["--search", "tp=1", "--search", "tp=2"], "`search` names `tp` twice\nhint: put all its values into one"),
+        (["--tp", "0"], "`tp` must be a whole number of at least 1, got `0`"),
+        (["--mem-fraction", "nan"], "`mem_fraction` must be above 0 and at most 1, got `nan`"),
+        (["--rate", "nan"], "`rate` must be requests per second, at least 1e-6, got `nan`"),
+        (["--max-gpus", "0"], "`max_gpus` must be at least 1, got `0`"),
+        (["--load", "users"], "`load` must be one of rate, sessions, got `users`"),
+        (["--json", "FOLDER"], "`json` must be a file, and `FOLDER` is a folder"),
+        (["--json", "FOLDER/none/plan.json"], "there is no folder `FOLDER/none`\nhint: make it"),
+        (["--report", "FOLDER/none/plan.html"], "there is no folder `FOLDER/none`\nhint: make it"),
+        (["--out", "FOLDER/file/plan"], "`out` cannot be written to, `FOLDER/file/plan`: not a directory"),
+        (["--out", "FOLDER/file"], "`FOLDER/file` exists and does not hold a plan"),
+        (["--workload", "FOLDER/empty.csv"], "FOLDER/empty.csv: the file is empty"),
+        (["--workload", "FOLDER/one.csv"], "FOLDER/one.csv: it has one arrival, which is at no rate"),
+        (["--workload", "FOLDER/none.csv"], "FOLDER/none.csv: no such file"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_before_anything_is_simulated(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0,500,20\n")
+    # Where the last of several counts, this one does; those that may be repeated are not among ARGUMENTS' own.
+    basic = [word for word in ARGUMENTS[:-2] if word != "--search"]
+    shown = CliRunner().invoke(
+        plan, [*basic, "--jobs", "1", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]
+    )
+    assert shown.exit_code == 2
+    assert message.replace("FOLDER", str(tmp_path)) in shown.stderr
+    assert "Traceback" not in shown.output
+    assert shown.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "`ray`: no Ray cluster at `127.0.0.1:1`: Connection refused\nhint: start it there with `ray"),
+        ("ray://127.0.0.1:1", "no Ray cluster at `ray://127.0.0.1:1`: Connection refused"),
+        ("head", "`ray` must be local, auto or HOST:PORT, got `head`\nhint: start it there"),
+        ("head:99999", "`ray` must be local, auto or HOST:PORT, got `head:99999`"),
+    ],
+)
+def test_a_ray_cluster_that_is_not_there_is_one_message_within_seconds(address: str, message: str) -> None:
+    began_s = time.monotonic()
+    shown = invoke("--ray", address)
+    assert time.monotonic() - began_s < 20
+    assert shown.exit_code == 2
+    assert message in shown.stderr
+    assert "Traceback" not in shown.output
+
+
+def test_a_host_that_never_answers_is_given_up_after_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(address: tuple[str, int], timeout: float) -> None:
+        assert (address, timeout) == (("10.0.0.1", 6379), 5.0)
+        raise TimeoutError
+
+    monkeypatch.setattr("socket.create_connection", silent)
+    with pytest.raises(ConfigError, match=r"no Ray cluster at `10.0.0.1:6379`: no answer within 5 s\nhint: start it"):
+        check_reachable("10.0.0.1:6379")
+
+
+def test_ctrl_c_ends_a_plan_and_the_same_command_ends_as_if_it_had_not(tmp_path: Path) -> None:
+    """A real process and a real signal, in a plan of several processes."""
+    if os.name != "posix":
+        pytest.skip("needs POSIX signals")
+    words = [sys.executable, "-c", "from lockstep.sim.plan.cli import plan; plan()", *ARGUMENTS, "--jobs", "2"]
+    folder = tmp_path / "parts"
+    process = subprocess.Popen(
+        [*words, "--out", str(folder)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s and len(list(folder.glob("simulations/*.json"))) < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr
+    if process.returncode != 0:  # it may just have been done
+        assert process.returncode == 130
+        assert stdout == ""
+        assert "hint: the same command goes on from there" in stderr
+    next(folder.glob("simulations/*.json")).write_bytes(b"not JSON")
+    second = invoke("--jobs", "1", "--out", str(folder))
+    whole = invoke("--jobs", "1", "--out", str(tmp_path / "whole"))
+    assert second.exit_code == whole.exit_code == 0, second.output
+    assert second.stdout == whole.stdout
+    assert outputs(folder) == outputs(tmp_path / "whole")
+
+
+def test_ctrl_c_while_the_page_is_made_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.sim.report.plan_page.render_plan", interrupted)
+    shown = invoke("--jobs", "1", "--out", str(tmp_path / "plan"))
+    assert shown.exit_code == 130
+    assert not (tmp_path / "plan" / "plan.html").exists()
+
+
+def test_a_plan_in_which_nothing_fits_or_nothing_meets_the_slo_ends_with_3() -> None:
+    nothing_fits = invoke("--jobs", "1", "--model", "llama-3.1-70b")
+    assert nothing_fits.exit_code == 3
+    assert "does not fit on 1 x H100-SXM" in " ".join(nothing_fits.stdout.split())
+    assert "None of them can run." in nothing_fits.stdout
+    nothing_meets = invoke("--jobs", "1", "--slo", "e2e_p99=1ms")
+    assert nothing_meets.exit_code == 3
+    assert "The best achievable, at" in nothing_meets.stdout
+
+
+def test_a_closed_loop_gives_the_same_bytes_with_any_number_of_processes(tmp_path: Path) -> None:
+    words = [
+        *("--model", "qwen3-8b", "--gpus", "h100", "--workload", AGENTS, "--load", "sessions", "--quick"),
+        *("--slo", "ttft_p90=300ms", "--requests", "30"),
+    ]
+    folders = [tmp_path / str(jobs) for jobs in (1, 3)]
+    shown = [CliRunner().invoke(plan, [*words, "--jobs", folder.name, "--out", str(folder)]) for folder in folders]
+    assert [one.exit_code for one in shown] == [0, 0], shown[0].output
+    assert len({one.stdout for one in shown}) == 1
+    assert outputs(folders[0]) == outputs(folders[1])
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("pages", click.INT, "KV pages in the pool  [default: what fits beside the weights]"),
     ("radix_cache", click.BOOL, "keep the KV of finished prompts for later requests with the same prefix"),
     ("same_step_sharing", click.BOOL, "share a prompt's KV with whoever is launched behind it, before it is computed"),
+    ("waiting_prefix_refresh", click.INT, "count cached prefixes of the line as used every so many launches; 0: never"),
     ("radix_capacity_pages", _Or(click.INT, none=NONE), "cap on pages the radix cache may keep"),
     ("context_tokens_max", click.INT, "prompt and output together, per request  [default: the model's context]"),
     ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
@@ -121,7 +122,6 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("prefill_max_requests", _Or(click.INT, none=NONE), "requests that one extend may take in"),
     ("truncation_align_size", _Or(click.INT, none=NONE), "prompts are split at multiples of so many tokens"),
     ("decode_look_ahead", click.INT, "tokens of every running request that must fit before a decode"),
-    ("waiting_prefix_refresh", click.INT, "count cached prefixes of the line as used every so many launches; 0: never"),
     ("prefill_decode_interval", click.INT, "decodes between two extends while anybody decodes, at least"),
     ("retract_every", click.INT, "force one retraction every so many decodes, for testing; 0 is never"),
     ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
@@ -263,7 +263,11 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]")
 @click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap")
 @click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 600..1200, 10m..1h")
+@click.option(
+    "--concurrency", type=click.INT, help="a closed loop: so many sessions at a time, whatever the clock says"
+)
 @click.option("--limit", type=click.INT, help="keep the first so many requests")
+@click.option("--warm-up", default=0, help="the first so many requests are simulated and not measured")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
@@ -346,7 +350,7 @@ def simulate(
             prepare_folder(out, overwrite=overwrite)
         setup = assemble(scenario)
         announce(setup, out)
-        with progress_bar(len(setup.workload.turns)) as on_finish:
+        with progress_bar(scenario.limit or len(setup.workload.turns)) as on_finish:
             run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
         if intervals and not run.interrupted:
             run = replace(run, intervals=intervals_of(run))
@@ -392,8 +396,9 @@ def announce(setup: Setup, out: Path | None) -> None:
     click.echo(f"seed {setup.scenario.seed}, {code}, journal {journal}", err=True)
     for name in setup.overridden:
         click.echo(f"{name} is {getattr(setup.config, name)}, as the environment says", err=True)
+    closed = setup.scenario.concurrency is not None
     pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
-    click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload)}", err=True)
+    click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload, closed=closed)}", err=True)
 
 
 @contextmanager

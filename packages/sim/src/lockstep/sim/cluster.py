@@ -45,7 +45,7 @@ from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import combine
 from lockstep.sim.cost import Calibration
-from lockstep.sim.host import NEVER_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.router_journal import NoRouterJournal, RouterJournal
@@ -55,6 +55,7 @@ from lockstep.sim.simulate import (
     Run,
     Scenario,
     Setup,
+    arrivals_of,
     assemble,
     option_of,
     stopping_on_interrupt,
@@ -364,7 +365,7 @@ def simulate_cluster(
     return run
 
 
-GIVE_UP_EVERY = 32  # requests between two questions whether to give up
+GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
 
 
 class Cluster:
@@ -383,7 +384,7 @@ class Cluster:
         scenario = setup.scenario.base
         self.setup = setup
         self.now_us = 0
-        self.arrivals = Arrivals(setup.workload.turns)
+        self.arrivals = arrivals_of(setup.engines[0])
         self.router = Router(setup.scenario.router, setup.shares)
         self.lanes: list[Lane] = []
         self.metrics: list[MetricsFold] = []
@@ -403,11 +404,13 @@ class Cluster:
         self._stop_requested = False
         turns = setup.workload.turns
         thinking = turns.think_us[turns.after >= 0]
-        self._think_us_min = int(thinking.min()) if len(thinking) else 0
+        # In a closed loop the next session begins where one ends.
+        closed = scenario.concurrency is not None
+        self._think_us_min = int(thinking.min()) if len(thinking) and not closed else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
             feed = Feed(engine, self.arrivals.open_turns, self._on_end, clock)
-            metrics = MetricsFold(kv_pages=one.config.pages)
+            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
             frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(
                 clock,
@@ -463,7 +466,7 @@ class Cluster:
                 self._route()
                 until_question -= 1
             if give_up is not None and until_question <= 0:
-                until_question = GIVE_UP_EVERY
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
                 if give_up(self):
                     return True
         for lane in lanes:
@@ -525,9 +528,9 @@ class Cluster:
         heappush(self._ended, (seen_us, engine, request_id, turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
-            self.lanes[engine].hold_at(self.arrivals.next_us + self._hop_us)
         else:
             self.arrivals.broke_off(request_id, seen_us)
+        self.lanes[engine].hold_at(self.arrivals.next_us + self._hop_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)
@@ -607,4 +610,9 @@ def write_cluster_run(
             if one.data.summary["requests"]["arrived"]
         ]
         with whole(folder / "report.html") as path:
-            write_report(path, runs, title=run.setup.title, subtitle=workload_line(run.setup.workload))
+            write_report(
+                path,
+                runs,
+                title=run.setup.title,
+                subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.base.concurrency is not None),
+            )

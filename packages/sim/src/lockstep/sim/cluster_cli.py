@@ -53,7 +53,7 @@ def run_cluster(
         prepare_folder(out, overwrite=overwrite)
     setup = assemble_cluster(scenario)
     announce(setup, out)
-    with progress_bar(len(setup.workload.turns)) as on_finish:
+    with progress_bar(base.limit or len(setup.workload.turns)) as on_finish:
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
     if intervals and not run.interrupted:
         run = replace(run, intervals=intervals_of(run))
@@ -75,7 +75,9 @@ def announce(setup: ClusterSetup, out: Path | None) -> None:
     first = setup.engines[0]
     for name in first.overridden:
         click.echo(f"{name} is {getattr(first.config, name)}, as the environment says", err=True)
-    click.echo(f"{setup.title}; {workload_line(setup.workload)}", err=True)
+    click.echo(
+        f"{setup.title}; {workload_line(setup.workload, closed=setup.scenario.base.concurrency is not None)}", err=True
+    )
 
 
 def engines_table(run: ClusterRun) -> Any:

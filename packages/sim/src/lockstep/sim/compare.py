@@ -274,7 +274,10 @@ def settings_of(run: StoredRun) -> dict[str, Any]:
         **{name: about.get(name, getattr(USUAL, name)) for name in LAYOUT},
         "workload": workload.get("source"),
         "workload digest": workload.get("digest"),
-        **{name: workload.get(name) for name in ("rate", "rate_scale", "time_window", "limit", "skipped_rows")},
+        **{
+            name: workload.get(name)
+            for name in ("rate", "rate_scale", "time_window", "concurrency", "warm_up", "limit", "skipped_rows")
+        },
         "seed": about.get("seed"),
         "max_new_tokens": about.get("max_new_tokens"),
         "grammar_compile_us": about.get("grammar_compile_us"),

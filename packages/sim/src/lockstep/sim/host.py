@@ -188,15 +188,7 @@ class Arrivals:
         if turn.index in self._cancel_after_us:
             heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
         self._look_ahead()
-        return RequestArrived(
-            time_us=time_us,
-            request_id=request_id,
-            prompt=TokenRuns(turn.prompt),
-            max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
-            label=turn.label,
-            tenant=turn.tenant,
-            grammar=_grammar(turn.grammar) if turn.grammar else None,
-        )
+        return arrival_of(turn, time_us, request_id, max_new_tokens)
 
     def _thinks_before(self, time_us: int, index: int) -> bool:
         return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
@@ -341,6 +333,19 @@ class Device:
         if self._early_eos:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
         return tokens
+
+
+def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: int | None) -> RequestArrived:
+    """The fact that a turn has come. `max_new_tokens` is the limit of every request that wants any output."""
+    return RequestArrived(
+        time_us=time_us,
+        request_id=request_id,
+        prompt=TokenRuns(turn.prompt),
+        max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
+        label=turn.label,
+        tenant=turn.tenant,
+        grammar=_grammar(turn.grammar) if turn.grammar else None,
+    )
 
 
 def _grammar(name: str) -> Grammar:

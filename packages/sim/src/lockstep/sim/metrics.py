@@ -373,9 +373,15 @@ def per_request(metric: SloMetric, requests: Requests) -> Float64s:
 class MetricsFold:
     """Takes in events and Steps in order, remembers little, and makes a RunData of it when asked."""
 
-    def __init__(self, *, kv_pages: int | None = None) -> None:
-        """`kv_pages` is the size of the page pool; without it the pages held by requests stay unknown."""
+    def __init__(self, *, kv_pages: int | None = None, warm_up: int = 0) -> None:
+        """Begin with nothing.
+
+        Args:
+            kv_pages: the size of the page pool; without it the pages held by requests stay unknown.
+            warm_up: requests with an id below this are not measured; what they do to batches, pages and others is.
+        """
         self._kv_pages = kv_pages
+        self._warm_up = warm_up
         self._first_us: int | None = None
         self._last_us = 0
 
@@ -485,7 +491,7 @@ class MetricsFold:
         batches = self._batches.snapshot()
         batches.add_columns(*self._open_batches)
         packed = Packed(batches, tuple(self._modes), self._cpu.snapshot(), tuple(self._works))
-        requests, itl_us = self._requests(), self._itl_us.build()
+        requests, itl_us = self._measured_requests(), self._itl_us.build()
         span_us = (self._first_us or 0, self._last_us)
         edges_us = _edges_us(span_us)
         gauges = _Gauges.of(self._gauges, self._kv_pages, edges_us, span_us)
@@ -578,6 +584,8 @@ class MetricsFold:
         rows, gaps_us, tokens = (np.concatenate(column) for column in zip(*gaps, strict=True))
         reasons = np.frombuffer(self._finish_codes, np.uint16)[rows]
         completed = np.array([reason in COMPLETED for reason in self._finish_reasons], np.bool_)[reasons]
+        if self._warm_up:
+            completed = completed & (np.frombuffer(self._request_ids, np.int64)[rows] >= self._warm_up)
         single, several = completed & (tokens == 1), completed & (tokens > 1)
         self._itl_us.add(gaps_us[single])  # nearly all; without counts they are sorted much faster
         self._itl_us.add(gaps_us[several], tokens[several])
@@ -724,6 +732,37 @@ class MetricsFold:
             columns[BATCH_COLUMNS.index(name)] = column
         launches.clear()
         return columns
+
+    def late(self, slos: Sequence[Slo]) -> list[int]:
+        """For each SLO the requests so far that stand beyond its bound whatever follows: late, or failed.
+
+        Of gaps (`itl`) there are none: they are no requests.
+        """
+        self.compact()
+        requests = self._measured_requests()
+        is_open = requests.finish_reason == ""
+        failed = int((requests.failed & ~is_open).sum())
+        waited_us = self._last_us - requests.arrival_us
+        counts = []
+        for slo in slos:
+            if slo.metric == "itl":
+                counts.append(0)
+                continue
+            beyond = requests.completed & (per_request(slo.metric, requests) > slo.bound_us)
+            if slo.metric == "ttft":
+                beyond |= is_open & (np.where(requests.ttft_us < 0, waited_us, requests.ttft_us) > slo.bound_us)
+            elif slo.metric == "e2e":
+                beyond |= is_open & (waited_us > slo.bound_us)
+            counts.append(int(beyond.sum()) + failed)
+        return counts
+
+    def _measured_requests(self) -> Requests:
+        """Those behind the warm-up."""
+        requests = self._requests()
+        if not self._warm_up:
+            return requests
+        counts = requests.request_id >= self._warm_up
+        return Requests(**{name: column[counts] for name, column in requests.columns().items()})
 
     def _requests(self) -> Requests:
         arrival_us = np.array(self._arrival_us, np.int64)

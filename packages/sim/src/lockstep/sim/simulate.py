@@ -41,6 +41,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+from lockstep.sim.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -60,6 +61,8 @@ from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.trace_turns import CLOCKLESS
+from lockstep.sim.turns import LENGTH_TOKENS_MAX
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
@@ -89,6 +92,8 @@ class Scenario:
     rate: float | None = None  # arrivals per second; None: as recorded, or as the generator says
     rate_scale: float = 1.0
     time_window: str | None = None  # FROM..TO, by the workload's own clock
+    concurrency: int | None = None  # sessions at a time, see closed_loop.py; None: requests come by the clock
+    warm_up: int = 0  # requests, the first so many, that are simulated and not measured
     limit: int | None = None
     skip_bad_rows: bool = False
     seed: int = 7
@@ -125,6 +130,8 @@ class Scenario:
             "rate",
             "rate_scale",
             "time_window",
+            "concurrency",
+            "warm_up",
             "limit",
             "seed",
             "mem_fraction",
@@ -319,6 +326,8 @@ class Setup:
                 "rate": _json_number(scenario.rate),
                 "rate_scale": scenario.rate_scale,
                 "time_window": scenario.time_window,
+                "concurrency": scenario.concurrency,
+                "warm_up": scenario.warm_up,
                 "limit": scenario.limit,
                 "skipped_rows": workload.skipped.count,
                 "notes": list(workload.notes),
@@ -344,16 +353,9 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     config, kv = _configure(scenario, model, gpu)
+    _check_load(scenario)
     if workload is None:
-        workload = open_workload(
-            scenario.workload,
-            seed=scenario.seed,
-            rate=scenario.rate,
-            rate_scale=scenario.rate_scale,
-            time_window=scenario.time_window,
-            limit=scenario.limit,
-            skip_bad_rows=scenario.skip_bad_rows,
-        )
+        workload = open_load(scenario)
     base = base_cost_model(
         model,
         gpu,
@@ -376,6 +378,54 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         debug=debug_level(environ),
         overridden=tuple(overridden),
     )
+
+
+def _check_load(scenario: Scenario) -> None:
+    """Raises ConfigError for a load that is two at once, or nothing to measure."""
+    if scenario.warm_up < 0:
+        raise ConfigError(f"`warm_up` must be a number of requests of at least 0, got `{scenario.warm_up}`")
+    if scenario.limit is not None and scenario.warm_up >= max(scenario.limit, 1):
+        raise ConfigError(
+            f"`warm_up` must be less than the {scenario.limit} requests of `limit`, got `{scenario.warm_up}`\n"
+            "hint: nothing would be measured"
+        )
+    if scenario.concurrency is None:
+        return
+    if scenario.limit is not None and scenario.limit < 1:
+        raise ConfigError(f"`limit` must be at least 1, got `{scenario.limit}`\nhint: leave it out")
+    if not 1 <= scenario.concurrency <= CONCURRENCY_MAX:
+        raise ConfigError(f"`concurrency` must be from 1 to {CONCURRENCY_MAX:,}, got `{scenario.concurrency}`")
+    if scenario.rate is not None or scenario.rate_scale != 1.0:
+        raise ConfigError("`concurrency` and `rate` are two kinds of load\nhint: leave one of them out")
+
+
+def open_load(scenario: Scenario) -> Workload:
+    """The workload that a scenario names, at its rate; of a closed loop, as it stands. Raises WorkloadError."""
+    closed = scenario.concurrency is not None
+    workload = open_workload(
+        scenario.workload,
+        seed=scenario.seed,
+        rate=math.inf if closed else scenario.rate,
+        rate_scale=scenario.rate_scale,
+        time_window=scenario.time_window,
+        limit=None if closed else scenario.limit,
+        skip_bad_rows=scenario.skip_bad_rows,
+    )
+    if not closed:
+        return workload
+    # When its requests would come by the clock is not asked of a closed loop.
+    return replace(workload, notes=tuple(note for note in workload.notes if CLOCKLESS not in note))
+
+
+def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
+    """Who sends what and when."""
+    scenario, turns, config = setup.scenario, setup.workload.turns, setup.config
+    if scenario.concurrency is None:
+        return Arrivals(turns)
+    requests = len(turns) if scenario.limit is None else scenario.limit
+    cut = config.truncate_input != "no"  # then what is too long is not turned away
+    prompt_tokens_max = LENGTH_TOKENS_MAX if cut else config.prompt_tokens_max(True)
+    return ConcurrentSessions(turns, scenario.concurrency, requests, scenario.seed, prompt_tokens_max)
 
 
 def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
@@ -456,7 +506,7 @@ class Run:
 
     def remarks(self) -> list[str]:
         """What a reader of the table must know, one line each; empty if all went as asked."""
-        workload, config = self.setup.workload, self.setup.config
+        workload, config, scenario = self.setup.workload, self.setup.config, self.setup.scenario
         requests = self.data.summary["requests"]
         lines = []
         if self.interrupted:
@@ -464,12 +514,15 @@ class Run:
             lines.append(f"interrupted: the numbers are those until then; {open_requests:,} requests were still open")
         elif requests["unfinished"]:
             lines.append(f"{requests['unfinished']:,} requests never ended: the scheduler stopped launching")
-        if self.rejected:
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.rejected.items()))
-            limit = f" ({_limit(config)})" if "too_long" in self.rejected else ""
-            lines.append(f"rejected {self.rejected.total():,} of {requests['arrived']:,} requests: {reasons}{limit}")
+        if requests["rejected"]:
+            rejected = requests["by_reject_reason"]
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items()))
+            limit = f" ({_limit(config)})" if "too_long" in rejected else ""
+            lines.append(f"rejected {requests['rejected']:,} of {requests['arrived']:,} requests: {reasons}{limit}")
         if self.clamped:
             lines.append(f"clamped {self.clamped:,} answers to what fits behind their prompt ({_limit(config)})")
+        if scenario.warm_up:
+            lines.append(f"the first {scenario.warm_up:,} requests are not in the numbers")
         if self.never_sent and not self.interrupted:
             lines.append(f"{self.never_sent:,} turns were never sent: their session broke off before")
         if workload.skipped.count:
@@ -537,9 +590,14 @@ def simulate(
 
 
 def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
-    arrivals = Arrivals(setup.workload.turns)
+    arrivals = arrivals_of(setup)
     engine = Engine(setup.config)
-    metrics = WatchedMetrics(engine, setup.debug) if setup.debug else MetricsFold(kv_pages=setup.config.pages)
+    warm_up = setup.scenario.warm_up
+    metrics = (
+        WatchedMetrics(engine, setup.debug, warm_up=warm_up)
+        if setup.debug
+        else MetricsFold(kv_pages=setup.config.pages, warm_up=warm_up)
+    )
     frontend_us = round(setup.calibration.correction.frontend_us)
     host = EngineHost(
         Environment(),
@@ -650,7 +708,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
                 path,
                 [report_run(run)],
                 title=run.setup.title,
-                subtitle=workload_line(run.setup.workload),
+                subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.concurrency is not None),
                 headline=_interrupted_headline(run) if run.interrupted else None,
             )
 
@@ -704,10 +762,12 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
     )
 
 
-def workload_line(workload: Workload) -> str:
-    """A workload in one line."""
+def workload_line(workload: Workload, *, closed: bool = False) -> str:
+    """A workload in one line; `closed`: as a closed loop, which has no arrivals by the clock."""
     summary = workload.summary()
     rate = f"{summary.arrivals_per_s:.4g}/s" if summary.duration_us else "all at once"
+    if closed:
+        rate = f"{summary.turns - summary.follow_ups:,} sessions in a closed loop"
     return (
         f"{workload.name}: {summary.turns:,} requests, {rate}, "
         f"{summary.prompt.mean:,.0f} tokens in and {summary.output.mean:,.0f} out on average, "

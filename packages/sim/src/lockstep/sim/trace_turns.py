@@ -21,6 +21,8 @@ from lockstep.sim.turns import Int32s, Turns, TurnsBuilder, WorkloadError
 
 SHARED_IDS_MAX = TOKEN_IDS // 2  # recorded prompts take at most half of the ids; the rest is for what is new
 
+CLOCKLESS = "does not say when"  # in the note about a trace without a clock
+
 _Prompt = Callable[[int, TraceRow, FreshTokens], Sequence[int]]  # (position of the row, row, fresh) -> runs
 
 
@@ -85,11 +87,11 @@ def _starts_us(source: str, trace: Trace, seed: int, rate: float | None) -> tupl
     what = "sessions" if any(row.session for row in rows) else "requests"
     if rate is None or rate == math.inf:
         begins_us = [0] * len(groups)
-        note = f"the file does not say when its {len(groups):,} {what} begin: all at once"
+        note = f"the file {CLOCKLESS} its {len(groups):,} {what} begin: all at once"
     else:
         drawn = arrival_times_us("poisson", rate, 1.0, Random(f"{seed}/arrivals"))
         begins_us = [next(drawn) for _ in groups]
-        note = f"the file does not say when its {len(groups):,} {what} begin: drawn as a Poisson process"
+        note = f"the file {CLOCKLESS} its {len(groups):,} {what} begin: drawn as a Poisson process"
     if not trace.format.session_clock:
         return [begins_us[member] for member in members], (note,)
     return [begins_us[member] + row.arrival_us for member, row in zip(members, rows, strict=True)], (note,)

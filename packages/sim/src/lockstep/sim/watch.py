@@ -17,8 +17,8 @@ LEVELS = range(5)  # 0 nothing, 1 a line per step, 2 and decisions, 3 and tables
 class WatchedMetrics(MetricsFold):
     """Metrics that also print each step. The host must not take stretches in one go, or there is less to see."""
 
-    def __init__(self, engine: Engine, level: int, out: TextIO | None = None) -> None:
-        super().__init__(kv_pages=engine.config.pages)
+    def __init__(self, engine: Engine, level: int, out: TextIO | None = None, *, warm_up: int = 0) -> None:
+        super().__init__(kv_pages=engine.config.pages, warm_up=warm_up)
         self._engine = engine
         self._level = level
         self._out = out if out is not None else sys.stderr

@@ -59,6 +59,7 @@ class Workload:
     turns: Turns  # those that arrive by the clock in ascending order; a turn stands behind its `after`
     skipped: SkippedRows = field(default=SkippedRows())
     notes: tuple[str, ...] = ()  # what was done to a trace that its file does not show, one sentence each
+    has_clock: bool = True  # whether it says when its requests or sessions come; where not, that is drawn
 
     def summary(self) -> WorkloadSummary:
         """Counts, duration, lengths and sharing, computed afresh."""
@@ -75,6 +76,7 @@ class _Content(NamedTuple):
     notes: tuple[str, ...] = ()
     own_rate: float | None = None  # arrivals per second that the turns were drawn for; None: those measured
     at_rate: bool = False  # whether `rate` and `rate_scale` are in the turns already
+    has_clock: bool = True
 
 
 class _Request(NamedTuple):
@@ -136,7 +138,7 @@ def open_workload(
         turns = turns.at(_rescaled(asked, turns, content.own_rate))
     _check_duration(spec, turns)
     name = workload_digest(turns) if digest else ""
-    return Workload(content.name, spec, content.format, name, turns, content.skipped, content.notes)
+    return Workload(content.name, spec, content.format, name, turns, content.skipped, content.notes, content.has_clock)
 
 
 def workload_digest(turns: Turns) -> str:
@@ -193,7 +195,7 @@ def _open(asked: _Request) -> _Content:
     trace = read_trace(path, data, skip_bad_rows=asked.skip_bad_rows)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
     at_rate = not trace.has_clock and asked.rate is not None  # drawn at it
-    return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate)
+    return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
 
 
 def _name_of(path: Path) -> str:

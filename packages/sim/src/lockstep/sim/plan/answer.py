@@ -26,6 +26,8 @@ from lockstep.sim.simulate import code_commit, code_version, option_of
 KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for
 DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
 
+KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
+
 SERVED_BY_RUNTIME: frozenset[str] = frozenset()
 """Flags of `lockstep serve` that the GPU runtime carries out. What is not here is simulated only."""
 
@@ -54,11 +56,11 @@ def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate 
         cost = candidate.cost_per_hour(best.replicas)
         gpus = float(best.replicas * candidate.gpus)
         slack = max(_strain(candidate, best))
-        if question.rate is not None:
+        if question.wanted is not None:
             return cost, gpus, slack
         if question.gpus_max is not None:
-            return -best.rate, cost, slack
-        return cost / best.rate, gpus, slack
+            return -best.load, cost, slack
+        return cost / best.load, gpus, slack
 
     return min(able, key=lambda c: (*preference(c), c.configuration.number))
 
@@ -94,7 +96,7 @@ def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozens
     for candidate in candidates:
         if candidate.best is None:
             continue
-        if question.rate is not None:
+        if question.wanted is not None:
             cost = candidate.cost_per_hour(candidate.best.replicas)
         else:
             cost = usd_per_million(candidate) or gpu_hours_per_million(candidate) or math.inf
@@ -203,16 +205,16 @@ class Answer:
         usd = winner.usd_per_hour(best.replicas)
         cost = "" if usd is None else f", {usd:.2f} $/h"
         on = f"{gpus} GPU{'s' if gpus > 1 else ''}: {best.replicas} x ({winner.configuration.name})"
-        if self.question.rate is not None:
-            return f"{self.question.rate:g}/s within {slos} takes {on}{cost}"
-        return f"{on} sustains {best.rate:g}/s within {slos}{cost}"
+        if self.question.wanted is not None:
+            return f"{show_load(self.question, self.question.wanted)} within {slos} takes {on}{cost}"
+        return f"{on} sustains {show_load(self.question, best.load)} within {slos}{cost}"
 
     def _best_achievable(self) -> str:
         """At the lowest rate tried: of the configuration that comes nearest."""
         tried = [c for c in self.candidates if c.impossible is not None]
         if not tried:
             if any(c.setup is not None for c in self.candidates):
-                return "Within the replicas tried, none served the rate."
+                return "Within the replicas tried, none served the load."
             return "None of them can run."
         nearest = min(tried, key=lambda c: (max(_strain(c, _known(c.impossible))), c.configuration.number))
         remains = _known(nearest.impossible)
@@ -220,14 +222,26 @@ class Answer:
             f"{_slo_name(str(slo).partition('=')[0])} {show_us(_finite(interval.value))}"
             for slo, interval in zip(self.question.slos, remains.intervals, strict=True)
         )
-        at = f"{remains.rate:g}/s, the lowest rate tried"
+        at = f"{show_load(self.question, remains.load)}, the lowest load tried"
         return f"The best achievable, at {at}, is {values} on {nearest.configuration.name}."
 
     def remarks(self) -> list[str]:
         """What must be known to read the numbers, one line each."""
         question = self.question
-        unit = "sessions begun" if any(c.turns_per_arrival > 1 for c in self.candidates) else "requests"
-        lines = [f"Rates are {unit} per second. Goodput: {GOODPUT}."]
+        if question.load == "sessions":
+            unit = "The load is sessions in progress at a time, pauses included: where one ends, the next one begins"
+        elif any(c.turns_per_arrival > 1 for c in self.candidates):
+            unit = "Rates are sessions begun per second"
+        else:
+            unit = "Rates are requests per second"
+        lines = [f"{unit}. Goodput: {GOODPUT}."]
+        if not any(slo.metric in ("ttft", "e2e") for slo in question.slos):
+            lines.append("No SLO bounds how long a request waits: a load may be sustained while the line grows.")
+        roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
+        if any(c.turns_per_arrival > 1 and c.best is not None and c.best.replicas > 1 for c in roaming):
+            lines.append(
+                "Turns of a session go to any engine, with its KV or without; with --router session_sticky, to one."
+            )
         sure = f"{100 * question.confidence:g} %"
         setups = [c.setup for c in self.candidates if c.setup is not None]
         if question.common.get("calibration") and setups:
@@ -236,7 +250,7 @@ class Answer:
             what = "replications with other seeds"
         else:
             what = "blocks of the trace drawn again"
-        lines.append(f"A rate is sustained if the {sure} interval of every SLO, from {what}, lies within its bound.")
+        lines.append(f"A load is sustained if the {sure} interval of every SLO, from {what}, lies within its bound.")
         if setups and not question.common.get("calibration"):
             low, high = setups[0].calibration.interval("time", 0.9, setups[0].model.name)
             lines.append(
@@ -259,7 +273,8 @@ class Answer:
         for heading in ("#", "configuration"):
             table.add_column(heading, no_wrap=True)
         priced = any(c.usd_per_gpu_hour is not None for c in self.candidates)
-        headings = ["GPUs", "$/h" if priced else "GPU-h/h", "$/1M out" if priced else "GPU-h/1M", "rate/s", "goodput"]
+        headings = ["GPUs", "$/h" if priced else "GPU-h/h", "$/1M out" if priced else "GPU-h/1M"]
+        headings += ["rate/s" if question.load == "rate" else "sessions", "goodput"]
         for heading in (*headings, *(_slo_name(str(slo).partition("=")[0]) for slo in question.slos)):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("limited by")
@@ -283,7 +298,7 @@ class Answer:
                 (f"{million:.2f}" if million is not None else NOTHING)
                 if priced
                 else (f"{gpu_hours:.3g}" if gpu_hours else NOTHING),
-                _rate_text(candidate, best, question),
+                _load_text(candidate, best, question),
                 show_rate(best.mean("throughput", "goodput_requests_per_s")),
                 *(interval_text(interval) for interval in best.intervals),
                 limit_of(candidate),
@@ -301,7 +316,9 @@ class Answer:
                 "gpus": list(question.gpus),
                 "workload": question.workload,
                 "slos": [str(slo) for slo in question.slos],
+                "load": question.load,
                 "rate": question.rate,
+                "sessions": question.sessions,
                 "gpus_max": question.gpus_max,
                 "search": {key: [shown(value) for value in values] for key, values in question.search},
                 "seed": question.seed,
@@ -329,13 +346,13 @@ class Answer:
             "verdict": "confirmed" if best is not None else why_not(candidate),
             "pareto": pareto,
             "limited_by": limit_of(candidate) or None,
-            "estimated_rate_max": None if estimate is None else round(candidate.estimated_rate, 4),
+            "estimated_load_max": None if estimate is None else round(candidate.estimated_load, 4),
             "usd_per_hour": None if best is None else candidate.usd_per_hour(best.replicas),
             "usd_per_million_output_tokens": None if best is None else usd_per_million(candidate),
             "gpu_hours_per_million_output_tokens": None if best is None else gpu_hours_per_million(candidate),
             "best": _describe_evaluation(self.question, best),
             "nearest_missed": _describe_evaluation(self.question, candidate.missed),
-            "lowest_rate": _describe_evaluation(self.question, candidate.impossible),
+            "lowest_load": _describe_evaluation(self.question, candidate.impossible),
             "evaluations": [_describe_evaluation(self.question, one) for one in candidate.evaluations],
         }
 
@@ -354,23 +371,31 @@ def why_not(candidate: Candidate) -> str:
     if candidate.setup is None:
         return candidate.unfit
     if candidate.pruned:
-        rate = candidate.narrow_met
-        about = f", about {rate:g}/s each" if rate is not None else ""
+        load = candidate.narrow_met
+        about = f", about {show_load(candidate.question, load)} each" if load is not None else ""
         return f"not confirmed: {candidate.pruned}{about}"
     if candidate.impossible is not None:
         remains = candidate.impossible
         pairs = zip(candidate.question.slos, remains.intervals, strict=True)
         beyond = [(slo, i.value) for slo, i in pairs if i.value > slo.bound_us]
         text = ", ".join(f"{_slo_name(str(s).partition('=')[0])} {show_us(_finite(v))}" for s, v in beyond)
-        return f"misses the SLO at {remains.rate:g}/s too: {text}" if beyond else "not sure of the SLO at any rate"
-    return "does not serve the rate with any number of replicas tried"
+        at = show_load(candidate.question, remains.load)
+        return f"misses the SLO at {at} too: {text}" if beyond else "not sure of the SLO under any load"
+    return "does not serve the load with any number of replicas tried"
 
 
-def _rate_text(candidate: Candidate, best: Evaluation, question: Question) -> str:
-    """The rate sustained, and the one that no longer is."""
-    if question.rate is not None or candidate.missed is None:
-        return f"{best.rate:g}"
-    return f"{best.rate:g} (<{candidate.missed.rate:g})"
+def show_load(question: Question, load: float) -> str:
+    """`3.5/s`, or `12 sessions`."""
+    if question.load == "rate":
+        return f"{load:g}/s"
+    return f"{load:,.0f} session{'s' if load != 1 else ''}"
+
+
+def _load_text(candidate: Candidate, best: Evaluation, question: Question) -> str:
+    """The load sustained, and the one that no longer is."""
+    if question.wanted is not None or candidate.missed is None:
+        return f"{best.load:g}"
+    return f"{best.load:g} (<{candidate.missed.load:g})"
 
 
 def interval_text(interval: Interval) -> str:
@@ -393,7 +418,7 @@ def _describe_evaluation(question: Question, evaluation: Evaluation | None) -> d
     if evaluation is None:
         return None
     return {
-        "rate": evaluation.rate,
+        "rate" if question.load == "rate" else "sessions": evaluation.load,
         "replicas": evaluation.replicas,
         "status": evaluation.status,
         "replications": len(evaluation.results),

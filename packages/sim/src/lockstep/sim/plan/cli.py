@@ -22,6 +22,8 @@ from lockstep.sim.cli import (
 )
 
 if TYPE_CHECKING:
+    from lockstep.sim.plan.answer import Answer
+    from lockstep.sim.plan.question import Load
     from lockstep.sim.plan.search import Progress
 
 EXIT_NONE_FOUND = 3
@@ -33,6 +35,11 @@ EXIT_NONE_FOUND = 3
 @click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
 @click.option("--rate", type=click.FLOAT, help="find the cheapest that serves so many per second")
+@click.option("--sessions", type=click.INT, help="find the cheapest that serves so many sessions at a time")
+@click.option(
+    "--load",
+    help="rate, or sessions (a closed loop)  [default: sessions for a trace of them that lacks their beginnings]",
+)
 @click.option("--max-gpus", "gpus_max", type=click.INT, help="find the largest rate of as many replicas as fit on them")
 @click.option("--search", multiple=True, metavar="NAME=VALUES", help="tp=1,2,4 or chunked_prefill_size=512..8192")
 @click.option("--price", "prices", multiple=True, metavar="GPU=USD", help="per GPU-hour, for a GPU of --gpus")
@@ -67,6 +74,8 @@ def plan(
     workload: str,
     slos: tuple[str, ...],
     rate: float | None,
+    sessions: int | None,
+    load: Load | None,
     gpus_max: int | None,
     search: tuple[str, ...],
     prices: tuple[str, ...],
@@ -96,7 +105,7 @@ def plan(
         from lockstep.sim.metrics import Slo
         from lockstep.sim.plan.answer import Answer
         from lockstep.sim.plan.ledger import Ledger
-        from lockstep.sim.plan.question import FULL, QUICK, Length, Question, parse_prices, parse_search
+        from lockstep.sim.plan.question import FULL, QUICK, Length, Question, natural_load, parse_prices, parse_search
         from lockstep.sim.plan.search import prepare, run_plan
         from lockstep.sim.plan.workers import crew_of
         from lockstep.sim.simulate import workload_line
@@ -105,6 +114,7 @@ def plan(
             raise ConfigError(f"`jobs` must be at least 1, got `{jobs}`")
         if requests is not None and requests < 10:
             raise ConfigError(f"`requests` must be at least 10, got `{requests}`")
+        bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)
         searched = parse_search(search)
         for key, _ in searched:
@@ -122,7 +132,9 @@ def plan(
             gpus=tuple(gpu.strip() for gpu in gpus.split(",")),
             workload=workload,
             slos=tuple(map(Slo.parse, slos)),
+            load=load or ("sessions" if sessions is not None else natural_load(workload, skip_bad_rows=bad_rows)),
             rate=rate,
+            sessions=sessions,
             gpus_max=gpus_max,
             search=searched,
             common=options,
@@ -136,30 +148,22 @@ def plan(
             price_kind=price_kind,
             confirm_all=confirm_all,
         )
+        check_writable("json", json_path)
+        check_writable("report", report_path)
         ledger = Ledger(out)
-        candidates, opened = prepare(question)
-        line = workload_line(opened)
-        announce(question, line, len(candidates), out)
         try:
+            candidates, opened = prepare(question)
+            line = workload_line(opened, closed=question.load == "sessions")
+            announce(question, line, len(candidates), out)
             with crew_of(_hands(jobs), ray_address) as crew, showing_progress(ledger) as progress:
                 run_plan(question, candidates, crew, ledger, progress)
+            answer = Answer(question=question, candidates=candidates, workload_line=line)
+            show(answer)
+            write_answer(answer, [*_given(json_path), *_given(out, "plan.json")])
+            write_report(answer, [*_given(report_path), *_given(out, "plan.html")])
         except KeyboardInterrupt:
             say_how_to_go_on(ledger, out)
             sys.exit(EXIT_INTERRUPTED)
-        answer = Answer(question=question, candidates=candidates, workload_line=line)
-        show(answer)
-        if json_path is not None:
-            json_path.write_text(answer.to_json(), encoding="utf-8")
-        pages = [path for path in (report_path, out / "plan.html" if out is not None else None) if path is not None]
-        if pages:
-            from lockstep.sim.report.plan_page import render_plan
-
-            text = render_plan(answer)
-            for path in pages:
-                path.write_text(text, encoding="utf-8", newline="\n")
-                click.echo(f"report: {path}", err=True)
-        if out is not None:
-            (out / "plan.json").write_text(answer.to_json(), encoding="utf-8")
         found = f"; {ledger.reused} found from before" if ledger.reused else ""
         click.echo(f"{ledger.run} simulations in {ledger.cpu_s:.1f} s of CPU time{found}", err=True)
     if answer.winner is None:
@@ -169,6 +173,45 @@ def plan(
 def _hands(jobs: int | None) -> int:
     """Processes: as asked, or one per core that this one may use."""
     return jobs if jobs is not None else len(os.sched_getaffinity(0))
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Before minutes of simulation, whether the file can be written. Raises ConfigError."""
+    from lockstep.core.errors import ConfigError
+
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"`{option}` must be a file, and `{path}` is a folder\nhint: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"`{option}` cannot be written, `{path}`: there is no folder `{path.parent}`\nhint: make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"`{option}` cannot be written, `{path}`: permission denied\nhint: choose another file")
+
+
+def _given(path: Path | None, *names: str) -> list[Path]:
+    return [] if path is None else [path.joinpath(*names)]
+
+
+def write_answer(answer: Answer, paths: list[Path]) -> None:
+    """The answer as JSON."""
+    from lockstep.sim.simulate import whole
+
+    for path in paths:
+        with whole(path) as part:
+            part.write_text(answer.to_json(), encoding="utf-8", newline="\n")
+
+
+def write_report(answer: Answer, paths: list[Path]) -> None:
+    """The page. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
+    from lockstep.sim.report.plan_page import render_plan
+    from lockstep.sim.simulate import whole
+
+    text = render_plan(answer) if paths else ""
+    for path in paths:
+        with whole(path) as part:
+            part.write_text(text, encoding="utf-8", newline="\n")
+        click.echo(f"report: {path}", err=True)
 
 
 def announce(question: Any, line: str, configurations: int, out: Path | None) -> None:

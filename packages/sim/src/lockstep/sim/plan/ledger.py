@@ -32,10 +32,16 @@ class Ledger:
         self._folder = None if folder is None else folder / FOLDER
         if folder is not None:
             mark = folder / MARK
-            if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+            if os.path.lexists(folder) and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
                 raise ConfigError(f"`{folder}` exists and does not hold a plan\nhint: choose another --out")
-            (folder / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
-            mark.touch()
+            try:
+                (folder / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                why = (error.strerror or str(error)).lower()
+                raise ConfigError(
+                    f"`out` cannot be written to, `{folder}`: {why}\nhint: choose another --out"
+                ) from None
 
     def find(self, trial: Trial) -> TrialResult | None:
         """The result, if it is there."""

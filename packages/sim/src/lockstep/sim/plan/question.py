@@ -8,15 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+from lockstep.sim.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
+from lockstep.sim.mix import MIX_PREFIX
 from lockstep.sim.settings import field_of, parse_setting
-from lockstep.sim.workload import Workload
+from lockstep.sim.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
 LAYOUT_KEYS = ("tp", "ep", "attention_dp", "pp")
@@ -49,6 +51,7 @@ class Effort:
     precision: float  # relative, of a largest rate
     replications_min: int
     replications_max: int
+    per_session: int = 20  # requests of a closed loop's long simulation, for each session in progress, at least
 
 
 FULL = Effort(
@@ -64,8 +67,17 @@ QUICK = Effort(
     precision=0.15,
     replications_min=3,
     replications_max=5,
+    per_session=10,
 )
+WARM_UP_PER_SESSION = 3  # requests before those that a closed loop's simulation measures: its caches begin empty
+SHORT_SHARE = 4  # a short simulation of a closed loop has so many times fewer requests for each session
 LIVES = 3.0  # of a session: how long traffic must go on before those that end and those that begin are in balance
+
+
+Load = Literal["rate", "sessions"]
+"""An open loop's load is arrivals by the clock per second; a closed loop's is sessions in progress at a time."""
+
+LOADS: Mapping[str, str] = {"rate": "arrivals per second", "sessions": "sessions at a time"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +88,10 @@ class Question:
     gpus: tuple[str, ...]
     workload: str
     slos: tuple[Slo, ...]
-    rate: float | None = None  # to be served; None: the largest rate is asked for
-    gpus_max: int | None = None  # of one configuration's replicas together, where the largest rate is asked for
+    load: Load = "rate"  # what is varied; see `Load`
+    rate: float | None = None  # to be served; None: the largest load is asked for
+    sessions: int | None = None  # the same in a closed loop
+    gpus_max: int | None = None  # of one configuration's replicas together, where the largest load is asked for
     search: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # in the order given
     common: Mapping[str, Any] = field(default_factory=dict)  # fields of Trial that are not searched
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the scheduler, not searched
@@ -94,13 +108,23 @@ class Question:
         if not self.slos:
             raise ConfigError("a plan needs at least one SLO\nhint: such as --slo ttft_p99=500ms --slo tpot_p99=40ms")
         if len(set(self.slos)) < len(self.slos):
-            raise ConfigError(f"an SLO is given twice: {', '.join(map(str, self.slos))}")
+            raise ConfigError(f"`slo` is given twice: {', '.join(map(str, self.slos))}\nhint: leave one of them out")
         if not self.gpus or not all(self.gpus):
-            raise ConfigError("`gpus` names no GPU\nhint: such as --gpus h100,h200")
+            raise ConfigError(f"`gpus` has an empty name: `{','.join(self.gpus)}`\nhint: such as --gpus h100,h200")
         if len(set(self.gpus)) < len(self.gpus):
             raise ConfigError(f"`gpus` names one twice: {','.join(self.gpus)}")
-        if self.rate is not None and self.gpus_max is not None:
-            raise ConfigError("`rate` and `max_gpus` are two questions\nhint: leave one of them out")
+        if self.load not in LOADS:
+            raise ConfigError(f"`load` must be one of {', '.join(LOADS)}, got `{self.load}`")
+        for load, name in (("sessions", "rate"), ("rate", "sessions")):
+            if self.load == load and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"`{name}` is not what the load of this plan is counted in, which is {LOADS[self.load]}\n"
+                    f"hint: leave out --{name}, or add --load {name}"
+                )
+        if self.sessions is not None and not 1 <= self.sessions <= CONCURRENCY_MAX:
+            raise ConfigError(f"`sessions` must be from 1 to {CONCURRENCY_MAX:,}, got `{self.sessions}`")
+        if self.wanted is not None and self.gpus_max is not None:
+            raise ConfigError(f"`{self.load}` and `max_gpus` are two questions\nhint: leave one of them out")
         if self.rate is not None and not (math.isfinite(self.rate) and self.rate >= 1e-6):
             raise ConfigError(f"`rate` must be requests per second, at least 1e-6, got `{self.rate}`")
         if self.gpus_max is not None and self.gpus_max < 1:
@@ -109,6 +133,7 @@ class Question:
             raise ConfigError(f"`confidence` must be from 0.5 to 0.999, got `{self.confidence}`\nhint: 0.95 is usual")
         if self.price_kind not in PRICE_KINDS:
             raise ConfigError(f"`price_kind` must be one of {', '.join(PRICE_KINDS)}, got `{self.price_kind}`")
+        self._check_engine()
         for gpu in self.prices:
             if gpu not in self.gpus:
                 raise ConfigError(f"`price` names `{gpu}`, which is not among the GPUs {', '.join(self.gpus)}")
@@ -117,6 +142,23 @@ class Question:
                 f"the search spans {len(self.configurations()):,} configurations, the most is {CONFIGURATIONS_MAX:,}\n"
                 "hint: fewer values, or one search after another"
             )
+
+    def _check_engine(self) -> None:
+        """What no GPU could have is a mistake, and not a configuration that does not fit."""
+        searched = dict(self.search)
+        for tp in searched.get("tp", (self.common.get("tp", 1),)):
+            if tp < 1:
+                raise ConfigError(f"`tp` must be a whole number of at least 1, got `{tp}`")
+        for fraction in searched.get("mem_fraction", (self.common.get("mem_fraction", 0.9),)):
+            if not 0.0 < fraction <= 1.0:
+                raise ConfigError(
+                    f"`mem_fraction` must be above 0 and at most 1, got `{shown(fraction)}`\nhint: 0.9 is usual"
+                )
+
+    @property
+    def wanted(self) -> float | None:
+        """The load that is to be served; None if the largest one is asked for."""
+        return self.rate if self.load == "rate" else self.sessions
 
     def configurations(self) -> tuple[Configuration, ...]:
         """All of them, in the order of GPUs and searched values; numbered from 1."""
@@ -242,7 +284,15 @@ def is_drawn(workload: Workload) -> bool:
     """Whether another seed makes another workload: not of a trace, nor of several mixed."""
     if workload.format == "mix":
         return PREFIX in workload.source or ".json@" in workload.source or workload.source.endswith(".json")
-    return workload.format in ("generated", "fitted", "servegen")
+    return not workload.has_clock or workload.format in ("generated", "fitted", "servegen")
+
+
+def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
+    """Sessions at a time for recorded sessions that nobody knows the beginning of; a rate for everything else."""
+    if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():
+        return "rate"
+    opened = open_workload(workload, seed=0, rate=math.inf, skip_bad_rows=skip_bad_rows, digest=False)
+    return "rate" if opened.has_clock or len(opened.turns.by_clock_rows) == len(opened.turns) else "sessions"
 
 
 def content_files(question: Question) -> list[Path]:

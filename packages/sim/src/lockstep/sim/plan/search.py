@@ -1,15 +1,20 @@
 """Which simulations are worth running. Every configuration is searched in two stages, and between them compared.
 
     estimate    the cost model alone: the best case of one engine                     no simulation
-    narrow      short runs, one replication: from which rate on the SLO is missed     a handful per configuration
+    narrow      short runs, one replication: from which load on the SLO is missed     a handful per configuration
     prune       who is worse than another one whatever its long runs say              no simulation
     confirm     long runs, replicated until the verdict is sure                       of those that are left
 
-A search is a generator: it yields the trials it needs next and is sent their results. It looks at nothing but its own
-results, and stages end together, so the answer does not depend on who ran what, or in which order.
+A load is a rate, or in a closed loop a number of sessions at a time; everything here holds of both.
 
-**Verdict.** A rate is sustained if every SLO's interval lies within its bound: not the estimate alone, its upper end.
-If only the estimate does, more replications are run; if that does not settle it, the rate counts as missed.
+A search is a generator: it yields the trials it needs next and is sent their results. It looks at nothing but its own
+results, and stages end together, so the answer does not depend on who ran what, or in which order. Where a few results
+settle what many were asked for, a search gets the shortest beginning that does, however many are known by then: more
+hands run replications side by side, one runs only those that are needed, and the answer is the same.
+
+**Verdict.** A load is sustained if every SLO's interval lies within its bound: not the estimate alone, its upper end.
+If only the estimate does, more replications are run; if that does not settle it, the load counts as missed. It is
+missed for sure, and no further replication is run, once the others could be perfect and the mean be beyond the bound.
 
 **Common random numbers.** Replication i has the same seed, so the same traffic and the same draw of the calibration's
 error, in every configuration and at every rate: differences between them are theirs.
@@ -18,13 +23,16 @@ error, in every configuration and at every rate: differences between them are th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from lockstep.core.errors import ConfigError
 from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity
+from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
@@ -33,6 +41,8 @@ from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import (
     LIVES,
     OWN_KEYS,
+    SHORT_SHARE,
+    WARM_UP_PER_SESSION,
     Configuration,
     Question,
     content_files,
@@ -41,18 +51,28 @@ from lockstep.sim.plan.question import (
 )
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
-from lockstep.sim.simulate import Setup, assemble, code_commit, code_version
-from lockstep.sim.workload import Workload, open_workload
+from lockstep.sim.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
+from lockstep.sim.workload import Workload, WorkloadError
 
 NARROW_RATIO = 1.2  # short runs stop when the largest rate is known to this factor
 NARROW_STEPS_MAX = 14
 NARROW_LOWEST = 1 / 300  # of the estimate: whoever misses the SLO there misses it always
 CONFIRM_STEPS_MAX = 12
 PRUNE_MARGIN = 1.15  # what short runs may be wrong by, in either direction
+SESSIONS_OVER_ESTIMATE = 4.0  # times what keeps an engine busy, before more of them make no difference any more
 REPLICAS_MORE_MAX = 4  # times what one replica's short runs suggest, before a rate counts as out of reach
 
 Status = Literal["met", "missed", "undecided"]
-Search = Generator[list[Trial], list[TrialResult], None]
+
+
+class Need(NamedTuple):
+    """Trials whose results a search waits for: all of them, or the first ones if those are enough."""
+
+    trials: list[Trial]
+    enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False
+
+
+Search = Generator[Need, list[TrialResult], None]
 
 
 # ------------------------------------------------------------------------------------------------------- one evaluation
@@ -60,9 +80,9 @@ Search = Generator[list[Trial], list[TrialResult], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A configuration at one rate, with as many replications as it took."""
+    """A configuration under one load, with as many replications as it took."""
 
-    rate: float
+    load: float  # arrivals per second, or sessions at a time
     replicas: int
     status: Status
     intervals: tuple[Interval, ...]  # one per SLO, microseconds
@@ -121,20 +141,32 @@ class Candidate:
     turns_per_arrival: float = 1.0  # a rate counts arrivals by the clock, sessions; each has so many requests
     usd_per_gpu_hour: float | None = None
     price_source: str = ""
-    replicas: int = 1  # searched with in `narrow`, and in `confirm` where the largest rate is asked for
-    narrow_met: float | None = None  # the largest rate that a short run sustained
+    replicas: int = 1  # searched with in `narrow`, and in `confirm` where the largest load is asked for
+    narrow_met: float | None = None  # the largest load that a short run sustained
     narrow_missed: float | None = None  # the smallest one that it did not
     pruned: str = ""  # why it was not confirmed
-    impossible: Evaluation | None = None  # the SLO is missed at the lowest rate, too: this is what remains
+    impossible: Evaluation | None = None  # the SLO is missed under the lowest load, too: this is what remains
     evaluations: list[Evaluation] = field(default_factory=list)  # long ones
     best: Evaluation | None = None  # the answer for this configuration
     missed: Evaluation | None = None  # the nearest one that was not sustained
 
     @property
-    def estimated_rate(self) -> float:
-        """The best case of one engine, in arrivals by the clock."""
+    def estimated_load(self) -> float:
+        """The best case of one engine: arrivals by the clock per second, or sessions that keep it busy all the time.
+
+        The latter are, by Little's law, those who think and those who are served while it does its best.
+        """
         assert self.estimate is not None
-        return self.estimate.requests_per_s / self.turns_per_arrival
+        if self.question.load == "rate":
+            return self.estimate.requests_per_s / self.turns_per_arrival
+        served_s = (self.estimate.prefill_us + self.estimate.decode_us * self.estimate.decode_rows) / 1e6
+        return max(self.estimate.requests_per_s * (self.session_s / self.turns_per_arrival + served_s), 1.0)
+
+    @property
+    def load_max(self) -> float:
+        """No more than this is tried. Not even the best case serves a higher rate; more sessions than this all wait."""
+        over = PRUNE_MARGIN if self.question.load == "rate" else SESSIONS_OVER_ESTIMATE
+        return self.estimated_load * self.replicas * over
 
     @property
     def gpus(self) -> int:
@@ -155,14 +187,27 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
     """Load what the question names, and work out who fits and how fast it could be at best."""
     effort = question.effort
     limit = effort.long.requests_min
-    workload_text = with_count(question.workload, limit)
-    skip_bad_rows = bool(question.common.get("skip_bad_rows", False))
-    workload = open_workload(workload_text, seed=question.seed, limit=limit, skip_bad_rows=skip_bad_rows)
+    workload = open_load(
+        Scenario(
+            model=question.model,
+            gpu="",
+            workload=with_count(question.workload, limit),
+            seed=question.seed,
+            concurrency=1 if question.load == "sessions" else None,
+            limit=limit,
+            skip_bad_rows=bool(question.common.get("skip_bad_rows", False)),
+        )
+    )
+    if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:
+        problem = "it has one arrival, which is at no rate: any would count as sustained"
+        raise WorkloadError(question.workload, problem, "a longer trace, or --load sessions")
+    _check_gpus(question)
     summary = workload.summary()
     content = " ".join([code_version(), code_commit() or "", *(file_digest(path) for path in content_files(question))])
+    drawn = question.load == "sessions" or is_drawn(workload)  # of a closed loop, the order of its sessions is
     candidates = []
     for configuration in question.configurations():
-        candidate = Candidate(configuration=configuration, question=question, drawn=is_drawn(workload))
+        candidate = Candidate(configuration=configuration, question=question, drawn=drawn)
         trial = _trial_of(question, configuration, content)
         try:
             setup = assemble(trial.scenario().base, {}, workload=workload)
@@ -189,6 +234,16 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
     return candidates, workload
 
 
+def _check_gpus(question: Question) -> None:
+    """Raises ConfigError if two names are of one GPU, and CatalogueError for one that is none."""
+    written: dict[str, str] = {}
+    for gpu in question.gpus:
+        name = load_gpu(gpu).name
+        if name in written:
+            raise ConfigError(f"`gpus` names {name} twice: `{written[name]}` and `{gpu}`\nhint: leave one of them out")
+        written[name] = gpu
+
+
 def _trial_of(question: Question, configuration: Configuration, content: str) -> Trial:
     chosen = dict(configuration.chosen)
     own = {key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen}
@@ -201,7 +256,7 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         gpu=configuration.gpu,
         workload=question.workload,
         replicas=1,
-        rate=1.0,
+        rate=None,
         limit=None,
         seed=question.seed,
         settings={name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
@@ -236,73 +291,79 @@ class Searcher:
         self.systematic = factors is not None
 
     def narrow(self, candidate: Candidate) -> Search:
-        """Find by short runs between which rates the SLO begins to be missed. Sets narrow_met and narrow_missed."""
-        best_case = candidate.estimated_rate * candidate.replicas
-        rate = rounded(best_case * 0.6)
+        """Find by short runs between which loads the SLO begins to be missed. Sets narrow_met and narrow_missed."""
+        best_case = candidate.estimated_load * candidate.replicas
+        most = self.rounded(best_case if self.question.load == "rate" else candidate.load_max)
+        load = self.rounded(best_case * 0.6)
         for _ in range(NARROW_STEPS_MAX):
-            trial = self.trial(candidate, rate, candidate.replicas, 0, short=True)
-            (result,) = yield [trial]
+            trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
+            (result,) = yield Need([trial])
             status, _ = judge(self.question.slos, [_without_samples(result)], 0.5, systematic=False)
             if status == "met":
-                candidate.narrow_met = rate
+                candidate.narrow_met = load
             else:
-                candidate.narrow_missed = rate
+                candidate.narrow_missed = load
             met, missed = candidate.narrow_met, candidate.narrow_missed
             if met is not None and missed is not None:
-                if missed / met <= NARROW_RATIO:
+                if self.close(met, missed, NARROW_RATIO):
                     return
-                rate = rounded(math.sqrt(met * missed))
+                load = self.between(met, missed)
             elif missed is not None:
-                if missed <= best_case * NARROW_LOWEST:
+                if missed <= self.lowest(candidate):
                     return
-                rate = rounded(missed / 3)
-            elif rate >= best_case:
+                load = max(self.rounded(missed / 3), self.lowest(candidate))
+            elif load >= most:
                 return  # so short a run does not get to miss anything; long ones will
             else:
-                rate = rounded(min(rate * 1.6, best_case))
+                load = min(self.beyond(load, 1.6), most)
 
-    def confirm_rate(self, candidate: Candidate) -> Search:
-        """Find by long runs the largest rate that is sustained. Sets best and missed, or impossible."""
+    def confirm_load(self, candidate: Candidate) -> Search:
+        """Find by long runs the largest load that is sustained. Sets best and missed, or impossible."""
         precision = self.question.effort.precision
         if candidate.narrow_met is None:
-            yield from self._lowest_rate(candidate)
+            yield from self._lowest_load(candidate)
             return
-        rate = candidate.narrow_met
+        load = candidate.narrow_met
         step = 1 + 2 * precision
         tried: list[float] = []
         for _ in range(CONFIRM_STEPS_MAX):
-            if rate in tried:
+            if load in tried:
                 break
-            tried.append(rate)
-            evaluation = yield from self._evaluate(candidate, rate, candidate.replicas)
+            tried.append(load)
+            evaluation = yield from self._evaluate(candidate, load, candidate.replicas)
             if evaluation.met:
                 candidate.best = evaluation
             else:
                 candidate.missed = evaluation
             met, missed = candidate.best, candidate.missed
             if met is not None and missed is not None:
-                if missed.rate / met.rate <= 1 + precision:
+                if self.close(met.load, missed.load, 1 + precision):
                     break
-                rate = rounded(math.sqrt(met.rate * missed.rate))
+                load = self.between(met.load, missed.load)
+            elif met is None:
+                load = max(self.lowest(candidate), self.beyond(load, 1 / step))
+                step = min(step * step, 4.0)
+            elif load >= candidate.load_max:
+                break
             else:
-                rate = rounded(rate / step if met is None else rate * step)
+                load = self.beyond(load, step)
                 step = min(step * step, 4.0)
         if candidate.best is None:
-            yield from self._lowest_rate(candidate)
+            yield from self._lowest_load(candidate)
 
     def confirm_replicas(self, candidate: Candidate) -> Search:
-        """Find by long runs how few replicas sustain the rate asked for. Sets best and missed, or impossible."""
-        rate = self.question.rate
-        assert rate is not None
+        """Find by long runs how few replicas sustain the load asked for. Sets best and missed, or impossible."""
+        load = self.question.wanted
+        assert load is not None
         if candidate.narrow_met is None:
-            yield from self._lowest_rate(candidate)
+            yield from self._lowest_load(candidate)
             return
-        first = math.ceil(rate / candidate.narrow_met)
-        least = max(math.ceil(rate / (candidate.estimated_rate * PRUNE_MARGIN)), 1)
+        first = math.ceil(load / candidate.narrow_met)
+        least = max(math.ceil(load / (candidate.load_max / candidate.replicas)), 1)
         replicas = max(first, least)
         most = replicas * REPLICAS_MORE_MAX + REPLICAS_MORE_MAX
         while least <= replicas <= most:
-            evaluation = yield from self._evaluate(candidate, rate, replicas)
+            evaluation = yield from self._evaluate(candidate, load, replicas)
             if evaluation.met:
                 candidate.best = evaluation
                 if candidate.missed is not None:
@@ -314,15 +375,41 @@ class Searcher:
                     return
                 replicas += 1
 
-    def _lowest_rate(self, candidate: Candidate) -> Generator[list[Trial], list[TrialResult], None]:
+    # Loads: of a rate three digits, since none is known better; of sessions whole ones.
+
+    def rounded(self, load: float) -> float:
+        """As loads are tried, so that two searches meet at the same ones."""
+        return rounded(load) if self.question.load == "rate" else float(max(round(rounded(load)), 1))
+
+    def close(self, met: float, missed: float, ratio: float) -> bool:
+        """Whether nothing is left to try between two loads."""
+        return missed / met <= ratio or (self.question.load == "sessions" and missed - met <= 1)
+
+    def between(self, met: float, missed: float) -> float:
+        """The load to try between two."""
+        load = self.rounded(math.sqrt(met * missed))
+        return load if self.question.load == "rate" else min(max(load, met + 1), missed - 1)
+
+    def beyond(self, load: float, factor: float) -> float:
+        """A load above or below another one."""
+        further = self.rounded(load * factor)
+        if self.question.load == "rate" or further != load:
+            return further
+        return load + 1 if factor > 1 else max(load - 1, 1.0)
+
+    def lowest(self, candidate: Candidate) -> float:
+        """Who misses the SLO under this load misses it always."""
+        return self.rounded(candidate.estimated_load * candidate.replicas * NARROW_LOWEST)
+
+    def _lowest_load(self, candidate: Candidate) -> Generator[Need, list[TrialResult], None]:
         """What remains when hardly anybody comes: the best that can be had, bursts included. Sets impossible."""
-        rate = rounded(candidate.estimated_rate * candidate.replicas * NARROW_LOWEST)
-        trial = self.trial(candidate, rate, candidate.replicas, 0, short=True)
-        (result,) = yield [msgspec.structs.replace(trial, give_up=False)]
+        load = self.lowest(candidate)
+        trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
+        (result,) = yield Need([msgspec.structs.replace(trial, give_up=False)])
         results = [_without_samples(result)]
         status, intervals = judge(self.question.slos, results, 0.5, systematic=False)
         candidate.impossible = Evaluation(
-            rate=rate,
+            load=load,
             replicas=candidate.replicas,
             status=status,
             intervals=intervals,
@@ -331,48 +418,68 @@ class Searcher:
         )
 
     def _evaluate(
-        self, candidate: Candidate, rate: float, replicas: int
-    ) -> Generator[list[Trial], list[TrialResult], Evaluation]:
+        self, candidate: Candidate, load: float, replicas: int
+    ) -> Generator[Need, list[TrialResult], Evaluation]:
         """Run replications until the verdict is sure, or there are enough of them."""
         effort, question = self.question.effort, self.question
         replicated = candidate.drawn or self.systematic
         wanted = effort.replications_min if replicated else 1
         results: list[TrialResult] = []
         while True:
-            trials = [self.trial(candidate, rate, replicas, i, short=False) for i in range(len(results), wanted)]
-            results += yield trials
+            trials = [self.trial(candidate, load, replicas, i, short=False) for i in range(len(results), wanted)]
+            results += yield Need(trials, partial(self._settled, tuple(results), wanted))
             status, intervals = judge(question.slos, results, question.confidence, systematic=self.systematic)
             if status != "undecided" or wanted >= effort.replications_max or not replicated:
                 break
             wanted = min(wanted + 2, effort.replications_max)
         evaluation = Evaluation(
-            rate=rate,
+            load=load,
             replicas=replicas,
             status=status,
             intervals=intervals,
             results=tuple(results),
-            first_trial=self.trial(candidate, rate, replicas, 0, short=False),
+            first_trial=self.trial(candidate, load, replicas, 0, short=False),
         )
         candidate.evaluations.append(evaluation)
         return evaluation
 
-    def trial(self, candidate: Candidate, rate: float, replicas: int, replication: int, *, short: bool) -> Trial:
+    def _settled(self, before: Sequence[TrialResult], wanted: int, found: Sequence[TrialResult]) -> bool:
+        """Whether no further replication can help."""
+        return surely_missed(self.question.slos, [*before, *found], wanted)
+
+    def trial(self, candidate: Candidate, load: float, replicas: int, replication: int, *, short: bool) -> Trial:
         """One simulation of a configuration."""
         assert candidate.trial is not None
         question, effort = self.question, self.question.effort
         length = effort.short if short else effort.long
-        limit = length.requests_at(rate * candidate.turns_per_arrival, candidate.session_s * LIVES)
+        if question.load == "rate":
+            requests = length.requests_at(load * candidate.turns_per_arrival, candidate.session_s * LIVES)
+            how = {"rate": load, "limit": requests}
+        else:
+            per_session = math.ceil(effort.per_session / (SHORT_SHARE if short else 1))
+            warm_up = WARM_UP_PER_SESSION * int(load)
+            requests = warm_up + min(max(length.requests_min, per_session * int(load)), length.requests_max)
+            how = {"concurrency": int(load), "warm_up": warm_up, "limit": requests}
         return msgspec.structs.replace(
             candidate.trial,
-            workload=with_count(question.workload, limit),
-            rate=rate,
-            limit=limit,
+            workload=with_count(question.workload, requests),
             replicas=replicas,
             seed=question.seed + (replication if candidate.drawn else 0),
             factor=1.0 if self.factors is None or short else self.factors[replication],
             resample=not short and not candidate.drawn and not self.systematic,
             give_up=True,
+            **how,
         )
+
+
+def surely_missed(slos: Sequence[Slo], results: Sequence[TrialResult], wanted: int) -> bool:
+    """Whether the mean of `wanted` replications is beyond a bound whatever those to come find: no time is below 0."""
+    if any(result.gave_up for result in results):
+        return True
+    for number, slo in enumerate(slos):
+        if math.fsum(result.slos[number].value for result in results) > slo.bound_us * wanted:
+            return True
+    return False
 
 
 def _without_samples(result: TrialResult) -> TrialResult:
@@ -393,8 +500,9 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
     running = [c for c in candidates if c.setup is not None and c.narrow_met is not None]
     if question.confirm_all or not running:
         return
-    if question.rate is not None:
-        bounds = {c.configuration.number: _replica_bounds(c, question.rate) for c in running}
+    wanted = question.wanted
+    if wanted is not None:
+        bounds = {c.configuration.number: _replica_bounds(c, wanted) for c in running}
         cheapest = min(
             running, key=lambda c: (c.cost_per_hour(bounds[c.configuration.number][1]), c.configuration.number)
         )
@@ -407,19 +515,53 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
         return
     for candidate in running:
         for other in running:
-            same_gpus = (other.configuration.gpu, other.gpus) == (candidate.configuration.gpu, candidate.gpus)
             most = candidate.narrow_missed
             assert other.narrow_met is not None
-            if same_gpus and most is not None and most * PRUNE_MARGIN < other.narrow_met:
+            if other is candidate or most is None or not _same_gpus(candidate, other):
+                continue
+            if most * PRUNE_MARGIN < other.narrow_met:
                 candidate.pruned = f"serves less than #{other.configuration.number} on the same GPUs"
                 break
 
 
-def _replica_bounds(candidate: Candidate, rate: float) -> tuple[int, int]:
-    """The fewest and the most replicas that the rate may take, by short runs."""
+def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those left out whom long runs of the others do not show to be worse after all. Clears `pruned`, and returns them.
+
+    A short run may say more for a configuration than its long ones confirm; for that, nobody may be left out.
+    """
+    confirmed = [c for c in candidates if c.best is not None]
+    wanted = question.wanted
+    in_vain = []
+    for candidate in candidates:
+        if not candidate.pruned:
+            continue
+        if wanted is not None:
+            least_cost = candidate.cost_per_hour(_replica_bounds(candidate, wanted)[0])
+            worse = any(c.cost_per_hour(_best(c).replicas) < least_cost for c in confirmed)
+        else:
+            most = candidate.narrow_missed
+            assert most is not None  # or it would not have been left out
+            worse = any(_same_gpus(c, candidate) and _best(c).load > most for c in confirmed)
+        if not worse:
+            candidate.pruned = ""
+            in_vain.append(candidate)
+    return in_vain
+
+
+def _best(candidate: Candidate) -> Evaluation:
+    assert candidate.best is not None
+    return candidate.best
+
+
+def _same_gpus(one: Candidate, other: Candidate) -> bool:
+    return (one.configuration.gpu, one.gpus) == (other.configuration.gpu, other.gpus)
+
+
+def _replica_bounds(candidate: Candidate, load: float) -> tuple[int, int]:
+    """The fewest and the most replicas that a load may take, by short runs."""
     assert candidate.narrow_met is not None
-    most = candidate.narrow_missed or candidate.estimated_rate
-    return max(math.ceil(rate / (most * PRUNE_MARGIN)), 1), max(math.ceil(rate / candidate.narrow_met), 1)
+    most = candidate.narrow_missed or candidate.load_max / candidate.replicas
+    return max(math.ceil(load / (most * PRUNE_MARGIN)), 1), max(math.ceil(load / candidate.narrow_met), 1)
 
 
 @dataclass(kw_only=True)
@@ -440,9 +582,11 @@ def run_plan(
     searcher = Searcher(question, _factors(question, running))
     drive([searcher.narrow(c) for c in running], crew, ledger, progress, "narrowing down")
     prune(question, candidates)
+    confirm = searcher.confirm_load if question.wanted is None else searcher.confirm_replicas
     left = [candidate for candidate in running if not candidate.pruned]
-    confirm = searcher.confirm_rate if question.rate is None else searcher.confirm_replicas
-    drive([confirm(c) for c in left], crew, ledger, progress, "confirming")
+    while left:
+        drive([confirm(c) for c in left], crew, ledger, progress, "confirming")
+        left = pruned_in_vain(question, candidates)
 
 
 def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | None:
@@ -456,44 +600,64 @@ def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | 
 
 
 def drive(searches: Sequence[Search], crew: Crew, ledger: Ledger, progress: Progress, stage: str) -> None:
-    """Run searches to their end, each sent its results in the order of its trials as soon as all are there."""
+    """Run searches to their end, each sent the results of its trials, or the first ones if they are enough.
+
+    A hand that is free runs what a search waits for now; if there is nothing of that, what it may want next. So results
+    come in any order, and some that nobody needed: what is sent depends on neither.
+    """
     progress.stage(stage, len(searches))
-    asked: dict[int, list[Trial]] = {}
-    wanted_by: dict[str, list[int]] = {}  # keys of trials that run, to the searches that wait for them
+    waiting: dict[int, Need] = {}
 
     def go_on(number: int, results: list[TrialResult] | None) -> None:
         while True:
             try:
-                trials = next(searches[number]) if results is None else searches[number].send(results)
+                need = next(searches[number]) if results is None else searches[number].send(results)
             except StopIteration:
-                asked.pop(number, None)
+                waiting.pop(number, None)
                 progress.search()
                 return
-            asked[number] = trials
-            missing = [trial for trial in trials if ledger.find(trial) is None]
-            for trial in missing:
-                if trial.key not in wanted_by:
-                    crew.submit(trial)
-                wanted_by.setdefault(trial.key, []).append(number)
-            if missing:
+            waiting[number] = need
+            results = _enough(need, ledger)
+            if results is None:
                 return
-            results = _found(ledger, trials)
 
     for number in range(len(searches)):
         go_on(number, None)
-    while wanted_by:
+    while waiting:
+        needs = [waiting[number] for number in sorted(waiting)]
+        for trial in _to_run(needs, crew, ledger):
+            if len(crew.running) >= crew.hands:
+                break
+            crew.submit(trial)
         trial, result = crew.next_result()
         ledger.add(trial, result)
         progress.trial()
-        for number in wanted_by.pop(trial.key):
-            if all(ledger.find(needed) is not None for needed in asked[number]):
-                go_on(number, _found(ledger, asked[number]))
+        for number in sorted(waiting):
+            if trial in waiting[number].trials and (results := _enough(waiting[number], ledger)) is not None:
+                go_on(number, results)
 
 
-def _found(ledger: Ledger, trials: Sequence[Trial]) -> list[TrialResult]:
-    found = []
-    for trial in trials:
+def _enough(need: Need, ledger: Ledger) -> list[TrialResult] | None:
+    """The shortest beginning of the results that will do, or all; None while it is not known yet."""
+    found: list[TrialResult] = []
+    for trial in need.trials:
         result = ledger.find(trial)
-        assert result is not None
+        if result is None:
+            return None
         found.append(result)
+        if need.enough(found):
+            break
     return found
+
+
+def _to_run(needs: Sequence[Need], crew: Crew, ledger: Ledger) -> Iterator[Trial]:
+    """Trials that nobody has run or runs: first the next one of each search, then those that may not be needed."""
+    unknown = ([trial for trial in need.trials if ledger.find(trial) is None] for need in needs)
+    later: list[Trial] = []
+    for trials in unknown:
+        later += trials[1:]
+        if trials[0].key not in crew.running:
+            yield trials[0]
+    for trial in later:
+        if trial.key not in crew.running:
+            yield trial

@@ -21,8 +21,8 @@ from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_
 from lockstep.sim.cost import KvDtype, WeightsDtype
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
-from lockstep.sim.simulate import Scenario
-from lockstep.sim.workload import Workload, open_workload
+from lockstep.sim.simulate import Scenario, open_load
+from lockstep.sim.workload import Workload
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +32,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gpu: str
     workload: str
     replicas: int
-    rate: float
+    rate: float | None  # arrivals per second; None in a closed loop
     limit: int | None  # requests, at most
+    concurrency: int | None = None  # sessions at a time, in a closed loop
+    warm_up: int = 0  # requests that are not measured
     seed: int
     tp: int = 1
     ep: int = 1
@@ -75,6 +77,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             moe_a2a=self.moe_a2a,
             expert_cv=self.expert_cv,
             rate=self.rate,
+            concurrency=self.concurrency,
+            warm_up=self.warm_up,
             limit=self.limit,
             skip_bad_rows=self.skip_bad_rows,
             seed=self.seed,
@@ -140,18 +144,35 @@ def simulate_trial(trial: Trial) -> ClusterRun:
     setup = assemble_cluster(trial.scenario(), {}, workload=_workload_of(trial))
     if trial.factor != 1.0:
         setup = setup.slowed(trial.factor)
-    lateness = Lateness.of(setup.scenario.base.slos, len(setup.workload.turns)) if trial.give_up else None
+    requests = len(setup.workload.turns) if trial.concurrency is None or trial.limit is None else trial.limit
+    lateness = Lateness(setup.scenario.base.slos, requests - trial.warm_up) if trial.give_up else None
     return simulate_cluster(setup, give_up=lateness)
 
 
 @lru_cache(maxsize=4)
-def _workload(source: str, seed: int, rate: float, limit: int | None, skip_bad_rows: bool) -> Workload:
-    return open_workload(source, seed=seed, rate=rate, limit=limit, skip_bad_rows=skip_bad_rows)
+def _workload(key: tuple[Any, ...]) -> Workload:
+    source, seed, rate, closed, limit, skip_bad_rows = key
+    scenario = Scenario(
+        model="",
+        gpu="",
+        workload=source,
+        seed=seed,
+        rate=rate,
+        concurrency=1 if closed else None,
+        limit=limit,
+        skip_bad_rows=skip_bad_rows,
+    )
+    return open_load(scenario)
 
 
 def _workload_of(trial: Trial) -> Workload:
-    """Configurations are compared under the same traffic, one after another in each worker: keep the last few."""
-    return _workload(trial.workload, trial.seed, trial.rate, trial.limit, trial.skip_bad_rows)
+    """Configurations are compared under the same traffic, one after another in each worker: keep the last few.
+
+    Of a closed loop the workload itself is the same for any number of sessions.
+    """
+    closed = trial.concurrency is not None
+    limit = None if closed else trial.limit
+    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows))
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:
@@ -182,34 +203,23 @@ def _kept(summary: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Lateness:
-    """Whether so many requests wait past their TTFT bound that the SLO cannot be met any more, whatever follows.
+    """Whether so many requests are late that an SLO cannot be met any more, whatever follows.
 
-    Who waits still has no first token. If it gets one it is late, if it fails it counts as late: both stand beyond the
-    bound, and a percentile that this many stand beyond is beyond it too.
+    Late is who got its first token too late or has waited too long for it; who ended too slowly; and who failed. Each
+    stands beyond the bound, and a percentile that this many of all requests to come stand beyond is beyond it too.
     """
 
-    bounds: tuple[tuple[int, float], ...]  # bound in microseconds, requests that may be late
-
-    @classmethod
-    def of(cls, slos: tuple[Slo, ...], requests: int) -> Lateness:
-        bounds = []
-        for slo in slos:
-            if slo.metric in ("ttft", "e2e"):
-                percentile = 100.0 if slo.percentile is None else slo.percentile
-                bounds.append((slo.bound_us, (requests - 1) * (1.0 - percentile / 100.0) + 1.0))
-        return cls(tuple(bounds))
+    slos: tuple[Slo, ...]
+    requests: int  # that are measured, at most
 
     def __call__(self, cluster: Cluster) -> bool:
         """Whether to give up now."""
-        for bound_us, may_be_late in self.bounds:
-            late = 0
-            for lane in cluster.lanes:
-                engine = lane.host.engine
-                before_us = engine.now_us - bound_us  # by the engine's own clock: it may be behind the router's
-                late += sum(request.outputs == 0 and request.arrived_us < before_us for request in engine.waiting)
-            if late > may_be_late:
-                return True
-        return False
+        late = [sum(counts) for counts in zip(*(fold.late(self.slos) for fold in cluster.metrics), strict=True)]
+        return any(count > self._may_be_late(slo) for slo, count in zip(self.slos, late, strict=True))
+
+    def _may_be_late(self, slo: Slo) -> float:
+        percentile = 100.0 if slo.percentile is None else slo.percentile
+        return (self.requests - 1) * (1.0 - percentile / 100.0) + 1.0
 
 
 def encode_trial(trial: Trial) -> bytes:

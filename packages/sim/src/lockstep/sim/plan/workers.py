@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import signal
+import socket
 from collections import deque
 from types import TracebackType
 from typing import Any, Protocol
@@ -16,9 +17,17 @@ from typing import Any, Protocol
 from lockstep.core.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult, decode_result, encode_trial, run_encoded, run_trial
 
+RAY_TIMEOUT_S = 5.0  # for the head of a cluster to accept a connection
+RAY_HINT = (
+    "start it there with `ray start --head --port PORT`; `auto` joins the one of this machine, `local` starts one"
+)
+
 
 class Crew(Protocol):
     """Runs trials. A context manager: leaving it ends what still runs."""
+
+    hands: int  # trials that run side by side
+    running: dict[str, Trial]  # by key: submitted, and no result yet
 
     def submit(self, trial: Trial) -> None:
         """Have a trial run, some time."""
@@ -35,11 +44,15 @@ class Crew(Protocol):
 class Alone:
     """This process, one trial after another."""
 
+    hands = 1
+
     def __init__(self) -> None:
+        self.running: dict[str, Trial] = {}
         self._line: deque[Trial] = deque()
 
     def submit(self, trial: Trial) -> None:
         """See Crew."""
+        self.running[trial.key] = trial
         self._line.append(trial)
 
     def next_result(self) -> tuple[Trial, TrialResult]:
@@ -48,6 +61,7 @@ class Alone:
         result = run_trial(trial)
         if result.interrupted:
             raise KeyboardInterrupt
+        del self.running[trial.key]
         return trial, result
 
     def __enter__(self) -> Alone:
@@ -61,11 +75,14 @@ class Processes:
     """Processes of this machine, started afresh (spawn), so that they share nothing with this one."""
 
     def __init__(self, jobs: int) -> None:
+        self.hands = jobs
+        self.running: dict[str, Trial] = {}
         self._pool = multiprocessing.get_context("spawn").Pool(jobs, initializer=_ignore_interrupts)
         self._done: queue.SimpleQueue[tuple[Trial, bytes | BaseException]] = queue.SimpleQueue()
 
     def submit(self, trial: Trial) -> None:
         """See Crew."""
+        self.running[trial.key] = trial
         self._pool.apply_async(
             run_encoded,
             (encode_trial(trial),),
@@ -81,6 +98,7 @@ class Processes:
         result = decode_result(data)
         if result.interrupted:
             raise KeyboardInterrupt
+        del self.running[trial.key]
         return trial, result
 
     def __enter__(self) -> Processes:
@@ -100,24 +118,28 @@ class OnRay:
     """A Ray cluster. Its machines need lockstep-sim of the same version, and files under the same paths."""
 
     def __init__(self, address: str) -> None:
+        check_reachable(address)
         ray = _ray()
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            hint = "`local` starts one on this machine; `auto` or HOST:PORT joins one"
-            raise ConfigError(f"no Ray cluster at `{address}`: {error}\nhint: {hint}") from None
+            raise ConfigError(f"no Ray cluster at `{address}`: {error}\nhint: {RAY_HINT}") from None
+        self.hands = max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        self.running: dict[str, Trial] = {}
         self._ray = ray
         self._run = ray.remote(run_encoded)
         self._trials: dict[Any, Trial] = {}
 
     def submit(self, trial: Trial) -> None:
         """See Crew."""
+        self.running[trial.key] = trial
         self._trials[self._run.remote(encode_trial(trial))] = trial
 
     def next_result(self) -> tuple[Trial, TrialResult]:
         """See Crew."""
         ready, _ = self._ray.wait(list(self._trials), num_returns=1)
         trial = self._trials.pop(ready[0])
+        del self.running[trial.key]
         return trial, decode_result(self._ray.get(ready[0]))
 
     def __enter__(self) -> OnRay:
@@ -127,6 +149,23 @@ class OnRay:
         for reference in self._trials:
             self._ray.cancel(reference, force=True)
         self._ray.shutdown()
+
+
+def check_reachable(address: str, timeout_s: float = RAY_TIMEOUT_S) -> None:
+    """Whether anybody answers at HOST:PORT; Ray itself would try for minutes, and then end the process.
+
+    `local` and `auto` name no host, and are left to Ray. Raises ConfigError.
+    """
+    if address in ("local", "auto"):
+        return
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
+        raise ConfigError(f"`ray` must be local, auto or HOST:PORT, got `{address}`\nhint: {RAY_HINT}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ConfigError(f"`ray`: no Ray cluster at `{address}`: {why}\nhint: {RAY_HINT}") from None
 
 
 def _ray() -> Any:

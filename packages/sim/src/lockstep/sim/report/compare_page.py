@@ -40,7 +40,7 @@ COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the line
 DASHED_FROM = len(COLOURS)  # beyond it colours come again, dashed
 POINTS = 200  # of each distribution
 SWEEP_MIN = 3  # runs
-LOAD_SETTINGS = ("workload", "workload digest", "rate", "rate_scale")
+LOAD_SETTINGS = ("workload", "workload digest", "rate", "rate_scale", "concurrency")
 
 Values = NDArray[np.float64]
 

@@ -46,16 +46,18 @@ def render_plan(answer: Answer) -> str:
 
 
 def sweep(candidate: Candidate) -> list[Evaluation]:
-    """The long runs of a configuration at the replicas of its answer, by rate."""
+    """The long runs of a configuration at the replicas of its answer, by load."""
     best = candidate.best
     assert best is not None
-    return sorted((e for e in candidate.evaluations if e.replicas == best.replicas), key=lambda e: e.rate)
+    return sorted((e for e in candidate.evaluations if e.replicas == best.replicas), key=lambda e: e.load)
 
 
 def _load(candidate: Candidate) -> str:
+    from lockstep.sim.plan.answer import show_load
+
     best = candidate.best
     assert best is not None
-    return f"{best.rate:g}/s"
+    return show_load(candidate.question, best.load)
 
 
 def _configurations(answer: Answer, remarks: str) -> str:
@@ -101,6 +103,7 @@ def _slo_rows(candidate: Candidate) -> list[SloRow]:
 
 def _compare_payload(candidate: Candidate, points: Sequence[Evaluation]) -> Json:
     """What `compareChart` draws: each SLO with its interval, and the rates that came of it."""
+    by_rate = candidate.question.load == "rate"
     charts: list[Json] = []
     for number, slo in enumerate(_slo_rows(candidate)):
         lines = [
@@ -122,10 +125,10 @@ def _compare_payload(candidate: Candidate, points: Sequence[Evaluation]) -> Json
     ]
     charts.append({"name": "compare_goodput", "kind": "count", "unit": "requests/s", "limit_us": None, "lines": lines})
     return {
-        "rates": [e.rate for e in points],
+        "rates": [e.load for e in points],
         "names": None,
-        "headings": [f"{digits(e.rate)}/s: {e.status}" for e in points],
-        "x_label": "offered load (per s)",
+        "headings": [f"{digits(e.load)}{'/s' if by_rate else ' sessions'}: {e.status}" for e in points],
+        "x_label": "offered load (per s)" if by_rate else "sessions at a time",
         "charts": charts,
     }
 
@@ -142,7 +145,7 @@ def _compare(slos: Sequence[str]) -> str:
     figures.append(figure("compare_goodput", "Requests per second", legend=rates))
     return f"""<section id="compare" aria-labelledby="compare-h">
 <h2 id="compare-h">The winner against the load</h2>
-<p class="lead">Each point is a rate that was simulated at length. The largest one whose intervals all lie below their
+<p class="lead">Each point is a load that was simulated at length. The largest one whose intervals all lie below their
 limits is the answer.</p>
 <div class="grid3">
 {chr(10).join(figures)}
@@ -157,6 +160,8 @@ def _winner_run(winner: Candidate) -> ReportRun:
     best = winner.best
     assert best is not None
     run = simulate_trial(best.first_trial)
+    if run.interrupted:
+        raise KeyboardInterrupt
     facts = {
         "model": run.setup.engines[0].model.name,
         "GPUs": f"{best.replicas} x {winner.gpus} x {run.setup.engines[0].gpu.name}",
@@ -169,4 +174,6 @@ def _winner_run(winner: Candidate) -> ReportRun:
         "commit": code_commit() or "unknown",
         "command": simulate_command(winner),
     }
-    return ReportRun(winner.configuration.name, facts, run.data, best.rate)
+    return ReportRun(
+        winner.configuration.name, facts, run.data, best.load if best.first_trial.concurrency is None else None
+    )
