@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from lockstep.sim.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
-from lockstep.sim.cost import BatchShape, Duration
+from lockstep.sim.cost import BatchShape, CpuModel, Duration
 from lockstep.sim.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
 from lockstep.sim.packed_rows import PackedRows
 from lockstep.sim.router_journal import FILE, RouterDivergence, verify_router
 from lockstep.sim.settings import parse_setting
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -215,6 +215,31 @@ def test_the_whole_adds_up_to_its_engines() -> None:
     assert whole.summary["device"]["busy_us"] == sum(part.summary["device"]["busy_us"] for part in parts)
     gap_us = whole.summary["device"]["decode_gap_us_mean"]
     assert gap_us == pytest.approx(np.concatenate([idle_between_decodes_us(part.batches) for part in parts]).mean())
+
+
+def test_an_engine_without_bubbles_lowers_the_bubble_share_of_the_whole() -> None:
+    setup = assemble_cluster(ClusterScenario(base=BASE, replicas=2, router=RouterConfig(policy="round_robin")))
+    no_cpu = CpuModel(**dict.fromkeys((each.name for each in fields(CpuModel)), 0.0))
+    setup = replace(setup, engines=(setup.engines[0], replace(setup.engines[1], cpu=no_cpu)))
+    done = simulate_cluster(setup)
+    parts = [one.data.summary["device"] for one in done.engines]
+    assert parts[0]["bubble_us"] > 0 == parts[1]["bubble_us"]
+    open_us = [time_with_an_open_request_us(one) for one in done.engines]
+    whole = done.data.summary["device"]
+    assert whole["bubble_us"] == parts[0]["bubble_us"]
+    assert whole["bubble_share"] == round(parts[0]["bubble_us"] / sum(open_us), 6)
+    assert whole["bubble_share"] < parts[0]["bubble_share"]
+
+
+def time_with_an_open_request_us(one: Run) -> int:
+    """Of one engine, moment by moment."""
+    requests = one.data.requests
+    moments = [(us, 1) for us in requests.arrival_us.tolist()] + [(us, -1) for us in requests.ended_us.tolist()]
+    open_us, open_requests, before_us = 0, 0, 0
+    for time_us, more in sorted(moments):
+        open_us += (time_us - before_us) * (open_requests > 0)
+        open_requests, before_us = open_requests + more, time_us
+    return open_us
 
 
 def idle_between_decodes_us(batches: Batches) -> NDArray[np.int64]:

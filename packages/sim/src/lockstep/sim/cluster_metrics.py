@@ -22,6 +22,7 @@ from lockstep.sim.metrics import (
     Series,
     Slo,
     Summary,
+    at_work_us,
     decode_gaps_us,
     describe,
     describe_latency,
@@ -139,7 +140,7 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
         [{name: part[name] for name in ("batches", "batches_by_mode", "busy_us", "bubble_us")} for part in parts]
     )
     start_us, stop_us = makespan(requests) or (0, 0)
-    work_us = sum(part["bubble_us"] / part["bubble_share"] for part in parts if part["bubble_share"])
+    work_us = sum(at_work_us(data) for data in datas if data.summary["device"]["bubble_us"] is not None)
     gaps = [decode_gaps_us(data) for data in datas]
     gap_us = sum(round(gap.sum()) for gap, _ in gaps)
     return {
@@ -148,7 +149,7 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
         "busy_us": out["busy_us"],
         "busy_fraction": _ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
         "bubble_us": out["bubble_us"],
-        "bubble_share": _ratio(out["bubble_us"], work_us) if work_us else (0.0 if out["bubble_us"] == 0 else None),
+        "bubble_share": _ratio(out["bubble_us"], work_us),
         **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
         "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
     }
