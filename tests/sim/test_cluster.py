@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,8 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert [engine["gpu"] for engine in metrics["about"]["engines"]] == ["H100-SXM", "H100-SXM", "H200-SXM"]
     assert len(metrics["engines"]) == 3
+    assert "GPU" in shown.stdout
+    assert re.search(r"^  2: 1 x H200-SXM .* [0-9.]+ %\s*$", shown.stdout, re.MULTILINE)  # to its last column
     assert (tmp_path / "a" / "report.html").stat().st_size > 100_000
 
     import shlex
@@ -336,6 +339,16 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     }
     shown = CliRunner().invoke(command, [*arguments, "--out", str(tmp_path / "a"), "--overwrite"])
     assert shown.exit_code == 0, shown.output
+
+
+def test_commands_say_numbers_that_options_take() -> None:
+    router = RouterConfig(policy="session_sticky", sessions_max=1_000_000, load_bound=1.2345678)
+    groups = (EngineGroup(count=2, gpu="h100", weight=1.2345678),)
+    words = ClusterScenario(base=replace(BASE, gpu=""), engines=groups, router=router).command().split()
+    assert words[words.index("--router-sessions-max") + 1] == "1000000"
+    assert words[words.index("--router-load-bound") + 1] == "1.2345678"
+    assert words[words.index("--engines") + 1] == "2xh100:weight=1.2345678"
+    assert "--gpu" not in words
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ exactly what passed through it.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ from lockstep.core.router import (
 )
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
-from lockstep.sim.cluster_metrics import combine
+from lockstep.sim.cluster_metrics import balance, combine
 from lockstep.sim.cost import Calibration
 from lockstep.sim.host import NEVER_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
@@ -55,6 +56,7 @@ from lockstep.sim.simulate import (
     Scenario,
     Setup,
     assemble,
+    number_word,
     option_of,
     stopping_on_interrupt,
 )
@@ -65,6 +67,10 @@ if TYPE_CHECKING:
     from lockstep.sim.intervals import Intervals
 
 HOP_US_MAX = 60_000_000
+COMMON = (
+    *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
+    *("max_new_tokens", "grammar_compile_us", "calibration"),
+)  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
 
 # ------------------------------------------------------------------------------------------------------ what was asked
@@ -83,7 +89,7 @@ class EngineGroup:
     def __str__(self) -> str:
         words = [f"{self.count}x{self.gpu}"]
         words += [f"tp={self.tp}"] if self.tp is not None else []
-        words += [f"weight={self.weight:g}"] if self.weight is not None else []
+        words += [f"weight={number_word(self.weight)}"] if self.weight is not None else []
         words += [f"{name}={_word(value)}" for name, value in self.settings.items()]
         return ":".join(words)
 
@@ -144,20 +150,24 @@ class ClusterScenario:
 
     def command(self) -> str:
         """The command line that runs this again."""
-        words = [self.base.command()]
+        words = shlex.split(self.base.command())
         if self.engines:
-            words = [words[0].replace(f" --gpu {self.base.gpu}", f" --engines {','.join(map(str, self.engines))}", 1)]
+            at = words.index("--gpu")
+            words[at : at + 2] = ["--engines", ",".join(map(str, self.engines))]
         else:
-            words.append(f"--replicas {self.replicas}")
-        words.append(f"--router {self.router.policy}")
+            words += ["--replicas", str(self.replicas)]
+        words += ["--router", self.router.policy]
         usual = RouterConfig()
         for name in ("load_bound", "load_floor", "block_tokens", "sessions_max"):
             value = getattr(self.router, name)
             if value != getattr(usual, name):
-                words.append(f"--router-{option_of(name)[2:]} {value:g}")
+                words += [
+                    f"--router-{option_of(name)[2:]}",
+                    number_word(value) if isinstance(value, float) else str(value),
+                ]
         if self.hop_us:
-            words.append(f"--router-hop {self.hop_us}us")
-        return " ".join(words)
+            words += ["--router-hop", f"{self.hop_us}us"]
+        return shlex.join(words)
 
 
 # ------------------------------------------------------------------------------------------------- what that amounts to
@@ -188,10 +198,9 @@ class ClusterSetup:
     def about(self) -> dict[str, Any]:
         """All that is needed to get the run again."""
         first = self.engines[0].about()
-        common = {name: first[name] for name in ("seed", "version", "commit", "model", "workload")}
         return {
+            **{name: first[name] for name in COMMON},
             "command": self.scenario.command(),
-            **common,
             "router": msgspec.to_builtins(self.scenario.router),
             "hop_us": self.scenario.hop_us,
             "engines": [
@@ -291,8 +300,15 @@ class ClusterRun:
             **self.data.summary,
             **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
             "router": {"routed_by_reason": dict(self.routed_by_reason)},
+            "balance": self.balance(),
             "engines": [run.data.summary for run in self.engines],
         }
+
+    def balance(self) -> dict[str, Any]:
+        """How evenly the work lay; see cluster_metrics.balance."""
+        weights = [share.weight for share in self.setup.shares]
+        makespan_us = self.data.summary["throughput"]["makespan_us"]
+        return balance([run.data.summary for run in self.engines], weights, makespan_us)
 
     def about(self) -> dict[str, Any]:
         """See ClusterSetup.about; and what must be known to read the numbers."""
@@ -587,7 +603,15 @@ def write_cluster_run(
             write_requests(run.data, parquet, csv)
     if report and run.data.summary["requests"]["arrived"]:
         facts = {"command": about["command"], "router": run.setup.scenario.router.policy}
-        runs = [ReportRun("all engines", facts, run.data)]
+        whole_run = ReportRun(
+            "all engines",
+            facts,
+            run.data,
+            intervals=None if run.intervals is None else run.intervals.describe(),
+            calibration=run.calibration.title,
+            remarks=run.remarks(),
+        )
+        runs = [whole_run]
         runs += [
             report_run(one, f"engine {engine}")
             for engine, one in enumerate(run.engines)

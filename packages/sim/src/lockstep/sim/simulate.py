@@ -114,7 +114,7 @@ class Scenario:
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
-                words += [option_of(name), _number_word(value) if isinstance(value, float) else str(value)]
+                words += [option_of(name), number_word(value) if isinstance(value, float) else str(value)]
         if self.max_new_tokens is not None:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
         if self.grammar_compile_us != GRAMMAR_COMPILE_US:
@@ -128,8 +128,8 @@ class Scenario:
         return shlex.join(words)
 
 
-def _number_word(value: float) -> str:
-    """As short as it can be and still be the same number."""
+def number_word(value: float) -> str:
+    """For a command line: as short as it can be and still be the same number."""
     return word if float(word := f"{value:g}") == value else repr(value)
 
 

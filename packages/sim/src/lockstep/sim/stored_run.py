@@ -1,15 +1,18 @@
-"""A run folder read back: metrics.json, the requests if they were written, and what the journal says it is of.
+"""A run folder read back: metrics.json, the requests if they were written, and what the journals say it is of.
 
     run = read_run(Path("runs/0192"))
     run.metrics["latency"]["ttft_us_p99"]
     run.requests["ttft_us"]               # int64 [requests], -1 where there was no first token
+    run.engines[0].summary("device", "busy_us")
 
-Nothing is simulated or replayed here. Everything that cannot be what `lockstep simulate` wrote is refused.
+A cluster is read with its engines; a run without a router is one engine. Nothing is simulated or replayed here.
+Everything that cannot be what `lockstep simulate` wrote is refused.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
 from lockstep.sim.bottleneck import Bottleneck, bottleneck
+from lockstep.sim.cluster_metrics import balance
 from lockstep.sim.metrics import COMPLETED
 from lockstep.sim.report.report_run import SloRow, meets_all, offered_rate, slo_rows
 from lockstep.sim.results import METRICS_FORMAT, METRICS_VERSION
@@ -39,6 +43,29 @@ Requests = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
+class StoredEngine:
+    """One engine of a run."""
+
+    metrics: Mapping[str, Any]
+    weight: float  # at the router
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Its settings."""
+        about: Mapping[str, Any] = self.metrics["about"]
+        return about
+
+    @property
+    def kind(self) -> str:
+        """Its GPUs: `2 x H100-SXM`."""
+        return f"{self.about.get('tp')} x {self.about.get('gpu')}"
+
+    def summary(self, part: str, name: str) -> Any:
+        """A number of metrics.json; None where there was nothing to measure."""
+        return self.metrics[part].get(name)
+
+
+@dataclass(frozen=True, eq=False)
 class StoredRun:
     """What a run folder says of its run."""
 
@@ -46,6 +73,24 @@ class StoredRun:
     folder: Path
     metrics: Mapping[str, Any]
     requests: Requests | None  # None if the run was written without them
+    engines: tuple[StoredEngine, ...]
+
+    @property
+    def router(self) -> Mapping[str, Any] | None:
+        """The settings of its router; None if there was none."""
+        return self.about.get("router")
+
+    @property
+    def routed_by_reason(self) -> Mapping[str, int]:
+        """How many requests went where they went, by why; empty without a router."""
+        counts: Mapping[str, int] = self.metrics["router"]["routed_by_reason"] if self.router is not None else {}
+        return counts
+
+    @property
+    def engines_title(self) -> str:
+        """What it ran on: `1 x H100-SXM`, `3 x (1 x H100-SXM) and 2 x H200-SXM`."""
+        kinds = Counter(engine.kind for engine in self.engines)
+        return " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -101,6 +146,9 @@ class StoredRun:
 def read_run(folder: Path, name: str = "") -> StoredRun:
     """Read a run folder. Raises ConfigError if it is none, of another version, or put together from two runs."""
     metrics = _read_metrics(folder)
+    engines = _read_engines(folder, metrics)
+    if len(engines) == 1 and "balance" not in metrics:
+        metrics["balance"] = balance([metrics], [1.0], metrics["throughput"].get("makespan_us"))
     requests = _read_requests(folder)
     arrived = metrics["requests"]["arrived"]
     if requests is not None and len(requests["request_id"]) != arrived:
@@ -108,8 +156,37 @@ def read_run(folder: Path, name: str = "") -> StoredRun:
             f"`{folder}` has {len(requests['request_id']):,} requests in its table and {arrived:,} in metrics.json: "
             "they are of different runs\nhint: simulate it again with --overwrite"
         )
-    _check_journal(folder, metrics["about"])
-    return StoredRun(name or folder.name, folder, metrics, requests)
+    if "router" not in metrics["about"]:
+        _check_journal(folder, metrics["about"])
+    return StoredRun(name or folder.name, folder, metrics, requests, engines)
+
+
+def _read_engines(folder: Path, metrics: Mapping[str, Any]) -> tuple[StoredEngine, ...]:
+    """The engines of a cluster, each with its own settings; or the run itself, which is one engine."""
+    about = metrics["about"]
+    if "router" not in about:
+        return (StoredEngine(metrics, 1.0),)
+    engines = []
+    for number, said in enumerate(about["engines"]):
+        place = folder / "engines" / str(number)
+        if not place.is_dir():
+            raise ConfigError(
+                f"`{folder}` is of {len(about['engines'])} engines, but {place.relative_to(folder)} is not there\n"
+                "hint: copy the whole folder, or simulate it again with --overwrite"
+            )
+        own = _read_metrics(place)
+        of_both = [(each["seed"], each["workload"].get("digest")) for each in (about, own["about"])]
+        summaries = [
+            {name: each[name] for name in ("requests", "latency")} for each in (metrics["engines"][number], own)
+        ]
+        if of_both[0] != of_both[1] or summaries[0] != summaries[1]:
+            raise ConfigError(
+                f"`{place}/metrics.json` is not of the run in `{folder}/metrics.json`\n"
+                "hint: simulate it again with --overwrite"
+            )
+        _check_journal(place, about)
+        engines.append(StoredEngine(own, float(said["weight"])))
+    return tuple(engines)
 
 
 def _read_metrics(folder: Path) -> dict[str, Any]:
@@ -127,11 +204,6 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
     about = metrics.get("about") if isinstance(metrics, dict) else None
-    if isinstance(about, dict) and isinstance(about.get("engines"), list):
-        raise ConfigError(
-            f"`{folder}` is a run of {len(about['engines'])} engines behind a router, expected one engine\n"
-            f"hint: compare its engines, {folder}/engines/0 and so on"
-        )
     if not isinstance(about, dict) or about.get("format") != METRICS_FORMAT:
         raise ConfigError(
             f"`{path}` is not from `lockstep simulate`: its about.format is not `{METRICS_FORMAT}`\n{HINT}"
@@ -143,11 +215,31 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
         )
     missing = [name for name in GROUPS if not isinstance(metrics.get(name), dict)]
     missing += [] if isinstance(metrics.get("slos"), list) else ["slos"]
-    missing += [f"about.{name}" for name in ("workload", "scheduler", "calibration", "seed") if name not in about]
+    is_cluster = "router" in about
+    missing += [f"about.{name}" for name in ("workload", "calibration", "seed") if name not in about]
+    if is_cluster:
+        missing += _missing_of_cluster(metrics)
+    elif "scheduler" not in about:
+        missing.append("about.scheduler")
     if missing:
         raise ConfigError(f"`{path}` lacks {', '.join(missing)}\nhint: run its about.command again")
     found: dict[str, Any] = metrics
     return found
+
+
+def _missing_of_cluster(metrics: Mapping[str, Any]) -> list[str]:
+    """What the metrics of a cluster have beside those of an engine."""
+    about = metrics["about"]
+    router, said, measured = metrics.get("router"), about.get("engines"), metrics.get("engines")
+    missing = [] if isinstance(router, dict) and isinstance(router.get("routed_by_reason"), dict) else ["router"]
+    missing += [] if isinstance(metrics.get("balance"), dict) else ["balance"]
+    missing += [] if isinstance(about["router"], dict) else ["about.router"]
+    missing += [] if "hop_us" in about else ["about.hop_us"]
+    if not isinstance(said, list) or not said or not all(isinstance(each, dict) and "weight" in each for each in said):
+        missing.append("about.engines")
+    elif not isinstance(measured, list) or len(measured) != len(said):
+        missing.append("engines")
+    return missing
 
 
 def _refuse_constant(name: str) -> float:
