@@ -300,7 +300,7 @@ def test_the_spec_of_engines_reads_back() -> None:
         ("h100", r"`engines` has `h100`, expected COUNTxGPU\nhint: such as 4xh100:tp=2,2xh200"),
         ("0xh100", "expected COUNTxGPU"),
         ("2xh100:tp=two", "`tp` of `2xh100` must be a whole number of at least 1, got `two`"),
-        ("2xh100:weight=-1", "`weight` of `2xh100` must be a number above 0, got `-1`"),
+        ("2xh100:weight=-1", "`weight` of `2xh100` must be a number from 0.001 to 1000, got `-1`"),
         ("2xh100:tp", "`tp` of `2xh100` has no value"),
         ("2xh100:tp=1:tp=2", "`tp` of `2xh100` is given twice"),
         ("2xh100:pagesize=16", "unknown setting `pagesize`\nhint: did you mean `page_size`"),

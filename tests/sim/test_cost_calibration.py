@@ -466,7 +466,7 @@ def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
 
 def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
     result = run(calibrate, "journal", str(tmp_path), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback" not in result.stderr
     out = recorded(tmp_path, Correction())
     result = run(calibrate, "journal", str(out), "--date", "today", "--out", str(tmp_path / "c.json"))

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from lockstep.sim.intervals import Intervals
 
 HOP_US_MAX = 60_000_000
+WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
 COMMON = (
     *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
     *("max_new_tokens", "grammar_compile_us", "calibration"),
@@ -129,10 +130,13 @@ def parse_engines(text: str, parse_setting: Callable[[str, str], tuple[str, Any]
 
 
 def _parse_weight(head: str, text: str) -> float:
+    low, high = WEIGHTS
     try:
-        return EngineShare(weight=float(text)).weight
+        if low <= (weight := float(text)) <= high:
+            return weight
     except ValueError:
-        raise ConfigError(f"`engines`: `weight` of `{head}` must be a number above 0, got `{text}`") from None
+        pass
+    raise ConfigError(f"`engines`: `weight` of `{head}` must be a number from {low:g} to {high:g}, got `{text}`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +233,13 @@ def assemble_cluster(
 ) -> ClusterSetup:
     """Load and work out what the scenario names. Raises what `simulate.assemble` raises."""
     if not 0 <= scenario.hop_us <= HOP_US_MAX:
-        raise ConfigError(f"`router_hop` must be from 0 to {HOP_US_MAX // 10**6}s, got `{scenario.hop_us}us`")
+        hop = f"{scenario.hop_us / 1e6:g}s"
+        raise ConfigError(f"`router_hop` must be from 0 to {HOP_US_MAX // 10**6}s, got `{hop}`")
     groups = scenario.groups()
     count = sum(group.count for group in groups)
     if not 1 <= count <= REPLICAS_MAX:
-        raise ConfigError(f"`replicas` must be from 1 to {REPLICAS_MAX}, got `{count}`")
+        name = "engines" if scenario.engines else "replicas"
+        raise ConfigError(f"`{name}` must be from 1 to {REPLICAS_MAX}, got `{count}`")
     base = scenario.base
     setups: list[Setup] = []
     for group in groups:

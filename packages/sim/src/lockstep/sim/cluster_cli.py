@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lockstep.core.router import RouterConfig
-from lockstep.sim.cli import progress_bar, show
+from lockstep.sim.cli import progress_bar, say_no_intervals, show
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
@@ -41,8 +41,12 @@ def run_cluster(
     intervals: bool,
     write: Mapping[str, bool],
     as_json: bool,
-) -> ClusterRun:
-    """Simulate, write, and show. Raises what `assemble_cluster` raises."""
+) -> tuple[ClusterRun, bool]:
+    """Simulate, write, and show; return the run, and whether its intervals were interrupted.
+
+    Raises: what `assemble_cluster` raises.
+    """
+    cut_short = False
     settings = dict(router)
     hop_us = settings.pop("hop_us", 0)
     scenario = ClusterScenario(
@@ -60,6 +64,7 @@ def run_cluster(
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
     if intervals and not run.interrupted:
         run = replace(run, intervals=intervals_of(run))
+        cut_short = run.intervals is None
     if out is not None:
         write_cluster_run(out, run, **write)
     show(run, out, as_json)
@@ -67,7 +72,9 @@ def run_cluster(
         from rich.console import Console
 
         Console(width=None if sys.stdout.isatty() else 120).print(engines_table(run))
-    return run
+    if cut_short:
+        say_no_intervals()
+    return run, cut_short
 
 
 def announce(setup: ClusterSetup, out: Path | None) -> None:

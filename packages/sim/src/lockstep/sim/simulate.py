@@ -57,6 +57,7 @@ from lockstep.sim.cost import (
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.out_paths import check_folder
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 SEEDS = 2**63
+PAGES_MAX = 2**28  # which take 3 GB of host memory
+ROWS_MAX = 2**20
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 
 # ------------------------------------------------------------------------------------------------------ what was asked
@@ -281,8 +284,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 
     Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
     """
-    if not 0 <= scenario.seed < SEEDS:
-        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{scenario.seed}`")
+    check_seed(scenario.seed)
     overridden = environment_settings(environ)
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
@@ -321,6 +323,12 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     )
 
 
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for what cannot be a seed."""
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{seed}`")
+
+
 def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
     """The scheduler's settings: what was given, else what the model's context and the GPU's memory say."""
     profile = profile_settings(scenario.profile)
@@ -330,6 +338,10 @@ def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sche
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
         given["eos_token_ids"] = (*given.get("eos_token_ids", ()), EOS_TOKEN_ID)
     config = SchedConfig(**given)
+    for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
     if "pages" in given:
         return config, None
     kv = _capacity(scenario, model, gpu, config)
@@ -537,9 +549,10 @@ def stopping_on_interrupt(host: Stoppable) -> Iterator[None]:
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
     """Make the run folder, or empty the one that is there. Nothing but files of runs is ever removed.
 
-    Raises: ConfigError if the folder holds something else, or a run and `overwrite` is not set.
+    Raises: ConfigError if the folder holds something else, or a run and `overwrite` is not set, or cannot be written.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        check_folder(folder)
         return
     journal = folder / "journal"
     journals = [journal, *sorted(folder.glob("engines/*/journal"))]

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
@@ -32,11 +33,82 @@ from lockstep.sim.results import METRICS_FORMAT, METRICS_VERSION
 if TYPE_CHECKING:
     import polars
 
-GROUPS = ("requests", "latency", "throughput", "cache", "kv", "scheduler", "device", "cpu")
+NUMBER_MAX = 1e300  # so that a quotient of two of them is a number
+NEEDED = {
+    "requests": ("arrived", "completed", "unfinished", "by_reject_reason"),
+    "throughput": ("makespan_us", "prompt_tokens", "output_tokens"),
+    "latency": ("ttft_us_p99",),
+    "kv": ("used_share_max",),
+    "scheduler": ("waiting_mean", "running_max", "retractions", "admissions_deferred_by_reason"),
+    "device": ("busy_us", "busy_fraction", "bubble_share"),
+}
+"""What is asked of every run by name; the rest is shown if it is there."""
+COUNTS = ("arrived", "completed", "unfinished", "prompt_tokens", "output_tokens", "retractions")
 INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
 FLOATS = ("tpot_us",)
 TEXTS = ("finish_reason", "label", "tenant")
 HINT = "hint: give folders that `lockstep simulate --out` wrote"
+
+Number = Annotated[float, Meta(ge=0, le=NUMBER_MAX)]
+Group = dict[str, Number | dict[str, Number] | None]
+
+
+class _Titled(Struct):
+    title: str
+
+
+class _About(Struct):
+    seed: int
+    workload: dict[str, Any]
+    calibration: _Titled
+    scheduler: dict[str, Any] | UnsetType = UNSET
+    cost_model: dict[str, Any] | UnsetType = UNSET
+    cpu_model: dict[str, Any] | UnsetType = UNSET
+    router: dict[str, Any] | UnsetType = UNSET
+    hop_us: Number | UnsetType = UNSET
+    engines: list[_Weighted] | UnsetType = UNSET
+
+
+class _Weighted(Struct):
+    weight: Annotated[float, Meta(gt=0, le=NUMBER_MAX)]
+
+
+class _Slo(Struct):
+    slo: str
+    bound_us: Number
+    measured_us: Number | None
+    met: bool | None
+
+
+class _Intervals(Struct):
+    calibration: str
+    coverage: Number
+    time_factors: tuple[Number, Number]
+    answers: dict[str, tuple[Number, Number] | None]
+
+
+class _Router(Struct):
+    routed_by_reason: dict[str, int]
+
+
+class _Metrics(Struct):
+    """What metrics.json holds, as far as it is read here."""
+
+    about: _About
+    requests: Group
+    latency: Group
+    throughput: Group
+    cache: Group
+    kv: Group
+    scheduler: Group
+    device: Group
+    cpu: Group
+    slos: list[_Slo]
+    intervals: _Intervals | UnsetType = UNSET
+    router: _Router | UnsetType = UNSET
+    balance: Group | UnsetType = UNSET
+    engines: list[dict[str, Any]] | UnsetType = UNSET
+
 
 Requests = Mapping[str, NDArray[Any]]
 """Columns by name; what did not happen is -1 in integers, NaN in floats and "" in texts."""
@@ -213,33 +285,34 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
             f"`{path}` is of version `{about.get('format_version')}` of {METRICS_FORMAT}, this lockstep reads "
             f"{METRICS_VERSION}\nhint: run its about.command again"
         )
-    missing = [name for name in GROUPS if not isinstance(metrics.get(name), dict)]
-    missing += [] if isinstance(metrics.get("slos"), list) else ["slos"]
-    is_cluster = "router" in about
-    missing += [f"about.{name}" for name in ("workload", "calibration", "seed") if name not in about]
-    if is_cluster:
-        missing += _missing_of_cluster(metrics)
-    elif "scheduler" not in about:
-        missing.append("about.scheduler")
-    if missing:
-        raise ConfigError(f"`{path}` lacks {', '.join(missing)}\nhint: run its about.command again")
+    if problem := _problem(metrics):
+        raise ConfigError(f"`{path}` is damaged: {problem}\nhint: run its about.command again")
     found: dict[str, Any] = metrics
     return found
 
 
-def _missing_of_cluster(metrics: Mapping[str, Any]) -> list[str]:
-    """What the metrics of a cluster have beside those of an engine."""
-    about = metrics["about"]
-    router, said, measured = metrics.get("router"), about.get("engines"), metrics.get("engines")
-    missing = [] if isinstance(router, dict) and isinstance(router.get("routed_by_reason"), dict) else ["router"]
-    missing += [] if isinstance(metrics.get("balance"), dict) else ["balance"]
-    missing += [] if isinstance(about["router"], dict) else ["about.router"]
-    missing += [] if "hop_us" in about else ["about.hop_us"]
-    if not isinstance(said, list) or not said or not all(isinstance(each, dict) and "weight" in each for each in said):
-        missing.append("about.engines")
-    elif not isinstance(measured, list) or len(measured) != len(said):
-        missing.append("engines")
-    return missing
+def _problem(metrics: Any) -> str:
+    """What is missing from metrics.json, or not what it should be; empty if nothing is."""
+    try:
+        read = convert(metrics, _Metrics)
+    except (ValidationError, OverflowError) as error:
+        return str(error)
+    for group, names in NEEDED.items():
+        for name in names:
+            value = getattr(read, group).get(name, UNSET)
+            is_right = isinstance(value, dict) if "_by_" in f"_{name}" else not isinstance(value, dict)
+            if value is UNSET or not is_right or (value is None and name in COUNTS):
+                return f"{group} has no right `{name}`"
+    about = read.about
+    if about.router is UNSET:
+        return "about has no `scheduler`" if about.scheduler is UNSET else ""
+    for part, name in ((read, "router"), (read, "balance"), (about, "hop_us"), (about, "engines"), (read, "engines")):
+        if getattr(part, name) is UNSET:
+            return f"{'about' if part is about else 'a cluster'} has no `{name}`"
+    said, measured = about.engines, read.engines
+    assert not isinstance(said, UnsetType)
+    assert not isinstance(measured, UnsetType)
+    return "" if said and len(said) == len(measured) else f"{len(said)} engines in about, {len(measured)} measured"
 
 
 def _refuse_constant(name: str) -> float:
@@ -285,7 +358,9 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
     try:
         header = read_journal(folder).header
     except JournalError as error:
-        raise ConfigError(f"the journal in `{folder}` cannot be read: {error}") from error
+        raise ConfigError(
+            f"the journal in `{folder}` cannot be read: {error}\nhint: simulate it again with --overwrite"
+        ) from error
     said = (about["seed"], about["workload"].get("digest"))
     if (header.seed, header.host.get("workload_digest")) != said:
         raise ConfigError(
