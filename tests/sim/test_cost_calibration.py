@@ -471,7 +471,7 @@ def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
     out = recorded(tmp_path, Correction())
     result = run(calibrate, "journal", str(out), "--date", "today", "--out", str(tmp_path / "c.json"))
     assert result.exit_code == 2
-    assert "expected YYYY-MM-DD, got `today`" in result.stderr
+    assert "expected a day as YYYY-MM-DD, got `today`" in result.stderr
 
 
 def test_factors_of_an_interval_are_finite_for_every_probability() -> None:
