@@ -327,7 +327,13 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     assert len(metrics["engines"]) == 3
     assert "GPU" in shown.stdout
     assert re.search(r"^  2: 1 x H200-SXM .* [0-9.]+ %\s*$", shown.stdout, re.MULTILINE)  # to its last column
-    assert (tmp_path / "a" / "report.html").stat().st_size > 100_000
+    page = (tmp_path / "a" / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["first"] == 0  # all engines
+    assert data["compare"]["headings"] == ["all", "engine 0", "engine 1", "engine 2"]
+    assert data["compare"]["x_label"] == "run"  # engines are no loads of a sweep
+    assert "The whole and its parts" in page
+    assert not re.search("up to engine|How load changes latency", page)
 
     import shlex
 
@@ -339,6 +345,21 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     }
     shown = CliRunner().invoke(command, [*arguments, "--out", str(tmp_path / "a"), "--overwrite"])
     assert shown.exit_code == 0, shown.output
+
+
+def test_a_report_of_very_many_engines_shows_the_fullest_and_the_emptiest(tmp_path: Path) -> None:
+    scenario = replace(BASE, workload="gen:n=200,rate=50,input=fixed:20,output=fixed:4")
+    router = RouterConfig(policy="prefix_affinity", load_floor=30)
+    done = run(scenario, replicas=40, router=router, folder=tmp_path)
+    arrived = [one.data.summary["requests"]["arrived"] for one in done.engines]
+    assert sum(count > 0 for count in arrived) > 16  # what makes this test one
+    write_cluster_run(tmp_path, done, trace=False, requests=False)
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    shown = [int(name.removeprefix("engine ")) for name in data["compare"]["headings"][1:]]
+    loads = sorted((count for count in arrived if count), reverse=True)
+    assert sorted((arrived[engine] for engine in shown), reverse=True) == loads[:8] + loads[-8:]
+    assert "Of 40 engines, 16 are shown" in page
 
 
 def test_commands_say_numbers_that_options_take() -> None:

@@ -73,6 +73,7 @@ COMMON = (
     *("max_new_tokens", "grammar_compile_us", "calibration"),
 )  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
+ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
 
 # ------------------------------------------------------------------------------------------------------ what was asked
 
@@ -592,7 +593,7 @@ def write_cluster_run(
     from lockstep.sim.perfetto import write_trace
     from lockstep.sim.report import ReportRun, write_report
     from lockstep.sim.results import write_metrics_json, write_requests
-    from lockstep.sim.simulate import report_run, whole, workload_line
+    from lockstep.sim.simulate import interrupted_headline, report_run, whole, workload_line
 
     about = run.about()
     with whole(folder / "metrics.json") as path:
@@ -610,7 +611,7 @@ def write_cluster_run(
     if report and run.data.summary["requests"]["arrived"]:
         facts = {"command": about["command"], "router": run.setup.scenario.router.policy}
         whole_run = ReportRun(
-            "all engines",
+            "all",
             facts,
             run.data,
             intervals=None if run.intervals is None else run.intervals.describe(),
@@ -618,10 +619,28 @@ def write_cluster_run(
             remarks=run.remarks(),
         )
         runs = [whole_run]
-        runs += [
-            report_run(one, f"engine {engine}")
-            for engine, one in enumerate(run.engines)
-            if one.data.summary["requests"]["arrived"]
-        ]
+        shown = _engines_to_report(run)
+        runs += [report_run(run.engines[engine], f"engine {engine}") for engine in shown]
+        parts = "All engines together are what clients of the router see; each engine saw only the requests that were routed to it."
+        if len(shown) < len(run.engines):
+            parts += (
+                f" Of {len(run.engines)} engines, {len(shown)} are shown: "
+                "those with the most requests and those with the fewest, and none without any."
+            )
         with whole(folder / "report.html") as path:
-            write_report(path, runs, title=run.setup.title, subtitle=workload_line(run.setup.workload))
+            write_report(
+                path,
+                runs,
+                title=run.setup.title,
+                subtitle=workload_line(run.setup.workload),
+                headline=interrupted_headline(run) if run.interrupted else None,
+                parts=parts,
+            )
+
+
+def _engines_to_report(run: ClusterRun) -> list[int]:
+    """The engines that got requests; of very many those with the most and those with the fewest. By number."""
+    arrived = [one.data.summary["requests"]["arrived"] for one in run.engines]
+    busy = sorted((engine for engine, count in enumerate(arrived) if count), key=lambda engine: -arrived[engine])
+    half = ENGINES_REPORTED // 2
+    return sorted(busy if len(busy) <= ENGINES_REPORTED else busy[:half] + busy[-half:])

@@ -62,6 +62,7 @@ from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
 if TYPE_CHECKING:
+    from lockstep.sim.cluster import ClusterRun
     from lockstep.sim.intervals import Intervals
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
@@ -596,7 +597,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
                 [report_run(run)],
                 title=run.setup.title,
                 subtitle=workload_line(run.setup.workload),
-                headline=_interrupted_headline(run) if run.interrupted else None,
+                headline=interrupted_headline(run) if run.interrupted else None,
             )
 
 
@@ -613,7 +614,8 @@ def whole(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _interrupted_headline(run: Run) -> str:
+def interrupted_headline(run: Run | ClusterRun) -> str:
+    """The answer of a run that was stopped."""
     requests, arrived = len(run.setup.workload.turns), run.data.summary["requests"]["arrived"]
     minutes = (run.data.span_us[1] - run.data.span_us[0]) / 60e6
     return f"Interrupted after {minutes:.1f} simulated minutes: {arrived:,} of {requests:,} requests had arrived"
