@@ -621,7 +621,7 @@ def write_cluster_run(
         runs = [whole_run]
         shown = _engines_to_report(run)
         runs += [report_run(run.engines[engine], f"engine {engine}") for engine in shown]
-        parts = "All engines together are what clients of the router see; each engine saw only the requests that were routed to it."
+        parts = "All together are what clients of the router see; an engine saw only what was routed to it."
         if len(shown) < len(run.engines):
             parts += (
                 f" Of {len(run.engines)} engines, {len(shown)} are shown: "
