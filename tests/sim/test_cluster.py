@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -77,6 +77,9 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
         ]
     ),
     seed=st.integers(0, 5),
+)
+@example(  # an idle lane slept past an arrival that another lane's answer brought about
+    policy="round_robin", replicas=2, hop_us=0, think="fixed:0us", output="fixed:1", rate="5", scheduler={}, seed=1
 )
 def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     tmp_path_factory: pytest.TempPathFactory,
