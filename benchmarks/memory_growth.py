@@ -1,10 +1,13 @@
 """How much memory a simulation takes for each request more: one workload at several lengths, each in a new process.
 
-The workload is the anchor of simulation_speed.py. Memory is the peak resident set of the process, which has everything
-in it: the workload read, every decision with its digest, the journal written to a file, all metrics measured. Growth is
-the difference of the peaks of two lengths, divided by the difference of the requests that finished.
+The workload is the anchor of simulation_speed.py, or what `--workload` says with the length in place of `{n}`. Memory
+is the peak resident set of the process, which has everything in it: the workload read or generated, every decision with
+its digest, the journal written to a file, all metrics measured. Growth is the difference of the peaks of two lengths,
+divided by the difference of the requests that finished.
 
     LOCKSTEP_PEERS=... python benchmarks/memory_growth.py [--n 10000 20000 40000]
+    python benchmarks/memory_growth.py --n 100000 300000 1000000 \
+        --workload 'gen:n={n},rate=100,input=lognormal:128:0.75,output=lognormal:8:0.6'
 
 The bar is 1 KB per finished request, between the shortest and the longest. Exit status 1 says that it was missed.
 """
@@ -34,27 +37,31 @@ def main() -> int:
     parser.add_argument(
         "--n", type=int, nargs="+", default=[10_000, 20_000, 40_000], help="lengths (default 10000 20000 40000)"
     )
-    parser.add_argument("--measure", metavar="WORKLOAD", help="simulate this file in this process, and print JSON")
+    parser.add_argument("--workload", metavar="TEXT", help="as for `lockstep simulate`, {n} being the length")
+    parser.add_argument("--measure", metavar="WORKLOAD", help="simulate this in this process, and print JSON")
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        print(json.dumps(measure(Path(arguments.measure))))
+        print(json.dumps(measure(arguments.measure)))
         return 0
     lengths = sorted(set(arguments.n))
     if len(lengths) < 2 or lengths[0] < 1:
         print(f"--n {' '.join(map(str, arguments.n))}: growth needs two different lengths above 0", file=sys.stderr)
         return 2
+    text: str | None = arguments.workload
+    if text is not None and "{n}" not in text:
+        print(f"--workload {text}: it has no {{n}}, so all lengths would be one", file=sys.stderr)
+        return 2
     peers = os.environ.get("LOCKSTEP_PEERS")
-    if peers is None:
+    if text is None and peers is None:
         print("LOCKSTEP_PEERS is not set: it names the folder with make_workload.py", file=sys.stderr)
         return 2
+    print(f"{MODEL} on {GPU}; {'the anchor' if text is None else text}")
     figures: list[dict[str, Any]] = []
     print("  requests  finished   batches   workload read   peak      growth per finished request   CPU")
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as folder:
         for n in lengths:
-            workload = Path(folder, f"anchor-{n}.csv")
-            make = [sys.executable, str(Path(peers, "make_workload.py")), str(workload), "--n", str(n)]
-            subprocess.run(make, check=True, capture_output=True)
-            one = [sys.executable, __file__, "--measure", str(workload)]
+            workload = anchor(Path(folder), Path(peers or ""), n) if text is None else text.replace("{n}", str(n))
+            one = [sys.executable, __file__, "--measure", workload]
             figures.append(json.loads(subprocess.run(one, check=True, capture_output=True, text=True).stdout))
             now = figures[-1]
             more = f"{growth_bytes(*figures[-2:]):,.0f} bytes" if len(figures) > 1 else ""
@@ -72,15 +79,23 @@ def main() -> int:
     return int(grown >= BAR_BYTES)
 
 
+def anchor(folder: Path, peers: Path, n: int) -> str:
+    """Write the anchor workload and return its path."""
+    path = folder / f"anchor-{n}.csv"
+    make = [sys.executable, str(peers / "make_workload.py"), str(path), "--n", str(n)]
+    subprocess.run(make, check=True, capture_output=True)
+    return str(path)
+
+
 def growth_bytes(shorter: dict[str, Any], longer: dict[str, Any]) -> float:
     """Memory for each request more."""
     grown: float = longer["peak_bytes"] - shorter["peak_bytes"]
     return grown / (longer["finished"] - shorter["finished"])
 
 
-def measure(workload: Path) -> dict[str, float]:
+def measure(workload: str) -> dict[str, float]:
     """Simulate once, in this process."""
-    setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=str(workload), settings=SETTINGS))
+    setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS))
     read_bytes, began_s = peak_bytes(), time.process_time()
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as folder:
         run = simulate(setup, folder=Path(folder))

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -386,7 +388,7 @@ def test_the_demo_prints_table_answer_and_report(tmp_path: Path, monkeypatch: py
         assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[-3].startswith("calibration: ")
-    assert lines[-2] == "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms)"
+    assert lines[-2] == "Meets the SLO up to 4 req/s (ttft_p99=500ms and tpot_p99=40ms); 90 % interval 4 req/s"
     assert lines[-1] == f"report: {out / 'report.html'}"
     assert (out / "report.html").stat().st_size > 10_000
     for rate in ("04-per-s", "60-per-s"):
@@ -408,6 +410,32 @@ def test_the_answer_stops_at_the_first_rate_that_fails() -> None:
 
     assert answer({1: Fake(True), 2: Fake(False), 4: Fake(True)}).startswith("Meets the SLO up to 1 req/s")  # type: ignore[dict-item]
     assert answer({1: Fake(False)}).startswith("Meets the SLO at none")  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("factors", "met_at_ends", "said"),
+    [
+        ((1.03, 1.5), {(24, 1.5): False, (8, 1.5): True}, "; 90 % interval 8 to 24 req/s"),
+        ((1.03, 1.5), {(24, 1.5): True}, "; 90 % interval 24 req/s"),
+        ((1.03, 1.5), {(24, 1.5): False, (8, 1.5): False}, "; 90 % interval below 8 to 24 req/s"),
+        ((0.8, 1.2), {(24, 1.2): True, (32, 0.8): True, (36, 0.8): False}, "; 90 % interval 24 to 32 req/s"),
+    ],
+)
+def test_the_demo_says_between_what_its_answer_lies(
+    monkeypatch: pytest.MonkeyPatch,
+    factors: tuple[float, float],
+    met_at_ends: dict[tuple[int, float], bool],
+    said: str,
+) -> None:
+    def run(met: bool) -> Any:
+        calibration = SimpleNamespace(interval=lambda kind, coverage, model: factors)
+        setup = SimpleNamespace(calibration=calibration, model=SimpleNamespace(name="m"))
+        return SimpleNamespace(data=SimpleNamespace(summary={"slos": [{"met": met}]}), setup=setup)
+
+    runs = {rate: run(rate <= 24) for rate in (8, 24, 32, 36)}
+    # Whatever else is asked for is a KeyError: nothing is simulated that cannot change the answer.
+    monkeypatch.setattr(demo_module, "_meets_at", lambda runs, rate, factor: met_at_ends[rate, factor])
+    assert demo_module._how_sure(runs) == said
 
 
 # --------------------------------------------------------------------------------------------------------------- weight

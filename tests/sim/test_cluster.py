@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,12 +28,12 @@ from lockstep.sim.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
-from lockstep.sim.cost import BatchShape, Duration
+from lockstep.sim.cost import BatchShape, CpuModel, Duration
 from lockstep.sim.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
 from lockstep.sim.packed_rows import PackedRows
 from lockstep.sim.router_journal import FILE, RouterDivergence, verify_router
 from lockstep.sim.settings import parse_setting
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -76,6 +77,9 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
         ]
     ),
     seed=st.integers(0, 5),
+)
+@example(  # an idle lane slept past an arrival that another lane's answer brought about
+    policy="round_robin", replicas=2, hop_us=0, think="fixed:0us", output="fixed:1", rate="5", scheduler={}, seed=1
 )
 def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     tmp_path_factory: pytest.TempPathFactory,
@@ -217,6 +221,31 @@ def test_the_whole_adds_up_to_its_engines() -> None:
     assert gap_us == pytest.approx(np.concatenate([idle_between_decodes_us(part.batches) for part in parts]).mean())
 
 
+def test_an_engine_without_bubbles_lowers_the_bubble_share_of_the_whole() -> None:
+    setup = assemble_cluster(ClusterScenario(base=BASE, replicas=2, router=RouterConfig(policy="round_robin")))
+    no_cpu = CpuModel(**dict.fromkeys((each.name for each in fields(CpuModel)), 0.0))
+    setup = replace(setup, engines=(setup.engines[0], replace(setup.engines[1], cpu=no_cpu)))
+    done = simulate_cluster(setup)
+    parts = [one.data.summary["device"] for one in done.engines]
+    assert parts[0]["bubble_us"] > 0 == parts[1]["bubble_us"]
+    open_us = [time_with_an_open_request_us(one) for one in done.engines]
+    whole = done.data.summary["device"]
+    assert whole["bubble_us"] == parts[0]["bubble_us"]
+    assert whole["bubble_share"] == round(parts[0]["bubble_us"] / sum(open_us), 6)
+    assert whole["bubble_share"] < parts[0]["bubble_share"]
+
+
+def time_with_an_open_request_us(one: Run) -> int:
+    """Of one engine, moment by moment."""
+    requests = one.data.requests
+    moments = [(us, 1) for us in requests.arrival_us.tolist()] + [(us, -1) for us in requests.ended_us.tolist()]
+    open_us, open_requests, before_us = 0, 0, 0
+    for time_us, more in sorted(moments):
+        open_us += (time_us - before_us) * (open_requests > 0)
+        open_requests, before_us = open_requests + more, time_us
+    return open_us
+
+
 def idle_between_decodes_us(batches: Batches) -> NDArray[np.int64]:
     """Of one engine."""
     decodes = batches.mode == "decode"
@@ -274,7 +303,7 @@ def test_the_spec_of_engines_reads_back() -> None:
         ("h100", r"`engines` has `h100`, expected COUNTxGPU\nhint: such as 4xh100:tp=2,2xh200"),
         ("0xh100", "expected COUNTxGPU"),
         ("2xh100:tp=two", "`tp` of `2xh100` must be a whole number of at least 1, got `two`"),
-        ("2xh100:weight=-1", "`weight` of `2xh100` must be a number above 0, got `-1`"),
+        ("2xh100:weight=-1", "`weight` of `2xh100` must be a number from 0.001 to 1000, got `-1`"),
         ("2xh100:tp", "`tp` of `2xh100` has no value"),
         ("2xh100:tp=1:tp=2", "`tp` of `2xh100` is given twice"),
         ("2xh100:pagesize=16", "unknown setting `pagesize`\nhint: did you mean `page_size`"),
@@ -299,7 +328,15 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert [engine["gpu"] for engine in metrics["about"]["engines"]] == ["H100-SXM", "H100-SXM", "H200-SXM"]
     assert len(metrics["engines"]) == 3
-    assert (tmp_path / "a" / "report.html").stat().st_size > 100_000
+    assert "GPU" in shown.stdout
+    assert re.search(r"^  2: 1 x H200-SXM .* [0-9.]+ %\s*$", shown.stdout, re.MULTILINE)  # to its last column
+    page = (tmp_path / "a" / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["first"] == 0  # all engines
+    assert data["compare"]["headings"] == ["all", "engine 0", "engine 1", "engine 2"]
+    assert data["compare"]["x_label"] == "run"  # engines are no loads of a sweep
+    assert "The whole and its parts" in page
+    assert not re.search("up to engine|How load changes latency", page)
 
     import shlex
 
@@ -311,6 +348,31 @@ def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_p
     }
     shown = CliRunner().invoke(command, [*arguments, "--out", str(tmp_path / "a"), "--overwrite"])
     assert shown.exit_code == 0, shown.output
+
+
+def test_a_report_of_very_many_engines_shows_the_fullest_and_the_emptiest(tmp_path: Path) -> None:
+    scenario = replace(BASE, workload="gen:n=200,rate=50,input=fixed:20,output=fixed:4")
+    router = RouterConfig(policy="prefix_affinity", load_floor=30)
+    done = run(scenario, replicas=40, router=router, folder=tmp_path)
+    arrived = [one.data.summary["requests"]["arrived"] for one in done.engines]
+    assert sum(count > 0 for count in arrived) > 16  # what makes this test one
+    write_cluster_run(tmp_path, done, trace=False, requests=False)
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    shown = [int(name.removeprefix("engine ")) for name in data["compare"]["headings"][1:]]
+    loads = sorted((count for count in arrived if count), reverse=True)
+    assert sorted((arrived[engine] for engine in shown), reverse=True) == loads[:8] + loads[-8:]
+    assert "Of 40 engines, 16 are shown" in page
+
+
+def test_commands_say_numbers_that_options_take() -> None:
+    router = RouterConfig(policy="session_sticky", sessions_max=1_000_000, load_bound=1.2345678)
+    groups = (EngineGroup(count=2, gpu="h100", weight=1.2345678),)
+    words = ClusterScenario(base=replace(BASE, gpu=""), engines=groups, router=router).command().split()
+    assert words[words.index("--router-sessions-max") + 1] == "1000000"
+    assert words[words.index("--router-load-bound") + 1] == "1.2345678"
+    assert words[words.index("--engines") + 1] == "2xh100:weight=1.2345678"
+    assert "--gpu" not in words
 
 
 @pytest.mark.parametrize(

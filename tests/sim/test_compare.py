@@ -386,10 +386,13 @@ def test_what_is_no_run_folder_is_refused(folder: Path, tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ('{"a": NaN}', "NaN is no number"),
         ("[]", "is not from `lockstep simulate`"),
-        ('{"about": {"engines": [{}, {}]}}', "is a run of 2 engines behind a router, expected one engine"),
+        ('{"about": {"engines": [{}, {}]}}', "is not from `lockstep simulate`"),
         ('{"about": {"format": "other"}}', "its about.format is not `lockstep-metrics`"),
         ('{"about": {"format": "lockstep-metrics", "format_version": 99}}', "is of version `99`"),
-        ('{"about": {"format": "lockstep-metrics", "format_version": 1}}', "lacks requests, latency"),
+        (
+            '{"about": {"format": "lockstep-metrics", "format_version": 1}}',
+            "Object missing required field `seed` - at `$.about`",
+        ),
     ],
 )
 def test_foreign_metrics_are_refused(folder: Path, tmp_path: Path, text: str, words: str) -> None:

@@ -468,12 +468,12 @@ def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
 
 def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
     result = run(calibrate, "journal", str(tmp_path), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback" not in result.stderr
     out = recorded(tmp_path, Correction())
     result = run(calibrate, "journal", str(out), "--date", "today", "--out", str(tmp_path / "c.json"))
     assert result.exit_code == 2
-    assert "expected YYYY-MM-DD, got `today`" in result.stderr
+    assert "expected a day as YYYY-MM-DD, got `today`" in result.stderr
 
 
 def test_factors_of_an_interval_are_finite_for_every_probability() -> None:

@@ -268,7 +268,8 @@ def test_calibrate_from_published_points(tmp_path: Path, monkeypatch: pytest.Mon
     arguments[3] = "mine"
     result = CliRunner().invoke(calibrate, [*arguments, "--out", str(tmp_path / "c.json")])
     assert result.exit_code == 2
-    assert "no rows of engine `mine`\nhint: sglang, trtllm, vllm" in result.stderr
+    assert "no rows of engine `mine` on `h100`; left out: " in result.stderr
+    assert result.stderr.endswith("hint: give --engine sglang or trtllm or vllm\n")
 
 
 def test_the_committed_figures_meet_the_bar() -> None:

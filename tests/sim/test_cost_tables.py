@@ -119,10 +119,13 @@ def test_files_of_other_gpus_are_passed_over(tmp_path: Path, base: RooflineModel
     ("text", "said"),
     [
         ("gemm_dtype,m,n,latency\nbfloat16,1,2,3\n", "column `k` is missing"),
-        ("gemm_dtype,m,n,k,latency\nbfloat16,1,2,x,3\n", "row 2: `k` must be a number, got `x`"),
-        ("gemm_dtype,m,n,k,latency\nbfloat16,1,2,3,4\nbfloat16,1,2,3,0\n", "row 3: `latency` must be above 0, got `0`"),
+        ("gemm_dtype,m,n,k,latency\nbfloat16,1,2,x,3\n", "row 2: `k` must be a number above 0, got `x`"),
+        (
+            "gemm_dtype,m,n,k,latency\nbfloat16,1,2,3,4\nbfloat16,1,2,3,0\n",
+            "row 3: `latency` must be a number above 0, got `0`",
+        ),
         ("gemm_dtype,m,n,k,latency\nbfloat16,1,2\n", "row 2: expected 5 columns"),
-        ("gemm_dtype,m,n,k,latency\n", "row 2: expected 5 columns"),
+        ("gemm_dtype,m,n,k,latency\n", "gemm.csv: a header and no rows"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_one_error(tmp_path: Path, text: str, said: str) -> None:

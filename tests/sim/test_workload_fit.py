@@ -313,6 +313,8 @@ def test_bad_workloads_are_one_message(tmp_path: Path) -> None:
         assert (status, out) == (2, "")
         assert err.startswith("WorkloadError: ")
         assert err.count("hint: ") == 1
-    status, _, err = lockstep_workload("fit", "gen:n=9", "-o", str(tmp_path / "no" / "folder.json"))
-    assert status == 1
-    assert "No such file" in err
+    (tmp_path / "file").touch()
+    status, _, err = lockstep_workload("fit", "gen:n=9", "-o", str(tmp_path / "file" / "model.json"))
+    assert status == 2
+    assert f"`{tmp_path}/file` is a file" in err
+    assert lockstep_workload("fit", "gen:n=9", "-o", str(tmp_path / "new" / "folder.json"))[0] == 0

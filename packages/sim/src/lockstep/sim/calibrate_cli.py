@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.sim.cli import refusals
+from lockstep.sim.out_paths import check_file
 
 if TYPE_CHECKING:
     from lockstep.sim.cost import Calibration
@@ -42,9 +44,21 @@ def _operators(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_date(date: str) -> str:
-    if not DATE.fullmatch(date):
-        raise click.BadParameter(f"expected YYYY-MM-DD, got `{date}`", param_hint="--date")
-    return date
+    try:
+        if DATE.fullmatch(date):
+            return datetime.date.fromisoformat(date).isoformat()
+    except ValueError:
+        pass
+    raise click.BadParameter(f"expected a day as YYYY-MM-DD, got `{date}`", param_hint="--date")
+
+
+def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_out: Mapping[str, list[int]]) -> str:
+    """Why nothing is left, and what there would be."""
+    text = f"{file} has no rows of engine `{engine}`" + (f" on `{gpu}`" if gpu else "")
+    if left_out:
+        text += "; left out: " + "; ".join(f"{len(rows)} ({reason})" for reason, rows in left_out.items())
+    other = f"--engine {' or '.join(engines)}" if engines else "another file" if gpu is None else "another --gpu"
+    return f"{text}\nhint: give {other}"
 
 
 def _write(calibration: Calibration, out: Path) -> None:
@@ -93,22 +107,27 @@ def points(
     Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
     """
     with refusals():
-        from lockstep.sim.calibrate import Trial, calibration_of_points, sha256_of
+        from lockstep.sim.calibrate import POINTS_MIN, Trial, calibration_of_points, sha256_of
         from lockstep.sim.catalogue import load_gpu
         from lockstep.sim.cost import CalibrationError
         from lockstep.sim.cost.calibration import Source
         from lockstep.sim.serving_points import read_serving_points
 
         date = _checked_date(date)
+        check_file(out)
         found, left_out = read_serving_points(file, suspect=suspect, experts=experts)
         if gpu is not None:
             name = load_gpu(gpu).name
             found = [point for point in found if point.gpu.name == name]
         engines = sorted({point.engine for point in found})
         if engine not in engines:
-            known = ", ".join(engines) or "no row is left"
-            raise CalibrationError(f"{file} has no rows of engine `{engine}`\nhint: {known}")
+            raise CalibrationError(_no_rows(file, engine, gpu, engines, left_out))
         found = [point for point in found if point.engine == engine]
+        if len(found) < POINTS_MIN:
+            raise CalibrationError(
+                f"{file} has {len(found)} points of engine `{engine}`, a calibration needs {POINTS_MIN}\n"
+                "hint: measure at more lengths or concurrencies"
+            )
         click.echo(f"simulating {len(found)} points", err=True)
         trial = Trial.of(found, operators=operators)
         reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in left_out.items())
@@ -153,7 +172,7 @@ def journal(
 ) -> None:
     """From the journal of a run folder, whose host reported when each batch began and ended."""
     with refusals():
-        from lockstep.core.journal import read_journal
+        from lockstep.core.journal import JournalError, read_journal
         from lockstep.sim.calibrate import calibration_of_batches, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
@@ -162,7 +181,13 @@ def journal(
         from lockstep.sim.cost.tables import base_cost_model
 
         date = _checked_date(date)
-        header = read_journal(run).header
+        check_file(out)
+        try:
+            header = read_journal(run).header
+        except JournalError as error:
+            parts = sorted(part.parent.name for part in run.glob("engines/*/journal"))
+            place = f"{run}/engines/{parts[0]}: it is a cluster" if parts else "a run folder"
+            raise CalibrationError(f"{error}\nhint: give {place}") from error
         said = {"model": model or header.host.get("model"), "gpu": gpu or header.host.get("gpu")}
         for name, value in said.items():
             if not value:
@@ -238,6 +263,7 @@ def operators(
         from lockstep.sim.cost.tables import read_operator_tables
 
         date = _checked_date(date)
+        check_file(out)
         card = load_gpu(gpu)
         tables = read_operator_tables(folder, card)
         bases = [

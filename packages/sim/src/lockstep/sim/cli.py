@@ -87,7 +87,7 @@ class Duration(ParamType):
         try:
             return parse_duration_us(str(value))
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(f"{error}, got `{value}`", param, ctx)
 
 
 # One row per field of SchedConfig, in its order: (field, type of the value, help). SchedConfig checks and has defaults.
@@ -313,6 +313,7 @@ def simulate(
     lockstep simulate --model qwen3-32b --engines 4xh100:tp=2,2xh200 --router prefix_affinity --workload conv.jsonl.gz
     """
     check_every = _parse_check(check)
+    cut_short = False
     clustered = replicas is not None or engines is not None or bool(router)
     if gpu is None and engines is None:
         raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
@@ -331,7 +332,7 @@ def simulate(
         if clustered:
             from lockstep.sim.cluster_cli import run_cluster
 
-            done = run_cluster(
+            done, cut_short = run_cluster(
                 scenario,
                 replicas=replicas,
                 engines=engines,
@@ -343,7 +344,7 @@ def simulate(
                 write={"requests": requests, "trace": trace, "report": report},
                 as_json=as_json,
             )
-            if done.interrupted:
+            if done.interrupted or cut_short:
                 sys.exit(EXIT_INTERRUPTED)
             return
         if out is not None:
@@ -354,11 +355,19 @@ def simulate(
             run = simulate(setup, folder=out, check_every=check_every, on_finish=on_finish)
         if intervals and not run.interrupted:
             run = replace(run, intervals=intervals_of(run))
+            cut_short = run.intervals is None
         if out is not None:
             write_run(out, run, requests=requests, trace=trace, report=report)
     show(run, out, as_json)
-    if run.interrupted:
+    if cut_short:
+        say_no_intervals()
+    if run.interrupted or cut_short:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def say_no_intervals() -> None:
+    """After a Ctrl-C behind the run itself."""
+    click.echo("interrupted while the intervals were worked out: the run is whole, its answers carry none", err=True)
 
 
 def _parse_check(text: str) -> int:
@@ -384,6 +393,8 @@ def refusals() -> Iterator[None]:
             raise Refusal(error) from error
         if isinstance(error, JournalError | OSError | PolicyError):
             raise Failure(error) from error
+        if isinstance(error, MemoryError):
+            raise Failure(MemoryError(f"{error}\nhint: lower --limit, --pages or --request-rows")) from error
         raise
 
 

@@ -17,6 +17,7 @@ exactly what passed through it.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ from lockstep.core.router import (
 )
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
-from lockstep.sim.cluster_metrics import combine
+from lockstep.sim.cluster_metrics import balance, combine
 from lockstep.sim.cost import Calibration
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
@@ -57,6 +58,7 @@ from lockstep.sim.simulate import (
     Setup,
     arrivals_of,
     assemble,
+    number_word,
     option_of,
     stopping_on_interrupt,
 )
@@ -68,7 +70,13 @@ if TYPE_CHECKING:
 
 LAYOUT = ("ep", "attention_dp", "pp")  # of an engine, besides `tp`
 HOP_US_MAX = 60_000_000
+WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
+COMMON = (
+    *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
+    *("max_new_tokens", "grammar_compile_us", "calibration"),
+)  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
+ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
 
 # ------------------------------------------------------------------------------------------------------ what was asked
 
@@ -88,7 +96,7 @@ class EngineGroup:
         words = [f"{self.count}x{self.gpu}"]
         words += [f"tp={self.tp}"] if self.tp is not None else []
         words += [f"{name}={value}" for name, value in self.layout.items()]
-        words += [f"weight={self.weight:g}"] if self.weight is not None else []
+        words += [f"weight={number_word(self.weight)}"] if self.weight is not None else []
         words += [f"{name}={_word(value)}" for name, value in self.settings.items()]
         return ":".join(words)
 
@@ -129,10 +137,13 @@ def parse_engines(text: str, parse_setting: Callable[[str, str], tuple[str, Any]
 
 
 def _parse_weight(head: str, text: str) -> float:
+    low, high = WEIGHTS
     try:
-        return EngineShare(weight=float(text)).weight
+        if low <= (weight := float(text)) <= high:
+            return weight
     except ValueError:
-        raise ConfigError(f"`engines`: `weight` of `{head}` must be a number above 0, got `{text}`") from None
+        pass
+    raise ConfigError(f"`engines`: `weight` of `{head}` must be a number from {low:g} to {high:g}, got `{text}`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,20 +161,24 @@ class ClusterScenario:
 
     def command(self) -> str:
         """The command line that runs this again."""
-        words = [self.base.command()]
+        words = shlex.split(self.base.command())
         if self.engines:
-            words = [words[0].replace(f" --gpu {self.base.gpu}", f" --engines {','.join(map(str, self.engines))}", 1)]
+            at = words.index("--gpu")
+            words[at : at + 2] = ["--engines", ",".join(map(str, self.engines))]
         else:
-            words.append(f"--replicas {self.replicas}")
-        words.append(f"--router {self.router.policy}")
+            words += ["--replicas", str(self.replicas)]
+        words += ["--router", self.router.policy]
         usual = RouterConfig()
         for name in ("load_bound", "load_floor", "block_tokens", "sessions_max"):
             value = getattr(self.router, name)
             if value != getattr(usual, name):
-                words.append(f"--router-{option_of(name)[2:]} {value:g}")
+                words += [
+                    f"--router-{option_of(name)[2:]}",
+                    number_word(value) if isinstance(value, float) else str(value),
+                ]
         if self.hop_us:
-            words.append(f"--router-hop {self.hop_us}us")
-        return " ".join(words)
+            words += ["--router-hop", f"{self.hop_us}us"]
+        return shlex.join(words)
 
 
 # ------------------------------------------------------------------------------------------------- what that amounts to
@@ -194,10 +209,9 @@ class ClusterSetup:
     def about(self) -> dict[str, Any]:
         """All that is needed to get the run again."""
         first = self.engines[0].about()
-        common = {name: first[name] for name in ("seed", "version", "commit", "model", "workload")}
         return {
+            **{name: first[name] for name in COMMON},
             "command": self.scenario.command(),
-            **common,
             "router": msgspec.to_builtins(self.scenario.router),
             "hop_us": self.scenario.hop_us,
             "engines": [
@@ -227,11 +241,13 @@ def assemble_cluster(
 ) -> ClusterSetup:
     """Load and work out what the scenario names. Raises what `simulate.assemble` raises."""
     if not 0 <= scenario.hop_us <= HOP_US_MAX:
-        raise ConfigError(f"`router_hop` must be from 0 to {HOP_US_MAX // 10**6}s, got `{scenario.hop_us}us`")
+        hop = f"{scenario.hop_us / 1e6:g}s"
+        raise ConfigError(f"`router_hop` must be from 0 to {HOP_US_MAX // 10**6}s, got `{hop}`")
     groups = scenario.groups()
     count = sum(group.count for group in groups)
     if not 1 <= count <= REPLICAS_MAX:
-        raise ConfigError(f"`replicas` must be from 1 to {REPLICAS_MAX}, got `{count}`")
+        name = "engines" if scenario.engines else "replicas"
+        raise ConfigError(f"`{name}` must be from 1 to {REPLICAS_MAX}, got `{count}`")
     base = scenario.base
     setups: list[Setup] = []
     for group in groups:
@@ -301,8 +317,15 @@ class ClusterRun:
             **self.data.summary,
             **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
             "router": {"routed_by_reason": dict(self.routed_by_reason)},
+            "balance": self.balance(),
             "engines": [run.data.summary for run in self.engines],
         }
+
+    def balance(self) -> dict[str, Any]:
+        """How evenly the work lay; see cluster_metrics.balance."""
+        weights = [share.weight for share in self.setup.shares]
+        makespan_us = self.data.summary["throughput"]["makespan_us"]
+        return balance([run.data.summary for run in self.engines], weights, makespan_us)
 
     def about(self) -> dict[str, Any]:
         """See ClusterSetup.about; and what must be known to read the numbers."""
@@ -586,7 +609,7 @@ def write_cluster_run(
     from lockstep.sim.perfetto import write_trace
     from lockstep.sim.report import ReportRun, write_report
     from lockstep.sim.results import write_metrics_json, write_requests
-    from lockstep.sim.simulate import report_run, whole, workload_line
+    from lockstep.sim.simulate import interrupted_headline, report_run, whole, workload_line
 
     about = run.about()
     with whole(folder / "metrics.json") as path:
@@ -603,16 +626,37 @@ def write_cluster_run(
             write_requests(run.data, parquet, csv)
     if report and run.data.summary["requests"]["arrived"]:
         facts = {"command": about["command"], "router": run.setup.scenario.router.policy}
-        runs = [ReportRun("all engines", facts, run.data)]
-        runs += [
-            report_run(one, f"engine {engine}")
-            for engine, one in enumerate(run.engines)
-            if one.data.summary["requests"]["arrived"]
-        ]
+        whole_run = ReportRun(
+            "all",
+            facts,
+            run.data,
+            intervals=None if run.intervals is None else run.intervals.describe(),
+            calibration=run.calibration.title,
+            remarks=run.remarks(),
+        )
+        runs = [whole_run]
+        shown = _engines_to_report(run)
+        runs += [report_run(run.engines[engine], f"engine {engine}") for engine in shown]
+        parts = "All together are what clients of the router see; an engine saw only what was routed to it."
+        if len(shown) < len(run.engines):
+            parts += (
+                f" Of {len(run.engines)} engines, {len(shown)} are shown: "
+                "those with the most requests and those with the fewest, and none without any."
+            )
         with whole(folder / "report.html") as path:
             write_report(
                 path,
                 runs,
                 title=run.setup.title,
                 subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.base.concurrency is not None),
+                headline=interrupted_headline(run) if run.interrupted else None,
+                parts=parts,
             )
+
+
+def _engines_to_report(run: ClusterRun) -> list[int]:
+    """The engines that got requests; of very many those with the most and those with the fewest. By number."""
+    arrived = [one.data.summary["requests"]["arrived"] for one in run.engines]
+    busy = sorted((engine for engine, count in enumerate(arrived) if count), key=lambda engine: -arrived[engine])
+    half = ENGINES_REPORTED // 2
+    return sorted(busy if len(busy) <= ENGINES_REPORTED else busy[:half] + busy[-half:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from lockstep.core.router import RouterConfig
-from lockstep.sim.cli import progress_bar, show
+from lockstep.sim.cli import progress_bar, say_no_intervals, show
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
@@ -21,9 +22,11 @@ from lockstep.sim.cluster import (
     write_cluster_run,
 )
 from lockstep.sim.intervals import intervals_of
-from lockstep.sim.results import show_rate, show_share, show_us
+from lockstep.sim.results import NOTHING, show_rate, show_share, show_us
 from lockstep.sim.settings import parse_setting
 from lockstep.sim.simulate import Scenario, code_commit, code_version, prepare_folder, workload_line
+
+NUMBER_WIDTH = 5  # of `100.0`
 
 
 def run_cluster(
@@ -38,8 +41,12 @@ def run_cluster(
     intervals: bool,
     write: Mapping[str, bool],
     as_json: bool,
-) -> ClusterRun:
-    """Simulate, write, and show. Raises what `assemble_cluster` raises."""
+) -> tuple[ClusterRun, bool]:
+    """Simulate, write, and show; return the run, and whether its intervals were interrupted.
+
+    Raises: what `assemble_cluster` raises.
+    """
+    cut_short = False
     settings = dict(router)
     hop_us = settings.pop("hop_us", 0)
     scenario = ClusterScenario(
@@ -57,14 +64,17 @@ def run_cluster(
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
     if intervals and not run.interrupted:
         run = replace(run, intervals=intervals_of(run))
+        cut_short = run.intervals is None
     if out is not None:
         write_cluster_run(out, run, **write)
     show(run, out, as_json)
     if not as_json:
         from rich.console import Console
 
-        Console().print(engines_table(run))
-    return run
+        Console(width=None if sys.stdout.isatty() else 120).print(engines_table(run))
+    if cut_short:
+        say_no_intervals()
+    return run, cut_short
 
 
 def announce(setup: ClusterSetup, out: Path | None) -> None:
@@ -89,23 +99,28 @@ def engines_table(run: ClusterRun) -> Any:
     title = f"Engines behind {run.setup.scenario.router.policy} (routed by: {reasons})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("engine", no_wrap=True)
-    for heading in (
-        "weight",
+    weighted = len({share.weight for share in run.setup.shares}) > 1
+    headings = [
         "requests",
+        "of\nfair",
         "output\ntok/s",
         "TTFT\np99",
         "TPOT\np99",
         "cache\nhits",
         "KV\npeak",
         "GPU\nbusy",
-    ):
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    ]
+    for heading in (["weight"] if weighted else []) + headings:
+        # Where the terminal is narrow a unit moves below its number; no digit may be cut off.
+        table.add_column(heading, justify="right", min_width=max(NUMBER_WIDTH, *map(len, heading.split())))
+    fair = run.data.summary["requests"]["arrived"] / sum(share.weight for share in run.setup.shares)
     for number, (one, share) in enumerate(zip(run.engines, run.setup.shares, strict=True)):
         summary = one.data.summary
         table.add_row(
             f"{number}: {one.setup.hardware}",
-            f"{share.weight:g}",
+            *([f"{share.weight:g}"] if weighted else []),
             f"{summary['requests']['arrived']:,}",
+            f"{summary['requests']['arrived'] / (share.weight * fair):.2f}x" if fair else NOTHING,
             show_rate(summary["throughput"]["output_tokens_per_s"]),
             show_us(summary["latency"]["ttft_us_p99"]),
             show_us(summary["latency"]["tpot_us_p99"]),

@@ -22,6 +22,7 @@ from lockstep.sim.metrics import (
     Series,
     Slo,
     Summary,
+    at_work_us,
     decode_gaps_us,
     describe,
     describe_latency,
@@ -139,7 +140,7 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
         [{name: part[name] for name in ("batches", "batches_by_mode", "busy_us", "bubble_us")} for part in parts]
     )
     start_us, stop_us = makespan(requests) or (0, 0)
-    work_us = sum(part["bubble_us"] / part["bubble_share"] for part in parts if part["bubble_share"])
+    work_us = sum(at_work_us(data) for data in datas if data.summary["device"]["bubble_us"] is not None)
     gaps = [decode_gaps_us(data) for data in datas]
     gap_us = sum(round(gap.sum()) for gap, _ in gaps)
     piped = [(part["pipeline"], part["busy_us"] or 0) for part in parts if "pipeline" in part]
@@ -157,7 +158,7 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
         "busy_us": out["busy_us"],
         "busy_fraction": _ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
         "bubble_us": out["bubble_us"],
-        "bubble_share": _ratio(out["bubble_us"], work_us) if work_us else (0.0 if out["bubble_us"] == 0 else None),
+        "bubble_share": _ratio(out["bubble_us"], work_us),
         **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
         "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
         **({"pipeline": pipelines} if piped else {}),
@@ -166,3 +167,29 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
 
 def _cpu(datas: Sequence[RunData]) -> Summary:
     return _added([data.summary["cpu"] for data in datas])
+
+
+def balance(engines: Sequence[Summary], weights: Sequence[float], makespan_us: int | None) -> Summary:
+    """How evenly the work lay, of each engine's summary and its weight at the router.
+
+    An imbalance is the greatest load per weight of any engine over that of all together: 1 is even, and with all on one
+    of equal engines it is their number. `makespan_us` is that of the whole; no engine need be busy from end to end.
+    """
+    requests = [float(engine["requests"]["arrived"]) for engine in engines]
+    tokens = [
+        float(engine["throughput"]["prompt_tokens"] + engine["throughput"]["output_tokens"]) for engine in engines
+    ]
+    busy = [_ratio(engine["device"]["busy_us"] or 0, makespan_us) for engine in engines]
+    shares = [min(share, 1.0) for share in busy if share is not None]
+    return {
+        "requests_imbalance": _imbalance(requests, weights),
+        "tokens_imbalance": _imbalance(tokens, weights),
+        "busy_share_min": min(shares, default=None),
+        "busy_share_max": max(shares, default=None),
+        "ttft_us_p99_max": _greatest([engine["latency"] for engine in engines], "ttft_us_p99"),
+    }
+
+
+def _imbalance(loads: Sequence[float], weights: Sequence[float]) -> float | None:
+    most = max(load / weight for load, weight in zip(loads, weights, strict=True))
+    return _ratio(most, sum(loads) / sum(weights))

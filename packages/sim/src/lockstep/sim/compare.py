@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost.parallel import USUAL
+from lockstep.sim.report.text import setting
 from lockstep.sim.results import show_rate, show_us
 from lockstep.sim.stored_run import Requests, StoredRun, read_run
 
@@ -28,8 +29,9 @@ SAME = 0.01  # changes of less than this share are called the same
 SAME_POINTS = 0.001  # and of shares, changes of less than this
 TIMES_FROM = 1.5  # ratios from here on read better as "2.1x" than as percent
 MOST_CHANGED = 5
+ENGINES_SHOWN = 8  # of one run
 
-Kind = Literal["us", "rate", "count", "share"]
+Kind = Literal["us", "rate", "count", "share", "times"]
 Verdict = Literal["better", "worse", "same", "changed", "unknown"]
 
 # group in metrics.json, name, what people call it, kind, which way is better ("" where neither is)
@@ -68,11 +70,16 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
     ("device", "bubble_share", "GPU bubbles", "share", "lower"),
     ("device", "decode_gap_us_p50", "GPU gap p50", "us", "lower"),
     ("device", "batches", "batches", "count", ""),
+    ("balance", "requests_imbalance", "requests, fullest", "times", "lower"),
+    ("balance", "tokens_imbalance", "tokens, fullest", "times", "lower"),
+    ("balance", "busy_share_min", "GPU busy, least", "share", ""),
+    ("balance", "busy_share_max", "GPU busy, most", "share", ""),
+    ("balance", "ttft_us_p99_max", "TTFT p99, slowest", "us", "lower"),
 )
 
 PAIRED = ("ttft", "tpot", "e2e")
 LAYOUT = ("ep", "attention_dp", "pp", "moe_a2a", "expert_cv")
-EXPLAIN_CONSTANTS = ("model", "gpu", "tp", *LAYOUT, "weights_dtype", "kv_dtype", "cost model", "calibration")
+EXPLAIN_CONSTANTS = ("model", "gpu", "tp", *LAYOUT, "engines", "weights_dtype", "kv_dtype", "cost model", "calibration")
 
 # ------------------------------------------------------------------------------------------------------- what is found
 
@@ -193,6 +200,8 @@ class Comparison:
                     "meets_slos": run.meets_slos,
                     "slos": run.metrics["slos"],
                     "bottleneck": asdict(run.bottleneck),
+                    "routed_by_reason": dict(run.routed_by_reason),
+                    "engines": [asdict(row) for row in engine_rows(run)],
                 }
                 for run in self.runs
             ],
@@ -261,12 +270,105 @@ def _is_same_workload(first: StoredRun, other: StoredRun) -> bool:
     return digests[0] is not None and digests[0] == digests[1]
 
 
+# ------------------------------------------------------------------------------------------------------------ engines
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine of a run."""
+
+    number: int
+    kind: str  # 2 x H100-SXM
+    weight: float
+    requests: int
+    fair_ratio: float | None  # requests / what its weight would make them
+    output_tokens_per_s: float | None
+    ttft_us_p99: float | None
+    tpot_us_p99: float | None
+    hit_ratio: float | None
+    kv_share_max: float | None
+    busy_share: float | None  # of the makespan of all engines
+
+
+def engine_rows(run: StoredRun) -> list[EngineRow]:
+    """Each engine of a run, by number."""
+    arrived = [engine.summary("requests", "arrived") for engine in run.engines]
+    each_per_weight = sum(arrived) / sum(engine.weight for engine in run.engines)
+    makespan_us = run.summary("throughput", "makespan_us")
+    return [
+        EngineRow(
+            number=number,
+            kind=engine.kind,
+            weight=engine.weight,
+            requests=requests,
+            fair_ratio=requests / (engine.weight * each_per_weight) if each_per_weight else None,
+            output_tokens_per_s=engine.summary("throughput", "output_tokens_per_s"),
+            ttft_us_p99=engine.summary("latency", "ttft_us_p99"),
+            tpot_us_p99=engine.summary("latency", "tpot_us_p99"),
+            hit_ratio=engine.summary("cache", "hit_ratio"),
+            kv_share_max=engine.summary("kv", "used_share_max"),
+            busy_share=min((engine.summary("device", "busy_us") or 0) / makespan_us, 1.0) if makespan_us else None,
+        )
+        for number, (engine, requests) in enumerate(zip(run.engines, arrived, strict=True))
+    ]
+
+
+def telling_rows(rows: Sequence[EngineRow], most: int = ENGINES_SHOWN) -> list[EngineRow]:
+    """All of them; or of very many those with the most and the fewest requests for their weight, in that order."""
+    if len(rows) <= most:
+        return list(rows)
+    by_load = sorted(rows, key=lambda row: (-(row.fair_ratio or 0.0), row.number))
+    return by_load[: most - most // 2] + by_load[-(most // 2) :]
+
+
+def routing(run: StoredRun) -> str:
+    """How its requests found their engines: `prefix_affinity, 2 ms away: 210 by prefix, 90 by policy`."""
+    if run.router is None:
+        return "no router"
+    hop_us = run.about["hop_us"]
+    away = f", {show_us(hop_us)} away" if hop_us else ""
+    counts = sorted(run.routed_by_reason.items(), key=lambda item: -item[1])
+    return f"{run.router.get('policy')}{away}: {', '.join(f'{count:,} by {reason}' for reason, count in counts)}"
+
+
 # ----------------------------------------------------------------------------------------------------------- settings
 
 
 def settings_of(run: StoredRun) -> dict[str, Any]:
-    """What a run was set to, flat: the names of `lockstep simulate` and of SchedConfig."""
-    about, workload, cost = run.about, run.about["workload"], run.about.get("cost_model", {})
+    """What a run was set to, flat: the names of `lockstep simulate` and of SchedConfig.
+
+    Where the engines of a cluster differ, a value says whose it is: `engines 0 to 1: 256, engine 2: 128`.
+    """
+    each = [_engine_settings(engine.about) for engine in run.engines]
+    merged = {name: _merged([one.get(name) for one in each]) for one in each for name in one}
+    weights = [engine.weight for engine in run.engines]
+    router = run.router or {}
+    cluster = {
+        "engines": len(run.engines),
+        "router": router.get("policy"),
+        "router_hop": show_us(run.about.get("hop_us", 0)),
+        **{f"router_{name}": value for name, value in router.items() if name != "policy"},
+        "weights": _merged([f"{weight:g}" for weight in weights]) if len(set(weights)) > 1 else None,
+    }
+    ours = {"calibration": run.calibration, "SLOs": ", ".join(slo["slo"] for slo in run.metrics["slos"]) or None}
+    return {**cluster, **merged, **ours}
+
+
+def _merged(values: Sequence[Any]) -> Any:
+    """The one value of all engines, or which have which."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    parts, start = [], 0
+    for stop in range(1, len(values) + 1):
+        if stop == len(values) or values[stop] != values[start]:
+            who = f"engine {start}" if stop == start + 1 else f"engines {start} to {stop - 1}"
+            parts.append(f"{who}: {setting(values[start])}")
+            start = stop
+    return ", ".join(parts)
+
+
+def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
+    workload, cost = about["workload"], about.get("cost_model", {})
     return {
         "model": about.get("model"),
         "gpu": about.get("gpu"),
@@ -284,9 +386,7 @@ def settings_of(run: StoredRun) -> dict[str, Any]:
         "weights_dtype": cost.get("weights_dtype"),
         "kv_dtype": cost.get("kv_dtype"),
         "cost model": cost.get("kind"),
-        "calibration": run.calibration,
         **about["scheduler"],
-        "SLOs": ", ".join(slo["slo"] for slo in run.metrics["slos"]) or None,
         "lockstep version": about.get("version"),
         "lockstep commit": about.get("commit"),
         **{f"cost.{name}": constant.get("value") for name, constant in cost.get("constants", {}).items()},
@@ -299,9 +399,12 @@ def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
     names = dict.fromkeys(name for each in settings for name in each)
     # Constants follow from these; they are told only where nothing else explains them: a GPU file that was edited.
     is_explained = any(each.get(name) != settings[0].get(name) for each in settings for name in EXPLAIN_CONSTANTS)
+    is_rerouted = any(each["router"] != settings[0]["router"] for each in settings)
     for name in names:
         if is_explained and name.startswith(("cost.", "cpu.")):
             continue
+        if name.startswith("router_") and name != "router_hop" and is_rerouted:
+            continue  # settings of another policy
         values = tuple(each.get(name) for each in settings)
         is_told = name == "workload digest" and len({str(each["workload"]) for each in settings}) > 1
         if any(value != values[0] for value in values) and not is_told:
@@ -326,15 +429,19 @@ def _warnings(runs: Sequence[StoredRun]) -> Iterator[str]:
         ("gpu", "fair only if the GPU is the question"),
         ("tp", "fair only if the number of GPUs is the question"),
         ("pp", "fair only if the number of GPUs is the question"),
+        ("engines", "fair only if the number of engines is the question"),
         ("limit", "not the same number of requests; give all runs one --limit"),
         ("calibration", "their times were not corrected alike; give all runs one --calibration"),
         ("cost model", "their times were not predicted alike"),
         ("SLOs", "goodput counts other requests in each; give all runs the same --slo"),
     ):
         if len(found := values(name)) > 1:
-            title = {"gpu": "GPUs", "tp": "tp", "pp": "pp", "SLOs": "SLOs"}.get(name, f"{name}s")
+            titles = {"gpu": "GPUs", "tp": "tp", "pp": "pp", "SLOs": "SLOs", "engines": "numbers of engines"}
+            title = titles.get(name, f"{name}s")
             yield f"different {title} ({' and '.join(found)}): {why}"
     for run in runs:
+        if "engine" in run.about:
+            yield f"{run.name} is engine {run.about['engine']} of a cluster: its figures are of its own requests alone"
         if run.about.get("interrupted"):
             yield f"{run.name} was interrupted: its figures are those until then"
         elif unfinished := run.metrics["requests"]["unfinished"]:
@@ -354,7 +461,7 @@ def _notes(runs: Sequence[StoredRun]) -> Iterator[str]:
             yield f"written by different code ({name} {' and '.join(found)}): a difference may be its doing"
             break
     for run in runs:
-        if run.requests is None:
+        if run.requests is None and "engine" not in run.about:
             yield f"{run.name} has no table of requests (--no-requests), so it is not compared request by request"
 
 
@@ -362,7 +469,10 @@ def _notes(runs: Sequence[StoredRun]) -> Iterator[str]:
 
 
 def _figures(runs: Sequence[StoredRun]) -> Iterator[Figure]:
+    is_of_many = any(len(run.engines) > 1 for run in runs)
     for group, name, title, kind, better in FIGURES:
+        if group == "balance" and not is_of_many:
+            continue  # of one engine there is nothing to balance
         values = tuple(run.summary(group, name) for run in runs)
         if all(value is None for value in values):
             continue

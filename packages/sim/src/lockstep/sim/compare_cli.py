@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from lockstep.sim.cli import refusals
+from lockstep.sim.out_paths import check_file
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -33,10 +34,15 @@ def compare(folders: tuple[Path, ...], json_file: Path | None, html_file: Path |
         for file in (json_file, html_file):
             if file is not None and file.exists() and not overwrite:
                 raise click.UsageError(f"{file} exists\nhint: choose another file, or add --overwrite")
+        if json_file is not None and html_file is not None and json_file.resolve() == html_file.resolve():
+            raise click.UsageError(f"--json and --html both name {json_file}\nhint: give each its own file")
+        if json_file is not None:
+            check_file(json_file, "--json")
+        if html_file is not None:
+            check_file(html_file, "--html")
         found = compare(read_runs(folders))
         if json_file is not None:
             text = json.dumps(found.describe(), indent=2, allow_nan=False, ensure_ascii=False)
-            json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(text + "\n", encoding="utf-8")
         if html_file is not None:
             from lockstep.sim.report.compare_page import write_comparison

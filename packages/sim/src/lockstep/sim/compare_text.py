@@ -6,13 +6,29 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
-from lockstep.sim.compare import Change, ChangedRequest, Comparison, Figure, IntervalRow, Kind, Pairs, headline
+from lockstep.sim.compare import (
+    Change,
+    ChangedRequest,
+    Comparison,
+    Figure,
+    IntervalRow,
+    Kind,
+    Pairs,
+    engine_rows,
+    headline,
+    routing,
+    telling_rows,
+)
 from lockstep.sim.report.report_run import unsure
 from lockstep.sim.report.text import setting
 from lockstep.sim.results import INTERVALS_SHOWN, NOTHING, show_rate, show_share, show_us
 
 COLUMNS = 100
 OTHERS_PER_TABLE = 3  # beside the first
+ENGINE_COLUMNS = (
+    *(("requests", 10), ("of fair", 9), ("output/s", 10), ("TTFT p99", 11), ("TPOT p99", 11)),
+    *(("hits", 9), ("GPU busy", 10)),
+)
 METRIC_TITLES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
 
 
@@ -36,6 +52,9 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
     yield ""
     yield from _figure_lines(found, letters)
     yield ""
+    if any(len(run.engines) > 1 for run in found.runs):
+        yield from _engine_lines(found, letters)
+        yield ""
     yield from _interval_lines(found, letters)
     for letter, pairs in zip(letters[1:], found.pairs, strict=True):
         if pairs is not None:
@@ -56,6 +75,8 @@ def show(value: float | None, kind: Kind) -> str:
         return show_us(value)
     if kind == "share":
         return show_share(value)
+    if kind == "times":
+        return f"{show_rate(value)}x"
     return f"{value:,.0f}" if kind == "count" else show_rate(value)
 
 
@@ -133,6 +154,27 @@ def _grouped(figures: Sequence[Figure]) -> Iterator[tuple[Figure, bool]]:
     for figure in figures:
         yield figure, figure.group != group
         group = figure.group
+
+
+def _engine_lines(found: Comparison, letters: Sequence[str]) -> Iterator[str]:
+    """Each cluster's router and its engines; of very many engines the fullest and the emptiest."""
+    for letter, run in zip(letters, found.runs, strict=True):
+        yield from _wrapped(f"router of {letter}  ", routing(run))
+    heads = "".join(f"{head:>{width}}" for head, width in ENGINE_COLUMNS)
+    yield f"  {'engine':<22}{heads}"
+    for letter, run in zip(letters, found.runs, strict=True):
+        rows = engine_rows(run)
+        shown = telling_rows(rows)
+        for row in shown:
+            cells = (
+                f"{row.requests:,}", show_ratio(row.fair_ratio), show_rate(row.output_tokens_per_s),
+                show_us(row.ttft_us_p99), show_us(row.tpot_us_p99), show_share(row.hit_ratio),
+                show_share(row.busy_share),
+            )  # fmt: skip
+            values = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, ENGINE_COLUMNS, strict=True))
+            yield f"  {f'{letter} {row.number}: {row.kind}':<22.22}{values}"
+        if len(shown) < len(rows):
+            yield f"  {letter} has {len(rows) - len(shown):,} more, between these; all are in --json"
 
 
 def _interval_lines(found: Comparison, letters: Sequence[str]) -> Iterator[str]:

@@ -47,20 +47,62 @@ def demo(out: Path) -> None:
             runs[rate] = _run(scenario, folder)
             summary = f"{runs[rate].batches:,} batches in {runs[rate].cpu_s:.1f} s of CPU time"
             click.echo(f"{rate} requests/s: {scenario.workload.partition(',')[0]}, {summary}", err=True)
-        headline = answer(runs)
+        headline = answer(runs) + _how_sure(runs)
         report = _write_report(out, runs, headline)
     _show(runs, headline, report)
 
 
-def answer(runs: dict[int, Run]) -> str:
-    """The highest rate up to which every rate tried met every SLO, in a sentence."""
+def highest_met(runs: dict[int, Run]) -> int:
+    """The highest rate up to which every rate tried met every SLO; 0 if none did."""
     met = 0
     for rate, run in sorted(runs.items()):
         if not all(slo["met"] for slo in run.data.summary["slos"]):
             break
         met = rate
+    return met
+
+
+def answer(runs: dict[int, Run]) -> str:
+    """The highest rate, in a sentence."""
+    met = highest_met(runs)
     slos = " and ".join(SLOS)
     return f"Meets the SLO up to {met} req/s ({slos})" if met else f"Meets the SLO at none of these rates ({slos})"
+
+
+def _how_sure(runs: dict[int, Run]) -> str:
+    """What that rate lies between if every batch is as slow, or as fast, as the calibration allows.
+
+    A simulation is given up as soon as it must miss, so that only the ones that meet the SLOs take their time.
+    """
+    from lockstep.sim.cost.calibration import COVERAGE
+
+    setup = next(iter(runs.values())).setup
+    fast, slow = setup.calibration.interval("time", COVERAGE, setup.model.name)
+    met = highest_met(runs)
+    low = next((rate for rate in sorted(runs, reverse=True) if rate <= met and _meets_at(runs, rate, slow)), 0)
+    high = met  # batches that are slower than predicted serve no more
+    for rate in (rate for rate in sorted(runs) if rate > met and fast < 1.0):
+        if not _meets_at(runs, rate, fast):
+            break
+        high = rate
+    ends = [str(end) if end else f"below {min(runs)}" for end in (low, high)]
+    return f"; {100 * COVERAGE:g} % interval {' to '.join(dict.fromkeys(ends))} req/s"
+
+
+def _meets_at(runs: dict[int, Run], rate: int, factor: float) -> bool:
+    """Whether the SLOs hold at a rate with the time of every batch multiplied."""
+    from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.plan.trial import Lateness
+
+    scenario, workload = runs[rate].setup.scenario, runs[rate].setup.workload
+    setup = assemble_cluster(ClusterScenario(base=scenario), workload=workload).slowed(factor)
+    done = simulate_cluster(setup, give_up=Lateness(scenario.slos, len(workload.turns)))
+    if done.interrupted:
+        raise KeyboardInterrupt
+    met = not done.stopped_early and all(slo["met"] for slo in done.data.summary["slos"])
+    verdict = f"{'meets' if met else 'misses'} the SLO, {done.cpu_s:.1f} s of CPU time"
+    click.echo(f"{rate} requests/s, every batch {factor:.2f} times as long: {verdict}", err=True)
+    return met
 
 
 def _check_folder(out: Path) -> None:

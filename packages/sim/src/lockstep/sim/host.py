@@ -450,14 +450,16 @@ class EngineHost:
                 now_us = launched_us
             else:
                 next_us = self._next_fact_us()
+                settled_us = self.arrivals.settled_until_us
                 if next_us == NEVER_US:
                     more = self.arrivals.more(env)
                     if more is None:
                         break
                     yield more
-                    next_us = int(env.now)
-                next_us = min(next_us, self.arrivals.settled_until_us)
-                now_us = max(now_us, next_us)
+                elif next_us < settled_us:
+                    now_us = max(now_us, next_us)
+                else:  # something may come before: the lane stays where it is, free, and looks again
+                    yield env.timeout(max(settled_us - env.now, 0))
         if now_us > env.now:
             yield env.timeout(now_us - env.now)
 

@@ -840,8 +840,7 @@ class MetricsFold:
 
         A bubble is time in which the device was idle although a request had arrived and not ended.
         """
-        open_until_us = np.where(requests.ended_us < 0, self._last_us, requests.ended_us)
-        at_work = _Intervals.union(requests.arrival_us, open_until_us)
+        at_work = _at_work(requests, self._last_us)
         work_us, busy = at_work.total_us(), device.busy
         measured = len(busy.starts) > 0
         busy_at_work_us = float(np.sum(busy.covered_us(at_work.stops) - busy.covered_us(at_work.starts)))
@@ -1050,6 +1049,16 @@ class _Device:
             decode_gaps_us=gaps_us.build(),
             busy_after_decode_us=busy_after_us,
         )
+
+
+def _at_work(requests: Requests, last_us: int) -> _Intervals:
+    """When at least one request was open; those that never ended are so until `last_us`."""
+    return _Intervals.union(requests.arrival_us, np.where(requests.ended_us < 0, last_us, requests.ended_us))
+
+
+def at_work_us(run: RunData) -> int:
+    """For how long at least one request was open."""
+    return _at_work(run.requests, run.span_us[1]).total_us()
 
 
 def decode_gaps_us(run: RunData) -> tuple[ValueCounts, int]:

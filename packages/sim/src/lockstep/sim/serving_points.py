@@ -46,7 +46,7 @@ from lockstep.sim.cost.tables import BaseModel, base_cost_model
 from lockstep.sim.host import Arrivals, EngineHost
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.simulate import NoJournal
-from lockstep.sim.turns import Turn
+from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turn
 
 Float64s = NDArray[np.float64]
 
@@ -101,6 +101,9 @@ REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurre
 PRECISIONS: dict[str, WeightsDtype] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
 UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that campaign's rows, unknown for the others
 UNIFORM_FROM = 0.8
+USERS_MAX = 2**20
+TP_MAX = 1024
+HINT = "hint: docs/cost-models.md, section 6, says what serving points are"
 
 
 def read_serving_points(
@@ -121,8 +124,10 @@ def read_serving_points(
             if missing:
                 raise CalibrationError(f"{path}: column `{missing[0]}` is missing\nhint: {', '.join(REQUIRED)}")
             rows = list(reader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror or error}\n{HINT}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise CalibrationError(f"{path}: not a CSV file: {error}\n{HINT}") from error
     points: list[ServingPoint] = []
     left_out: dict[str, list[int]] = {}
     seen: set[tuple[Any, ...]] = set()
@@ -166,13 +171,13 @@ def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) ->
         engine_version=row.get("engine_version") or "",
         model=model,
         gpu=load_gpu(row["gpu"]),
-        tp=int(_number(row, "tp", where)),
+        tp=_whole(row, "tp", where, TP_MAX),
         weights_dtype=PRECISIONS[precision],
-        prompt_tokens=int(_number(row, "isl", where)),
-        output_tokens=int(_number(row, "osl", where)),
+        prompt_tokens=_whole(row, "isl", where, LENGTH_TOKENS_MAX),
+        output_tokens=_whole(row, "osl", where, LENGTH_TOKENS_MAX),
         lengths_from=UNIFORM_FROM if uniform else 1.0,
         lengths_known=uniform or lengths.startswith("fixed"),
-        concurrency=int(_number(row, "concurrency", where)),
+        concurrency=_whole(row, "concurrency", where, USERS_MAX),
         ttft_us=1e3 * _number(row, "ttft_ms", where),
         tpot_us=1e3 * _number(row, "tpot_ms", where),
         ep=int(_number(row, "ep", where, default=1.0)) if experts else 1,
@@ -188,8 +193,16 @@ def _number(row: Mapping[str, str], column: str, where: str, default: float | No
     except ValueError:
         value = math.nan
     if not 0.0 < value < math.inf:
-        raise CalibrationError(f"{where}: `{column}` must be a number above 0, got `{text}`")
+        raise CalibrationError(f"{where}: `{column}` must be a number above 0, got `{text}`\nhint: leave the row out")
     return value
+
+
+def _whole(row: Mapping[str, str], column: str, where: str, most: int) -> int:
+    value = _number(row, column, where)
+    if value != int(value) or value > most:
+        problem = f"`{column}` must be a whole number from 1 to {most:,}, got `{row[column]}`"
+        raise CalibrationError(f"{where}: {problem}\nhint: leave the row out")
+    return int(value)
 
 
 # -------------------------------------------------------------------------------------------------- how it was measured

@@ -43,7 +43,7 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
     try:
         value = kind.convert(text, None, None)
     except click.BadParameter as error:
-        raise ConfigError(f"`{name}` cannot be `{text}`: {error.message}") from None
+        raise ConfigError(f"`{name}` cannot be `{text}`: {error.message.removesuffix(f', got `{text}`')}") from None
     if field == "eos_token_ids":
         return field, (value,)
     return field, None if value is NONE else value

@@ -60,6 +60,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX
@@ -67,10 +68,13 @@ from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
 if TYPE_CHECKING:
+    from lockstep.sim.cluster import ClusterRun
     from lockstep.sim.intervals import Intervals
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 SEEDS = 2**63
+PAGES_MAX = 2**28  # which take 3 GB of host memory
+ROWS_MAX = 2**20
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 
 # ------------------------------------------------------------------------------------------------------ what was asked
@@ -143,7 +147,7 @@ class Scenario:
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
-                words += [option_of(name), _number_word(value) if isinstance(value, float) else str(value)]
+                words += [option_of(name), number_word(value) if isinstance(value, float) else str(value)]
         if self.max_new_tokens is not None:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
         if self.grammar_compile_us != GRAMMAR_COMPILE_US:
@@ -159,8 +163,8 @@ class Scenario:
         return shlex.join(words)
 
 
-def _number_word(value: float) -> str:
-    """As short as it can be and still be the same number."""
+def number_word(value: float) -> str:
+    """For a command line: as short as it can be and still be the same number."""
     return word if float(word := f"{value:g}") == value else repr(value)
 
 
@@ -347,8 +351,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 
     Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
     """
-    if not 0 <= scenario.seed < SEEDS:
-        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{scenario.seed}`")
+    check_seed(scenario.seed)
     overridden = environment_settings(environ)
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
@@ -428,6 +431,12 @@ def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
     return ConcurrentSessions(turns, scenario.concurrency, requests, scenario.seed, prompt_tokens_max)
 
 
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for what cannot be a seed."""
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{seed}`")
+
+
 def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
     """The scheduler's settings: what was given, else what the model's context and the GPU's memory say."""
     profile = profile_settings(scenario.profile)
@@ -439,6 +448,10 @@ def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sche
     config = SchedConfig(**given)
     split = scenario.parallelism
     check_split(model, split)
+    for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
     if "pages" in given:
         return _within_a_shard(config, split, config.pages), None
     kv = _capacity(scenario, model, gpu, config)
@@ -663,9 +676,10 @@ def stopping_on_interrupt(host: Stoppable) -> Iterator[None]:
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
     """Make the run folder, or empty the one that is there. Nothing but files of runs is ever removed.
 
-    Raises: ConfigError if the folder holds something else, or a run and `overwrite` is not set.
+    Raises: ConfigError if the folder holds something else, or a run and `overwrite` is not set, or cannot be written.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        check_folder(folder)
         return
     journal = folder / "journal"
     journals = [journal, *sorted(folder.glob("engines/*/journal"))]
@@ -709,7 +723,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
                 [report_run(run)],
                 title=run.setup.title,
                 subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.concurrency is not None),
-                headline=_interrupted_headline(run) if run.interrupted else None,
+                headline=interrupted_headline(run) if run.interrupted else None,
             )
 
 
@@ -726,7 +740,8 @@ def whole(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _interrupted_headline(run: Run) -> str:
+def interrupted_headline(run: Run | ClusterRun) -> str:
+    """The answer of a run that was stopped."""
     requests, arrived = len(run.setup.workload.turns), run.data.summary["requests"]["arrived"]
     minutes = (run.data.span_us[1] - run.data.span_us[0]) / 60e6
     return f"Interrupted after {minutes:.1f} simulated minutes: {arrived:,} of {requests:,} requests had arrived"

@@ -1,26 +1,31 @@
-"""A run folder read back: metrics.json, the requests if they were written, and what the journal says it is of.
+"""A run folder read back: metrics.json, the requests if they were written, and what the journals say it is of.
 
     run = read_run(Path("runs/0192"))
     run.metrics["latency"]["ttft_us_p99"]
     run.requests["ttft_us"]               # int64 [requests], -1 where there was no first token
+    run.engines[0].summary("device", "busy_us")
 
-Nothing is simulated or replayed here. Everything that cannot be what `lockstep simulate` wrote is refused.
+A cluster is read with its engines; a run without a router is one engine. Nothing is simulated or replayed here.
+Everything that cannot be what `lockstep simulate` wrote is refused.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
 from lockstep.sim.bottleneck import Bottleneck, bottleneck
+from lockstep.sim.cluster_metrics import balance
 from lockstep.sim.metrics import COMPLETED
 from lockstep.sim.report.report_run import SloRow, meets_all, offered_rate, slo_rows
 from lockstep.sim.results import METRICS_FORMAT, METRICS_VERSION
@@ -28,14 +33,108 @@ from lockstep.sim.results import METRICS_FORMAT, METRICS_VERSION
 if TYPE_CHECKING:
     import polars
 
-GROUPS = ("requests", "latency", "throughput", "cache", "kv", "scheduler", "device", "cpu")
+NUMBER_MAX = 1e300  # so that a quotient of two of them is a number
+NEEDED = {
+    "requests": ("arrived", "completed", "unfinished", "by_reject_reason"),
+    "throughput": ("makespan_us", "prompt_tokens", "output_tokens"),
+    "latency": ("ttft_us_p99",),
+    "kv": ("used_share_max",),
+    "scheduler": ("waiting_mean", "running_max", "retractions", "admissions_deferred_by_reason"),
+    "device": ("busy_us", "busy_fraction", "bubble_share"),
+}
+"""What is asked of every run by name; the rest is shown if it is there."""
+COUNTS = ("arrived", "completed", "unfinished", "prompt_tokens", "output_tokens", "retractions")
 INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
 FLOATS = ("tpot_us",)
 TEXTS = ("finish_reason", "label", "tenant")
 HINT = "hint: give folders that `lockstep simulate --out` wrote"
 
+Number = Annotated[float, Meta(ge=0, le=NUMBER_MAX)]
+Group = dict[str, Number | dict[str, Number] | None]
+
+
+class _Titled(Struct):
+    title: str
+
+
+class _About(Struct):
+    seed: int
+    workload: dict[str, Any]
+    calibration: _Titled
+    scheduler: dict[str, Any] | UnsetType = UNSET
+    cost_model: dict[str, Any] | UnsetType = UNSET
+    cpu_model: dict[str, Any] | UnsetType = UNSET
+    router: dict[str, Any] | UnsetType = UNSET
+    hop_us: Number | UnsetType = UNSET
+    engines: list[_Weighted] | UnsetType = UNSET
+
+
+class _Weighted(Struct):
+    weight: Annotated[float, Meta(gt=0, le=NUMBER_MAX)]
+
+
+class _Slo(Struct):
+    slo: str
+    bound_us: Number
+    measured_us: Number | None
+    met: bool | None
+
+
+class _Intervals(Struct):
+    calibration: str
+    coverage: Number
+    time_factors: tuple[Number, Number]
+    answers: dict[str, tuple[Number, Number] | None]
+
+
+class _Router(Struct):
+    routed_by_reason: dict[str, int]
+
+
+class _Metrics(Struct):
+    """What metrics.json holds, as far as it is read here."""
+
+    about: _About
+    requests: Group
+    latency: Group
+    throughput: Group
+    cache: Group
+    kv: Group
+    scheduler: Group
+    device: Group
+    cpu: Group
+    slos: list[_Slo]
+    intervals: _Intervals | UnsetType = UNSET
+    router: _Router | UnsetType = UNSET
+    balance: Group | UnsetType = UNSET
+    engines: list[dict[str, Any]] | UnsetType = UNSET
+
+
 Requests = Mapping[str, NDArray[Any]]
 """Columns by name; what did not happen is -1 in integers, NaN in floats and "" in texts."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredEngine:
+    """One engine of a run."""
+
+    metrics: Mapping[str, Any]
+    weight: float  # at the router
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Its settings."""
+        about: Mapping[str, Any] = self.metrics["about"]
+        return about
+
+    @property
+    def kind(self) -> str:
+        """Its GPUs: `2 x H100-SXM`."""
+        return f"{self.about.get('tp')} x {self.about.get('gpu')}"
+
+    def summary(self, part: str, name: str) -> Any:
+        """A number of metrics.json; None where there was nothing to measure."""
+        return self.metrics[part].get(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +145,24 @@ class StoredRun:
     folder: Path
     metrics: Mapping[str, Any]
     requests: Requests | None  # None if the run was written without them
+    engines: tuple[StoredEngine, ...]
+
+    @property
+    def router(self) -> Mapping[str, Any] | None:
+        """The settings of its router; None if there was none."""
+        return self.about.get("router")
+
+    @property
+    def routed_by_reason(self) -> Mapping[str, int]:
+        """How many requests went where they went, by why; empty without a router."""
+        counts: Mapping[str, int] = self.metrics["router"]["routed_by_reason"] if self.router is not None else {}
+        return counts
+
+    @property
+    def engines_title(self) -> str:
+        """What it ran on: `1 x H100-SXM`, `3 x (1 x H100-SXM) and 2 x H200-SXM`."""
+        kinds = Counter(engine.kind for engine in self.engines)
+        return " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -101,6 +218,9 @@ class StoredRun:
 def read_run(folder: Path, name: str = "") -> StoredRun:
     """Read a run folder. Raises ConfigError if it is none, of another version, or put together from two runs."""
     metrics = _read_metrics(folder)
+    engines = _read_engines(folder, metrics)
+    if len(engines) == 1 and "balance" not in metrics:
+        metrics["balance"] = balance([metrics], [1.0], metrics["throughput"].get("makespan_us"))
     requests = _read_requests(folder)
     arrived = metrics["requests"]["arrived"]
     if requests is not None and len(requests["request_id"]) != arrived:
@@ -108,8 +228,37 @@ def read_run(folder: Path, name: str = "") -> StoredRun:
             f"`{folder}` has {len(requests['request_id']):,} requests in its table and {arrived:,} in metrics.json: "
             "they are of different runs\nhint: simulate it again with --overwrite"
         )
-    _check_journal(folder, metrics["about"])
-    return StoredRun(name or folder.name, folder, metrics, requests)
+    if "router" not in metrics["about"]:
+        _check_journal(folder, metrics["about"])
+    return StoredRun(name or folder.name, folder, metrics, requests, engines)
+
+
+def _read_engines(folder: Path, metrics: Mapping[str, Any]) -> tuple[StoredEngine, ...]:
+    """The engines of a cluster, each with its own settings; or the run itself, which is one engine."""
+    about = metrics["about"]
+    if "router" not in about:
+        return (StoredEngine(metrics, 1.0),)
+    engines = []
+    for number, said in enumerate(about["engines"]):
+        place = folder / "engines" / str(number)
+        if not place.is_dir():
+            raise ConfigError(
+                f"`{folder}` is of {len(about['engines'])} engines, but {place.relative_to(folder)} is not there\n"
+                "hint: copy the whole folder, or simulate it again with --overwrite"
+            )
+        own = _read_metrics(place)
+        of_both = [(each["seed"], each["workload"].get("digest")) for each in (about, own["about"])]
+        summaries = [
+            {name: each[name] for name in ("requests", "latency")} for each in (metrics["engines"][number], own)
+        ]
+        if of_both[0] != of_both[1] or summaries[0] != summaries[1]:
+            raise ConfigError(
+                f"`{place}/metrics.json` is not of the run in `{folder}/metrics.json`\n"
+                "hint: simulate it again with --overwrite"
+            )
+        _check_journal(place, about)
+        engines.append(StoredEngine(own, float(said["weight"])))
+    return tuple(engines)
 
 
 def _read_metrics(folder: Path) -> dict[str, Any]:
@@ -127,11 +276,6 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
     about = metrics.get("about") if isinstance(metrics, dict) else None
-    if isinstance(about, dict) and isinstance(about.get("engines"), list):
-        raise ConfigError(
-            f"`{folder}` is a run of {len(about['engines'])} engines behind a router, expected one engine\n"
-            f"hint: compare its engines, {folder}/engines/0 and so on"
-        )
     if not isinstance(about, dict) or about.get("format") != METRICS_FORMAT:
         raise ConfigError(
             f"`{path}` is not from `lockstep simulate`: its about.format is not `{METRICS_FORMAT}`\n{HINT}"
@@ -141,13 +285,34 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
             f"`{path}` is of version `{about.get('format_version')}` of {METRICS_FORMAT}, this lockstep reads "
             f"{METRICS_VERSION}\nhint: run its about.command again"
         )
-    missing = [name for name in GROUPS if not isinstance(metrics.get(name), dict)]
-    missing += [] if isinstance(metrics.get("slos"), list) else ["slos"]
-    missing += [f"about.{name}" for name in ("workload", "scheduler", "calibration", "seed") if name not in about]
-    if missing:
-        raise ConfigError(f"`{path}` lacks {', '.join(missing)}\nhint: run its about.command again")
+    if problem := _problem(metrics):
+        raise ConfigError(f"`{path}` is damaged: {problem}\nhint: run its about.command again")
     found: dict[str, Any] = metrics
     return found
+
+
+def _problem(metrics: Any) -> str:
+    """What is missing from metrics.json, or not what it should be; empty if nothing is."""
+    try:
+        read = convert(metrics, _Metrics)
+    except (ValidationError, OverflowError) as error:
+        return str(error)
+    for group, names in NEEDED.items():
+        for name in names:
+            value = getattr(read, group).get(name, UNSET)
+            is_right = isinstance(value, dict) if "_by_" in f"_{name}" else not isinstance(value, dict)
+            if value is UNSET or not is_right or (value is None and name in COUNTS):
+                return f"{group} has no right `{name}`"
+    about = read.about
+    if about.router is UNSET:
+        return "about has no `scheduler`" if about.scheduler is UNSET else ""
+    for part, name in ((read, "router"), (read, "balance"), (about, "hop_us"), (about, "engines"), (read, "engines")):
+        if getattr(part, name) is UNSET:
+            return f"{'about' if part is about else 'a cluster'} has no `{name}`"
+    said, measured = about.engines, read.engines
+    assert not isinstance(said, UnsetType)
+    assert not isinstance(measured, UnsetType)
+    return "" if said and len(said) == len(measured) else f"{len(said)} engines in about, {len(measured)} measured"
 
 
 def _refuse_constant(name: str) -> float:
@@ -193,7 +358,9 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
     try:
         header = read_journal(folder).header
     except JournalError as error:
-        raise ConfigError(f"the journal in `{folder}` cannot be read: {error}") from error
+        raise ConfigError(
+            f"the journal in `{folder}` cannot be read: {error}\nhint: simulate it again with --overwrite"
+        ) from error
     said = (about["seed"], about["workload"].get("digest"))
     if (header.seed, header.host.get("workload_digest")) != said:
         raise ConfigError(

@@ -35,11 +35,12 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
+    from lockstep.core.errors import ConfigError
     from lockstep.sim.workload import WorkloadError
 
     try:
         yield
-    except WorkloadError as error:
+    except (ConfigError, WorkloadError) as error:
         raise Refusal(error) from error
     except OSError as error:
         raise Failure(error) from error
@@ -47,8 +48,10 @@ def _refusals() -> Iterator[None]:
 
 def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
     from lockstep.sim.mix import mix_of
+    from lockstep.sim.simulate import check_seed
     from lockstep.sim.workload import open_workload
 
+    check_seed(options["seed"])
     return open_workload(mix_of(workloads), **options)
 
 
@@ -94,10 +97,12 @@ def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, *
     with _refusals():
         from lockstep.sim.fit import compare, fit
         from lockstep.sim.fitted import draw_model, write_model
+        from lockstep.sim.out_paths import check_file
         from lockstep.sim.simulate import code_version
 
         if out.exists() and not overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another --out, or add --overwrite")
+        check_file(out)
         opened = _open(workloads, options)
         provenance = {
             "source": opened.name,

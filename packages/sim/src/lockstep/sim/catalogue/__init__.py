@@ -144,9 +144,13 @@ def _read(file: Traversable | Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CatalogueError(f"{file}: not readable as JSON: {error}") from error
+        raise CatalogueError(
+            f"{file}: not readable as JSON: {error}\nhint: is it the right file, and whole?"
+        ) from error
     if not isinstance(data, dict):
-        raise CatalogueError(f"{file}: expected a JSON object, got `{type(data).__name__}`")
+        raise CatalogueError(
+            f"{file}: expected a JSON object, got `{type(data).__name__}`\nhint: is it the right file?"
+        )
     return data
 
 

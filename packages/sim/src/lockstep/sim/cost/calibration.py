@@ -203,7 +203,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         except CalibrationError as error:
             raise CalibrationError(f"{path}: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CalibrationError(f"{path}: not a calibration file: {error}") from error
+            raise CalibrationError(
+                f"{path}: not a calibration file: {error}\nhint: `lockstep calibrate` makes one"
+            ) from error
 
     def to_json(self) -> str:
         """Return the file's text: equal calibrations give equal bytes."""

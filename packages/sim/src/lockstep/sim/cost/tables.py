@@ -17,6 +17,7 @@ import csv
 import gzip
 import hashlib
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -41,6 +42,7 @@ Columns = dict[str, NDArray[Any]]
 NEIGHBOURS = 6
 FAR_OCTAVES = 1.0  # a factor of two in one dimension
 EXACT = 1e-6  # squared octaves: nearer than this is the row itself
+HINT = "hint: docs/cost-models.md, section 3, says what operator tables are"
 MS = 1e3  # latencies in tables are milliseconds
 
 # Columns every table of an operator must have; `latency` in milliseconds is in all of them. Others are ignored.
@@ -109,11 +111,12 @@ def read_operator_tables(folder: Path, gpu: GpuSpec) -> OperatorTables:
     Of several files of an operator the last by name, which is the newest version, is taken.
     Raises: CatalogueError if there is no table of this GPU, or naming file, row and column of what cannot be read.
     """
-    return _read_folder(folder, gpu.name)
+    return _read_folder(folder, gpu.name, folder.absolute())
 
 
 @cache
-def _read_folder(folder: Path, gpu: str) -> OperatorTables:
+def _read_folder(folder: Path, gpu: str, _place: Path) -> OperatorTables:
+    """`folder` is for messages; where it is depends on the working folder, so `_place` is what tells it apart."""
     found: dict[str, Path] = {}
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith((".csv", ".csv.gz")))
@@ -139,15 +142,20 @@ def _read(path: Path, operator: str) -> TableFile:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise CatalogueError(f"{path}: not readable: {error}") from error
-    header, *rows = csv.reader(text.splitlines())
+    except OSError as error:
+        raise CatalogueError(f"{path}: cannot be read: {error.strerror or error}\n{HINT}") from error
+    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise CatalogueError(f"{path}: not a CSV file, plain or gzipped: {error}\n{HINT}") from error
+    header, rows = _rows(path, text)
     for name in (*OPERATORS[operator], "latency"):
         if name not in header:
-            raise CatalogueError(f"{path}: column `{name}` is missing\nhint: docs/cost-models.md, section 3")
+            raise CatalogueError(f"{path}: column `{name}` is missing\n{HINT}")
+    if not rows:
+        raise CatalogueError(f"{path}: a header and no rows\n{HINT}")
     short = next((number for number, row in enumerate(rows, start=2) if len(row) != len(header)), None)
-    if short is not None or not rows:
-        raise CatalogueError(f"{path}, row {short or 2}: expected {len(header)} columns")
+    if short is not None:
+        found = len(rows[short - 2])
+        raise CatalogueError(f"{path}, row {short}: expected {len(header)} columns, got {found}\nhint: is it cut off?")
     columns: Columns = {}
     wanted = {*OPERATORS[operator], "latency", "window_size", *TEXT_COLUMNS}
     for name, values in zip(header, zip(*rows, strict=True), strict=True):
@@ -156,22 +164,40 @@ def _read(path: Path, operator: str) -> TableFile:
         elif name in wanted:
             columns[name] = _numbers(path, name, values)
     latency_us = columns.pop("latency") * MS
-    if not (latency_us > 0).all():
-        row = 2 + int(np.argmin(latency_us > 0))
-        raise CatalogueError(f"{path}, row {row}: `latency` must be above 0, got `{latency_us[row - 2] / MS:g}`")
     return TableFile(operator, path.name, hashlib.sha256(data).hexdigest(), columns, latency_us)
 
 
 def _numbers(path: Path, name: str, values: Sequence[str]) -> Float64s:
     try:
-        return np.array(values, np.float64)
+        numbers = np.array(values, np.float64)
     except ValueError:
-        for number, value in enumerate(values, start=2):
-            try:
-                float(value)
-            except ValueError:
-                raise CatalogueError(f"{path}, row {number}: `{name}` must be a number, got `{value}`") from None
-        raise
+        numbers = np.array([_float(value) for value in values])
+    good = np.isfinite(numbers) & ((numbers > 0) | (name == "window_size"))  # where 0 and -1 are no window
+    if not good.all():
+        row = int(np.argmin(good))
+        raise CatalogueError(
+            f"{path}, row {row + 2}: `{name}` must be a number above 0, got `{values[row]}`\nhint: leave the row out"
+        )
+    return numbers
+
+
+def _float(text: str) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _rows(path: Path, text: str) -> tuple[list[str], list[list[str]]]:
+    """The header and all other lines."""
+    try:
+        lines = list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        raise CatalogueError(f"{path}: not a CSV file: {error}\n{HINT}") from error
+    if not lines:
+        raise CatalogueError(f"{path}: is empty\n{HINT}")
+    return lines[0], lines[1:]
 
 
 # ------------------------------------------------------------------------------------------------------------- ratios

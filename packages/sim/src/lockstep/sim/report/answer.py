@@ -15,10 +15,13 @@ LOGO = (
 )
 
 
-def answer(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None) -> str:
-    """The head of the page as HTML."""
+def answer(
+    runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None, *, of_parts: bool = False
+) -> str:
+    """The head of the page as HTML. With `of_parts` it is about the first run, which the others are parts of."""
+    runs = runs[:1] if of_parts else runs
     alone = len(runs) == 1
-    kind = "a simulated run" if alone else f"{len(runs)} simulated runs"
+    kind = "a simulated cluster" if of_parts else "a simulated run" if alone else f"{len(runs)} simulated runs"
     below = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
     if alone:
         proof = f'<p class="evidence">{escape(_evidence(runs[0]))}</p>{slo_list(runs[0])}{limits(runs[0])}'

@@ -24,7 +24,10 @@ from lockstep.sim.compare import (
     PairedMetric,
     Pairs,
     Verdict,
+    engine_rows,
     headline,
+    routing,
+    telling_rows,
 )
 from lockstep.sim.compare_text import show_ratio
 from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
@@ -34,6 +37,7 @@ from lockstep.sim.report.parts import figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span
+from lockstep.sim.stored_run import StoredRun
 
 DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # those with one value per request
 COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the lines, in the order of the runs
@@ -67,6 +71,7 @@ def render_comparison(found: Comparison) -> str:
     sections = (
         _head(found),
         _side_by_side(found),
+        _engines(found),
         _distributions(found, overlays),
         _requests(found, ratios),
         _figures(found),
@@ -80,9 +85,7 @@ def render_comparison(found: Comparison) -> str:
 
 
 def _head(found: Comparison) -> str:
-    places = sorted(
-        {f"{run.about.get('model')} on {run.about.get('tp')} x {run.about.get('gpu')}" for run in found.runs}
-    )
+    places = sorted({f"{run.about.get('model')} on {run.engines_title}" for run in found.runs})
     said = re.sub(r"(?<=[0-9]) (?=(us|ms|s|min|%))", "&nbsp;", escape(headline(found).replace(" -> ", " → ")))
     fair = "".join(f"<li>{escape(line)}</li>" for line in found.warnings)
     notes = "".join(f"<li>{escape(line)}</li>" for line in found.notes)
@@ -129,6 +132,55 @@ def _side_by_side(found: Comparison) -> str:
 {comparison_charts(found.runs, by_rate=_is_sweep(found))}
 <dl class="limits">{verdicts}</dl>
 </section>"""
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+def _engines(found: Comparison) -> str:
+    """Each run's router and engines, if any run has several."""
+    if all(len(run.engines) == 1 for run in found.runs):
+        return ""
+    return f"""<section>
+<h2>How evenly did the engines work?</h2>
+<p class="lead">A bar is an engine's requests; the mark is its fair share, by its weight at the router. GPU busy is of
+the time from the first arrival to the last finish of any engine.</p>
+{"".join(_engines_table(run) for run in found.runs)}
+</section>"""
+
+
+def _engines_table(run: StoredRun) -> str:
+    heads = (
+        ("engine", ""), ("", '<span class="unseen">load</span>'), ("requests", ""), ("of fair", "share"),
+        ("output", "tokens/s"), ("TTFT", "p99"), ("TPOT", "p99"), ("cache", "hit ratio"), ("KV", "peak"),
+        ("GPU", "busy"),
+    )  # fmt: skip
+    head = "".join(f'<th scope="col">{name}<small>{below}</small></th>' for name, below in heads)
+    every = engine_rows(run)
+    shown = telling_rows(every)
+    rows = [
+        f'<tr><th scope="row"><span class="label">{row.number}: {escape(row.kind)}</span></th>'
+        f'<td class="text">{_load_bar(row.fair_ratio)}</td><td>{count(row.requests)}</td>'
+        f"<td>{show_ratio(row.fair_ratio)}</td><td>{digits(row.output_tokens_per_s)}</td>"
+        f"<td>{duration(row.ttft_us_p99)}</td><td>{duration(row.tpot_us_p99)}</td><td>{percent(row.hit_ratio)}</td>"
+        f"<td>{percent(row.kv_share_max)}</td><td>{percent(row.busy_share)}</td></tr>"
+        for row in shown
+    ]
+    hidden = len(every) - len(shown)
+    rest = f"; {count(hidden, 'engine')} between the fullest and the emptiest are not shown" if hidden else ""
+    return f"""<h3 class="pair">{escape(run.name)}</h3>
+<p class="lead">{escape(routing(run))}{rest}.</p>
+{table(head, rows, f"Engines of {run.name}")}"""
+
+
+def _load_bar(fair_ratio: float | None) -> str:
+    """Half the bar is the fair share."""
+    width = min(50 * (fair_ratio or 0.0), 100)
+    return (
+        '<svg class="shares" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        '<rect class="same" width="100" height="10"/>'
+        f'<rect class="load" width="{width:.2f}" height="10"/><rect class="fair" x="49.5" width="1" height="10"/></svg>'
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- distributions
@@ -337,6 +389,8 @@ def _show(value: float | None, kind: Kind) -> str:
         return NOTHING
     if kind == "us":
         return duration(value)
+    if kind == "times":
+        return show_ratio(value)
     return percent(value) if kind == "share" else count(value) if kind == "count" else digits(value)
 
 

@@ -56,10 +56,12 @@ def comparison_payload(runs: Sequence[Compared], *, by_rate: bool = True) -> Jso
     }
 
 
-def comparison(runs: Sequence[Compared]) -> str:
+def comparison(runs: Sequence[Compared], parts: str = "") -> str:
     """The section that compares the runs, as HTML: charts, then a table from which each run can be chosen."""
     title, lead = "The runs side by side", "Each point is one run; the median and the slowest in a hundred."
-    if loads_of(runs) is not None:
+    if parts:
+        title, lead = "The whole and its parts", parts
+    elif loads_of(runs) is not None:
         title = "How load changes latency"
         lead = (
             "Each point is one run. Where a line bends upwards, requests start to queue: to the right of the bend, "
@@ -67,8 +69,8 @@ def comparison(runs: Sequence[Compared]) -> str:
         )
     return f"""<section id="compare" aria-labelledby="compare-h">
 <h2 id="compare-h">{title}</h2>
-<p class="lead">{lead}</p>
-{comparison_charts(runs)}
+<p class="lead">{escape(lead)}</p>
+{comparison_charts(runs, by_rate=not parts)}
 {comparison_table(runs, linked=True)}
 </section>"""
 

@@ -24,16 +24,25 @@ SPANS_MIN = 500
 
 
 def write_report(
-    path: str | Path, runs: Sequence[ReportRun], *, title: str, subtitle: str = "", headline: str | None = None
+    path: str | Path,
+    runs: Sequence[ReportRun],
+    *,
+    title: str,
+    subtitle: str = "",
+    headline: str | None = None,
+    parts: str = "",
 ) -> Path:
     """Write the report of `runs` to `path`. Several make a comparison, with a switch to look at each.
 
+    With `parts`, a sentence about them, the first run is a whole and the others are its parts, not runs at other loads.
     `headline` is the answer in a sentence: "Meets the SLOs up to 8 req/s on 1 x H200". Without it, the numbers make
     one. Raises ValueError without runs.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_report(runs, title=title, subtitle=subtitle, headline=headline), "utf-8", newline="\n")
+    path.write_text(
+        render_report(runs, title=title, subtitle=subtitle, headline=headline, parts=parts), "utf-8", newline="\n"
+    )
     return path
 
 
@@ -43,6 +52,7 @@ def render_report(
     title: str,
     subtitle: str = "",
     headline: str | None = None,
+    parts: str = "",
     bytes_max: int = PAGE_BYTES_MAX,
 ) -> str:
     """The page as text, its timelines merged until it has at most `bytes_max` bytes or little is left of them."""
@@ -50,20 +60,22 @@ def render_report(
         raise ValueError("a report needs at least one run, got none")
     spans_max = max(min(SPANS_MAX, 2 * SPANS_MAX // len(runs)), SPANS_MIN)
     while True:
-        text = _render(runs, title, subtitle, headline, spans_max)
+        text = _render(runs, title, subtitle, headline, parts, spans_max)
         if len(text.encode()) <= bytes_max or spans_max == SPANS_MIN:
             return text
         spans_max = max(spans_max // 2, SPANS_MIN)
 
 
-def _render(runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None, spans_max: int) -> str:
+def _render(
+    runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None, parts: str, spans_max: int
+) -> str:
     payloads = [run_payload(run, spans_max) for run in runs]
-    data: Json = {"runs": payloads, "first": _first_shown(runs)}
+    data: Json = {"runs": payloads, "first": 0 if parts else _first_shown(runs)}
     alone = len(runs) == 1
-    body = [answer(runs, title, subtitle, headline)]
+    body = [answer(runs, title, subtitle, headline, of_parts=bool(parts))]
     if not alone:
-        data["compare"] = comparison_payload(runs)
-        body += [comparison(runs), switch(runs)]
+        data["compare"] = comparison_payload(runs, by_rate=not parts)
+        body += [comparison(runs, parts), switch(runs)]
     body += [details(run, payloads[key], key, alone=alone) for key, run in enumerate(runs)]
     version = next((str(run.facts["version"]) for run in runs if "version" in run.facts), "")
     return whole_page(title, body, data, version)
