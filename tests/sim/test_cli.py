@@ -130,7 +130,7 @@ def test_the_recorded_command_runs_the_same_again() -> None:
         *SMALL, "--rate", "30", "--limit", "10", "--seed", "3", "--tp", "2", "--max-new-tokens", "5",
         "--slo", "ttft=1s", "--chunked-prefill-size", "none", "--no-radix-cache", "--waiting-timeout", "3s",
         "--schedule-conservativeness", "0.5", "--eos-token-id", "7", "--eos-token-id", "8", "--pages", "500",
-        "--grammar-compile", "20ms", "--grammar-timeout", "1s",
+        "--grammar-compile", "20ms", "--grammar-timeout", "1s", "--receive-interval", "3",
     ]  # fmt: skip
     first = about(*options)
     command = shlex.split(str(first["command"]))

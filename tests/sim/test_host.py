@@ -56,19 +56,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[Observed] = []
+        self.measured: list[Observed] = []  # the same, as the metrics are told of them
         self.steps: list[Step] = []
         self.digests: list[bytes] = []
         self.cpu: list[tuple[int, int, str]] = []
         self.gauges: list[tuple[int, int, int, int, int]] = []
 
     def append(self, event: Observed, digest: bytes) -> None:
+        self.events.append(event)
         self.digests.append(digest)
 
     def append_unsealed(self, event: Observed) -> None:
         raise AssertionError(event)
 
     def observe(self, event: Observed, step: Step) -> None:
-        self.events.append(event)
+        self.measured.append(event)
         self.steps.append(step)
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
@@ -126,6 +128,7 @@ def play(
     seed: int = 0,
     name: str = "engine0",
     decode_runs: bool | None = None,
+    receive_interval: int = 1,
     **settings: Any,
 ) -> tuple[EngineHost, Recorder]:
     """Run turns to the end, with the invariants checked on the way unless `decode_runs` is given."""
@@ -144,6 +147,7 @@ def play(
         check=invariants.check if decode_runs is None else None,
         check_every=11,
         decode_runs=bool(decode_runs),
+        receive_interval=receive_interval,
     )
     env.process(host.run())
     env.run()
@@ -247,6 +251,30 @@ def test_stretches_of_decodes_change_nothing(settings: dict[str, Any], cpu: CpuM
     assert fast.tokens() == slow.tokens()
     assert in_one_go.env.now == step_by_step.env.now
     invariants.check_quiescent(in_one_go.engine)
+
+
+@pytest.mark.parametrize("settings", CONFIGS)
+def test_stretches_of_decodes_change_nothing_for_a_host_that_seldom_looks(settings: dict[str, Any]) -> None:
+    turns = workload(CHAT.replace("rate=20", "rate=3"))
+    (_, fast), (_, slow) = [
+        play(turns, cost=Clockwork(30.0), decode_runs=runs, receive_interval=7, **settings) for runs in (True, False)
+    ]
+    assert fast.events == slow.events
+    assert fast.digests == slow.digests
+    assert fast.tokens() == slow.tokens()
+
+
+def test_a_host_that_seldom_looks_sees_arrivals_after_so_many_decodes_or_after_an_extend() -> None:
+    turns = [turn(0, output_tokens=40), turn(1, 5_500)]
+    _, recorder = play(turns, receive_interval=8, overlap_depth=0)
+    kinds = [type(event) for event in recorder.events]
+    at = [i for i, kind in enumerate(kinds) if kind is RequestArrived][1]
+    decodes = [plan.mode for step in recorder.steps[:at] if (plan := step.launched()) is not None].count("decode")
+    assert decodes == 8  # it came during the fourth, and the extend before them had looked
+    launched = [step.launched() for step in recorder.steps[at:]]
+    assert next(plan for plan in launched if plan is not None).mode == "extend"
+    assert recorder.events[at].time_us > 5_500
+    assert recorder.measured[at].time_us == 5_500  # its client has waited since then
 
 
 def test_arrivals_keep_their_own_time_while_the_lane_is_busy() -> None:

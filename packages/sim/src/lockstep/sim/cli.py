@@ -272,6 +272,7 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
 @click.option("--grammar-compile", "grammar_compile_us", type=Duration(), default="50ms", help="time for one grammar")
+@click.option("--receive-interval", default=1, help="decodes between two looks at the socket, at most; 1: always look")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")

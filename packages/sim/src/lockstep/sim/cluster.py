@@ -73,7 +73,7 @@ HOP_US_MAX = 60_000_000
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
 COMMON = (
     *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
-    *("max_new_tokens", "grammar_compile_us", "calibration"),
+    *("max_new_tokens", "grammar_compile_us", "receive_interval", "calibration"),
 )  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
 ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
@@ -449,6 +449,7 @@ class Cluster:
                 check=invariants.self_check if check_every else None,
                 check_every=check_every or 1,
                 grammar_compile_us=scenario.grammar_compile_us,
+                receive_interval=scenario.receive_interval,
                 device_type=device_type_of(one.cost),
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))

@@ -383,6 +383,7 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         "seed": about.get("seed"),
         "max_new_tokens": about.get("max_new_tokens"),
         "grammar_compile_us": about.get("grammar_compile_us"),
+        "receive_interval": about.get("receive_interval", 1),
         "weights_dtype": cost.get("weights_dtype"),
         "kv_dtype": cost.get("kv_dtype"),
         "cost model": cost.get("kind"),

@@ -59,6 +59,7 @@ from lockstep.core.events import (
     RequestQueued,
     TokenRuns,
 )
+from lockstep.core.intake import ReceiveSkipper
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.token_runs import TOKEN_IDS
 from lockstep.sim.turns import Turn, Turns
@@ -371,6 +372,7 @@ class EngineHost:
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
         device_type: what runs batches; see `pipeline.device_type_of`.
+        receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
     """
 
     def __init__(
@@ -393,6 +395,7 @@ class EngineHost:
         decode_runs: bool = True,
         adapter_load_us: int = ADAPTER_LOAD_US,
         device_type: type[Device] = Device,
+        receive_interval: int = 1,
     ) -> None:
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
@@ -423,6 +426,8 @@ class EngineHost:
         self._adapter_load_us = adapter_load_us
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
         self.wake_at_us: int | None = None
+        self._skipper = ReceiveSkipper(receive_interval) if receive_interval != 1 else None
+        self._receives = True  # whether the lane looks for arrivals before its next launch
         self._nothing_new = True  # since the last LaneReady that launched nothing
         self._others_us: float = NEVER_US  # when another process acts next
 
@@ -467,7 +472,7 @@ class EngineHost:
         """Fold every fact up to `now_us`. Folding takes time, in which more may come; return when none is left."""
         arrivals, finished, woke_us = self.arrivals, self.device.queue, self.env.now
         while not self.stop_requested and (now_us < self._others_us or now_us == woke_us):
-            if arrivals.next_us <= now_us:
+            if arrivals.next_us <= now_us and self._receives:
                 now_us = self._arrive(now_us)
             elif finished and finished[0].finished_us <= now_us:
                 now_us = self._collect(now_us)
@@ -482,7 +487,7 @@ class EngineHost:
         return now_us
 
     def _next_fact_us(self) -> int:
-        next_us = self.arrivals.next_us
+        next_us = self.arrivals.next_us if self._receives else NEVER_US
         queue = self.device.queue
         if queue and queue[0].finished_us < next_us:
             next_us = queue[0].finished_us
@@ -496,7 +501,10 @@ class EngineHost:
 
     def _arrive(self, now_us: int) -> int:
         event = self.arrivals.take(self._max_new_tokens)
-        step = self._fold(event)
+        if self._skipper is None:
+            step = self._fold(event)
+        else:  # a fact when the lane has looked; its client has waited since it came
+            step = self._fold(replace(event, time_us=now_us), came_us=event.time_us)
         if type(event) is RequestArrived:
             for decided in step.decided:
                 if type(decided) is RequestQueued and decided.max_new_tokens < event.max_new_tokens:
@@ -524,8 +532,10 @@ class EngineHost:
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
         plan = step.launched()
         if plan is None:
-            self._nothing_new = True
+            self._nothing_new = self._receives = True  # a loop with nothing to launch looks again at once
             return None
+        if self._skipper is not None:
+            self._receives = self._skipper.due(plan.mode)
         for taken in plan.rows_taken:
             self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
         shape = self.device.shape_of(plan)
@@ -583,18 +593,23 @@ class EngineHost:
             launched_us = now_us = self._spend(ready_us, self.cpu.plan_us(shape), "plan")
             device.launch(plan, shape, now_us)
             self.batches += 1
+            if self._skipper is not None:
+                self._receives = self._skipper.due(plan.mode)
         run.close()
         return launched_us
 
-    def _fold(self, event: ObservedEvent) -> Step:
-        """Step the engine, record, measure, and perform the commands that are the host's own affair."""
+    def _fold(self, event: ObservedEvent, came_us: int | None = None) -> Step:
+        """Step the engine, record, measure, and perform the commands that are the host's own affair.
+
+        `came_us` is when the event came to pass, for the metrics, if the lane noticed it later.
+        """
         try:
             step = self.engine.step(event)
         except LockstepError:
             self.journal.append_unsealed(event)
             raise
         self.journal.append(event, step.digest)
-        self.metrics.observe(event, step)
+        self.metrics.observe(event if came_us is None else replace(event, time_us=came_us), step)
         self.wake_at_us = step.wake_at_us
         self._nothing_new = False
         for command in step.commands:

@@ -106,6 +106,7 @@ class Scenario:
     kv_dtype: KvDtype = "bf16"
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
+    receive_interval: int = 1
     operators: str | None = None  # folder of operator tables; None: the roofline
     calibration: str | None = None  # catalogue name, or path of a file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
@@ -152,6 +153,8 @@ class Scenario:
             words += ["--max-new-tokens", str(self.max_new_tokens)]
         if self.grammar_compile_us != GRAMMAR_COMPILE_US:
             words += _setting_words("grammar_compile_us", self.grammar_compile_us)
+        if self.receive_interval != 1:
+            words += ["--receive-interval", str(self.receive_interval)]
         if self.moe_a2a:
             words.append("--moe-a2a")
         if self.skip_bad_rows:
@@ -339,6 +342,7 @@ class Setup:
             "scheduler": msgspec.to_builtins(self.config),
             "max_new_tokens": scenario.max_new_tokens,
             "grammar_compile_us": scenario.grammar_compile_us,
+            "receive_interval": scenario.receive_interval,
             "kv_capacity": self.kv.describe() if self.kv is not None else None,
             "cost_model": self.cost.describe(),
             "cpu_model": self.cpu.describe(),
@@ -627,6 +631,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         check_every=check_every,
         on_finish=on_finish,
         decode_runs=not setup.debug,
+        receive_interval=setup.scenario.receive_interval,
         device_type=device_type_of(setup.cost),
     )
     began_s = time.process_time()
