@@ -188,8 +188,9 @@ def pip_install(install_set):
     for name in sets:
         for package in PACKAGES[name]:
             requirements += ["--editable", str(ROOT / package)]
-    if "dev" in sets:
-        requirements += tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for name in sets:
+        requirements += groups.get(name, [])
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return subprocess.call([*pip, "--constraint", str(CONSTRAINTS), *requirements], cwd=ROOT, stdout=sys.stderr)
 
