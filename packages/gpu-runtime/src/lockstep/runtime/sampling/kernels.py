@@ -6,8 +6,10 @@ so that a sample costs no gather. Kernels that touch every logit run on a grid o
     edit       one program per sample, over its list of biased and banned ids
     mask       bit t % 32 of word t // 32 allows token t
     penalise   reads `seen` of rows that have a slot
-    pivot      one program per sample: binary search, by two bits of the float at a time, for the smallest logit that
-               top-k and top-p let through. 16 passes over the row for each of the two instead of a sort.
+    pivot      one program per sample: the smallest logit that top-k and top-p let through, without a sort. One pass
+               over the row lays its candidates end to end, those at least exp(-10) as likely as the likeliest; a binary
+               search by two bits of the float at a time, 16 passes for each of the two, then reads only these. Where
+               they are too many, or too few to hold the answer, it reads the whole row.
     draw       scaled logit plus Gumbel noise, argmax of a block; then `pick`, argmax over the blocks
 
 Nothing depends on a block size: maxima have one value in whatever order, counts and masses are integers, and all float
@@ -26,6 +28,8 @@ from lockstep.runtime.sampling.table import Columns
 
 VOCAB_BLOCK = 1024
 PIVOT_BLOCK = 2048
+CANDIDATES_MAX = 16384
+"""Candidates kept of one row, 64 KiB."""
 EDIT_BLOCK = 32
 
 REALS: tl.constexpr = tl.constexpr(table.REALS)
@@ -67,6 +71,7 @@ MASS_EXPONENT_MIN: tl.constexpr = tl.constexpr(numerics.MASS_EXPONENT_MIN)
 LOG0, LOG1, LOG2, LOG3, LOG4, LOG5, LOG6, LOG7, LOG8 = (tl.constexpr(c) for c in numerics.LOG_TAIL)
 EXP0, EXP1, EXP2, EXP3, EXP4, EXP5, EXP6 = (tl.constexpr(c) for c in numerics.EXP2)
 
+CANDIDATE_Z: tl.constexpr = tl.constexpr(-10.0)
 KEY_LEAST: tl.constexpr = tl.constexpr(-(2**31))
 KEY_OF_MINUS_INFINITY: tl.constexpr = tl.constexpr(-0x7F800001)
 
@@ -214,9 +219,13 @@ def _keys(logits):
 
 
 @triton.jit
-def _smallest_kept(
-    logits_ptr, vocab, largest, inverse, least_key, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _share(total, share):
+    low = total & (SHARE_ALL - 1)
+    return tl.maximum((total >> SHARE_BITS) * share + ((low * share) >> SHARE_BITS), 1)
+
+
+@triton.jit
+def _smallest_kept(logits_ptr, vocab, largest, inverse, least_key, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The least key t for which tokens with keys above t, of those from `least_key` on, count or weigh below `wanted`.
 
     Two bits a pass: of four equal parts of what is left, the one with t in it is told by what lies above the first
@@ -252,7 +261,16 @@ def _smallest_kept(
 
 @triton.jit
 def _pivot_kernel(
-    pivots_ptr, logits_ptr, maxima_ptr, rows_ptr, reals_ptr, ints_ptr, vocab, BLOCK: tl.constexpr
+    pivots_ptr,
+    candidates_ptr,
+    logits_ptr,
+    maxima_ptr,
+    rows_ptr,
+    reals_ptr,
+    ints_ptr,
+    vocab,
+    candidates_max,
+    BLOCK: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sample).to(tl.int64)
@@ -262,22 +280,42 @@ def _pivot_kernel(
     top_p = tl.load(ints_ptr + row * INTS + TOP_P)
     largest = tl.load(maxima_ptr + sample)
     logits_ptr += sample * vocab
+    candidates_ptr += sample * candidates_max
     key = tl.full((), KEY_OF_MINUS_INFINITY, tl.int32)
     # Rows without an answer (NaN, or nothing allowed) are not searched: their token is 0 anyway.
-    if (temperature > 0) & (largest > float("-inf")):
+    if (temperature > 0) & (largest > float("-inf")) & ((top_k < vocab) | (top_p < SHARE_ALL)):
+        masses = tl.zeros((BLOCK,), tl.int64)
+        near = tl.zeros((BLOCK,), tl.int64)
+        found = top_p.to(tl.int32) * 0
+        for start in range(0, vocab, BLOCK):
+            logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab)
+            z = _scaled(logits, largest, inverse)
+            weight = _mass(z)
+            masses += weight
+            candidate = z >= CANDIDATE_Z
+            near += tl.where(candidate, weight, 0)
+            taken = candidate.to(tl.int32)
+            at = found + tl.cumsum(taken, axis=0) - taken
+            tl.store(candidates_ptr + at, logits, mask=candidate & (at < candidates_max))
+            found += tl.sum(taken)
+        # Other threads wrote what this one is about to read.
+        tl.debug_barrier()
+        total = tl.sum(masses)
+        enough = tl.where(top_k < vocab, found >= top_k, tl.sum(near) >= _share(total, top_p)) & (
+            found <= candidates_max
+        )
+        source = tl.where(enough, candidates_ptr, logits_ptr)
+        count = tl.where(enough, found, vocab)
         if top_k < vocab:
-            key = _smallest_kept(logits_ptr, vocab, largest, inverse, key, top_k, False, BLOCK)
+            key = _smallest_kept(source, count, largest, inverse, key, top_k, False, BLOCK)
             key = tl.maximum(key, KEY_OF_MINUS_INFINITY)
-        if top_p < SHARE_ALL:
             masses = tl.zeros((BLOCK,), tl.int64)
-            for start in range(0, vocab, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                logits = _load_logits(logits_ptr, ids, vocab)
+            for start in range(0, count, BLOCK):
+                logits = _load_logits(source, start + tl.arange(0, BLOCK), count)
                 masses += tl.where(_keys(logits) >= key, _mass(_scaled(logits, largest, inverse)), 0)
             total = tl.sum(masses)
-            low = total & (SHARE_ALL - 1)
-            wanted = tl.maximum((total >> SHARE_BITS) * top_p + ((low * top_p) >> SHARE_BITS), 1)
-            by_mass = _smallest_kept(logits_ptr, vocab, largest, inverse, key, wanted, True, BLOCK)
+        if top_p < SHARE_ALL:
+            by_mass = _smallest_kept(source, count, largest, inverse, key, _share(total, top_p), True, BLOCK)
             key = tl.maximum(key, by_mass)
     pivot = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     tl.store(pivots_ptr + sample, pivot)
@@ -392,15 +430,23 @@ def pivots(logits: Tensor, rows: Tensor, columns: Columns, maxima: Tensor) -> Te
     """See reference.pivots."""
     samples, vocab = _shape(logits)
     found = torch.empty(samples, dtype=torch.float32, device=logits.device)
+    kept = min(vocab, CANDIDATES_MAX)
+    candidates = torch.empty((samples, kept), dtype=torch.float32, device=logits.device)
     _pivot_kernel[(samples,)](
-        found, logits, maxima, rows, columns.reals, columns.ints, vocab,
+        found, candidates, logits, maxima, rows, columns.reals, columns.ints, vocab, kept,
         BLOCK=PIVOT_BLOCK, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return found
 
 
 def draw(
-    logits: Tensor, rows: Tensor, positions: Tensor, columns: Columns, maxima: Tensor, floor: Tensor | None, random: bool
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    columns: Columns,
+    maxima: Tensor,
+    floor: Tensor | None,
+    random: bool,
 ) -> Tensor:
     """See reference.draw."""
     samples, vocab = _shape(logits)
@@ -416,4 +462,3 @@ def draw(
         tokens, best, token, maxima, vocab, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
     )
     return tokens
-

@@ -99,7 +99,13 @@ def pivots(logits: Tensor, rows: Tensor, columns: Columns, maxima: Tensor) -> Te
 
 
 def draw(
-    logits: Tensor, rows: Tensor, positions: Tensor, columns: Columns, maxima: Tensor, floor: Tensor | None, random: bool
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    columns: Columns,
+    maxima: Tensor,
+    floor: Tensor | None,
+    random: bool,
 ) -> Tensor:
     """int32 [samples]: the token of the largest logit, or of the largest scaled logit plus Gumbel noise.
 

@@ -163,12 +163,18 @@ class Sampler:
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: NDArray[np.int32], allowed: Tensor | None
     ) -> None:
         samples, vocab = len(rows_host), self.table.vocab
-        shapes = {"logits": (logits, (samples, vocab)), "rows": (rows, (samples,)), "positions": (positions, (samples,))}
+        shapes = {
+            "logits": (logits, (samples, vocab)),
+            "rows": (rows, (samples,)),
+            "positions": (positions, (samples,)),
+        }
         if allowed is not None:
             shapes["allowed"] = (allowed, (samples, (vocab + 31) // 32))
         for name, (tensor, expected) in shapes.items():
             if tuple(tensor.shape) != expected:
-                raise ValueError(f"`{name}` must be {list(expected)}, got {list(tensor.shape)}: samples, then vocabulary")
+                raise ValueError(
+                    f"`{name}` must be {list(expected)}, got {list(tensor.shape)}: samples, then vocabulary"
+                )
 
     def _index(self, chosen: NDArray[np.int64], samples: int) -> Tensor:
         """Which samples, on the device; made there when it is all of them, as it usually is."""
@@ -208,6 +214,8 @@ def _choose(backend: str, device: torch.device) -> tuple[str, ModuleType]:
         from lockstep.runtime.sampling import kernels
     except ImportError as error:
         if backend == "triton":
-            raise ConfigError(f"`backend` triton cannot be used: {error}\nhint: pip install triton, or use torch") from error
+            raise ConfigError(
+                f"`backend` triton cannot be used: {error}\nhint: pip install triton, or use torch"
+            ) from error
         return "torch", reference
     return "triton", kernels

@@ -86,9 +86,7 @@ class SamplingTable:
         processors: names of the logit processors that are enabled, see processors.py.
     """
 
-    def __init__(
-        self, rows_max: int, vocab: int, device: torch.device | str, processors: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, rows_max: int, vocab: int, device: torch.device | str, processors: Iterable[str] = ()) -> None:
         self.rows_max, self.vocab, self.device = rows_max, vocab, torch.device(device)
         self.processors: dict[str, NDArray[np.bool_]] = {name: np.zeros(rows_max + 1, bool) for name in processors}
 
