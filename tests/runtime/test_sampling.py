@@ -204,11 +204,17 @@ def test_a_draw_depends_on_nothing_but_the_request() -> None:
     """Alone, in a batch, at another row, behind others: the same tokens."""
     rng = np.random.default_rng(5)
     requests = [
-        SamplingParams(temperature=float(rng.uniform(0.3, 2)), top_k=int(rng.integers(0, 9)), seed=int(rng.integers(99)),
-                       top_p=float(rng.uniform(0.5, 1)), min_p=float(rng.choice([0, 0.05])),
-                       presence_penalty=float(rng.choice([0, 1.0])), repetition_penalty=float(rng.choice([1, 1.4])))
+        SamplingParams(
+            temperature=float(rng.uniform(0.3, 2)),
+            top_k=int(rng.integers(0, 9)),
+            top_p=float(rng.uniform(0.5, 1)),
+            min_p=float(rng.choice([0, 0.05])),
+            presence_penalty=float(rng.choice([0, 1.0])),
+            repetition_penalty=float(rng.choice([1, 1.4])),
+            seed=int(rng.integers(99)),
+        )
         for _ in range(12)
-    ]  # fmt: skip
+    ]
     requests[3] = SamplingParams()
     logits = torch.stack([logits_of(i) for i in range(12)])
     alone = []
@@ -497,7 +503,7 @@ def test_slots_are_told_apart_however_many_there_are() -> None:
     table = SamplingTable(20, VOCAB, "cpu")
     logits = torch.zeros(VOCAB)
     for row in range(20):
-        bias = tuple((t, 1.0) for t in range(row)) + ((row, 5.0),)
+        bias = (*((t, 1.0) for t in range(row)), (row, 5.0))
         table.take_row(row, SamplingParams(logit_bias=bias, presence_penalty=7.0), (), [row + 1])
         if row % 3 == 0:
             table.flush()

@@ -16,8 +16,18 @@ Nothing depends on a block size: maxima have one value in whatever order, counts
 arithmetic is compiled with `enable_fp_fusion=False`, because a fused multiply-add would round differently from torch.
 """
 
+# Upper case are constants of the compilation, as in Triton's own kernels. Kernels have no types that mypy could check.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import msgspec
 import torch
 import triton
 import triton.language as tl
@@ -462,3 +472,90 @@ def draw(
         tokens, best, token, maxima, vocab, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
     )
     return tokens
+
+
+# --------------------------------------------------------------------------------------------------------- as a script
+
+
+def check_and_time(samples: int, vocab: int, device: str = "cuda", repeats: int = 20) -> dict[str, float]:
+    """Compare each kernel with its reference, to the bit, then time it.
+
+    Rows are a mix: greedy, plain, top-k, top-p, both with min-p; the first half have penalties and a bias, too.
+    Returns: microseconds by kernel; 0 each on a CPU, where only the comparison is made.
+    Raises: AssertionError naming the kernel that differs.
+    """
+    from lockstep.core.events import SamplingParams
+
+    kinds = (
+        SamplingParams(),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1, top_k=40),
+        SamplingParams(temperature=1, top_p=0.95),
+        SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.05),
+    )
+    settings = table.SamplingTable(samples, vocab, device)
+    for row in range(samples):
+        kind = msgspec.structs.replace(kinds[row % len(kinds)], seed=row)
+        if row < (samples + 1) // 2:
+            kind = msgspec.structs.replace(kind, presence_penalty=0.5, repetition_penalty=1.2, logit_bias=((0, 1.0),))
+        settings.take_row(row, kind, range(0, vocab, 7), range(0, vocab, 11))
+    settings.flush()
+    columns = settings.columns
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn((samples, vocab), generator=generator, device=device) * 3
+    words = (samples, (vocab + 31) // 32)
+    allowed = torch.randint(-(2**31), 2**31, words, generator=generator, device=device).to(torch.int32)
+    rows = torch.arange(samples, dtype=torch.int32, device=device)
+    positions = torch.arange(samples, device=device) + vocab
+
+    changes: dict[str, Callable[[ModuleType, Tensor], None]] = {
+        "edit_": lambda module, given: module.edit_(given, rows, positions, columns),
+        "penalise_": lambda module, given: module.penalise_(given, rows, columns),
+        "mask_": lambda module, given: module.mask_(given, allowed),
+    }
+    this = sys.modules[__name__]
+    for name, change in changes.items():
+        expected = logits.clone()
+        change(reference, expected)
+        change(this, logits)
+        assert torch.equal(logits, expected), f"{name} differs from its reference"
+    maxima = logits.amax(1)
+    floor = pivots(logits, rows, columns, maxima)
+    for first in range(0, samples, 16):  # the reference holds several int64 copies of the logits
+        part = slice(first, first + 16)
+        few, of_rows, at, largest = logits[part].contiguous(), rows[part], positions[part], maxima[part]
+        wanted = reference.pivots(few, of_rows, columns, largest)
+        assert torch.equal(floor[part], wanted), "pivots differ from their reference"
+        token = reference.draw(few, of_rows, at, columns, largest, wanted, True)
+        assert torch.equal(draw(few, of_rows, at, columns, largest, wanted, True), token), "draw differs from its own"
+
+    timed: dict[str, Callable[[], object]] = {
+        name: functools.partial(change, this, logits) for name, change in changes.items()
+    }
+    timed["amax"] = lambda: logits.amax(1)
+    timed["pivots"] = lambda: pivots(logits, rows, columns, maxima)
+    timed["draw"] = lambda: draw(logits, rows, positions, columns, maxima, floor, True)
+    timed["draw greedy"] = lambda: draw(logits, rows, positions, columns, maxima, None, False)
+    return {name: _microseconds(run, repeats) if device == "cuda" else 0.0 for name, run in timed.items()}
+
+
+def _microseconds(run: Callable[[], object], repeats: int) -> float:
+    """Mean time on the device, after a launch that compiles."""
+    run()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    stop.synchronize()
+    return 1000 * float(start.elapsed_time(stop)) / repeats
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        for batch in (1, 16, 64, 256):
+            times = check_and_time(batch, 151_936)
+            print(batch, "samples:", ", ".join(f"{name} {us:.0f} us" for name, us in times.items()))
+    else:  # TRITON_INTERPRET=1
+        check_and_time(5, 1500, "cpu")
+        print("5 samples: every kernel equals its reference")

@@ -63,10 +63,8 @@ def load(names: Iterable[str], vocab: int, device: torch.device) -> dict[str, Lo
                 f"hint: install the package that has it under the entry points {GROUP}"
             )
         if len(givers) > 1:
-            raise ConfigError(
-                f"`logit_processors`: `{name}` is brought by {' and by '.join(sorted(entry.value for entry in givers))}\n"
-                "hint: uninstall one of them"
-            )
+            both = " and by ".join(sorted(entry.value for entry in givers))
+            raise ConfigError(f"`logit_processors`: `{name}` is brought by {both}\nhint: uninstall one of them")
         try:
             factory = cast("LogitProcessorFactory", givers[0].load())
             processors[name] = factory(vocab, device)

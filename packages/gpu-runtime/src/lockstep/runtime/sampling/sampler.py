@@ -163,7 +163,7 @@ class Sampler:
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: NDArray[np.int32], allowed: Tensor | None
     ) -> None:
         samples, vocab = len(rows_host), self.table.vocab
-        shapes = {
+        shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
             "logits": (logits, (samples, vocab)),
             "rows": (rows, (samples,)),
             "positions": (positions, (samples,)),
