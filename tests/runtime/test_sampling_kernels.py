@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 triton = pytest.importorskip("triton", reason="the kernels need triton")
 
+from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import SamplingParams  # noqa: E402
 from lockstep.runtime.sampling import Sampler, SamplingTable, philox, reference  # noqa: E402
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 
 
 @pytest.mark.skipif(inside is not None, reason="starts the others")
-@pytest.mark.parametrize(("interpret", "least"), [("1", 9), ("0", 7)], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize(("interpret", "least"), [("1", 9), ("0", 8)], ids=["interpreted", "compiled"])
 def test_kernels_in_their_own_process(interpret: str, least: int, tmp_path: Path) -> None:
     settings = {INSIDE: interpret, "TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -235,6 +236,12 @@ KERNELS = [
     ("_draw_kernel", {"LIMITED": False, "RANDOM": False, "GROUPS": 256}, 4),
     ("_pick_kernel", {"BLOCK": 256}, 1),
 ]
+
+
+@compiled
+def test_the_kernels_are_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="`backend` triton needs a CUDA device, got `cpu`"):
+        Sampler(SamplingTable(1, 5, "cpu"), backend="triton")
 
 
 @compiled

@@ -18,7 +18,7 @@ arithmetic is compiled with `enable_fp_fusion=False`, because a fused multiply-a
 
 # Upper case are constants of the compilation, as in Triton's own kernels. Kernels have no types that mypy could check.
 # ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
@@ -399,6 +399,11 @@ def _pick_kernel(tokens_ptr, best_ptr, token_ptr, maxima_ptr, vocab, blocks, BLO
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether tensors of this device can be given to the kernels."""
+    return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
 def _shape(logits: Tensor) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -210,12 +211,14 @@ def _choose(backend: str, device: torch.device) -> tuple[str, ModuleType]:
         raise ConfigError(f"`backend` must be auto, torch or triton, got `{backend}`\nhint: auto takes what is fastest")
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", reference
-    try:
-        from lockstep.runtime.sampling import kernels
-    except ImportError as error:
+    if find_spec("triton") is None:
         if backend == "triton":
-            raise ConfigError(
-                f"`backend` triton cannot be used: {error}\nhint: pip install triton, or use torch"
-            ) from error
+            raise ConfigError("`backend` triton needs triton, which is not installed\nhint: install it, or use torch")
         return "torch", reference
+    from lockstep.runtime.sampling import kernels
+
+    if not kernels.runs_on(device):
+        raise ConfigError(
+            f"`backend` triton needs a CUDA device, got `{device}`\nhint: use torch, or set TRITON_INTERPRET=1 to test"
+        )
     return "triton", kernels

@@ -292,7 +292,7 @@ class SamplingTable:
         packed = self.to_device(np.concatenate((slots, *flat, *values)))
         entries = (len(packed) - len(slots)) // 2
         self.columns.seen.index_fill_(0, packed[: len(slots)], 0)
-        at, what = packed[len(slots) :].split(entries) if entries else (packed[:0], packed[:0])
+        at, what = packed[len(slots) : len(slots) + entries], packed[len(slots) + entries :]
         self.columns.seen.view(-1).index_copy_(0, at, what.to(torch.int32))
         self._seen_changed.clear()
 
