@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_auto_takes_the_fastest_that_can_run(machine):
     assert choose("auto", CUDA, torch.bfloat16, 512, 16).name == "reference"
 
 
+def test_auto_does_not_take_the_interpreter(machine, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    choice = choose("auto", CPU, torch.float32, 64, 16)
+    assert choice.name == "reference"
+    assert "triton cannot: it would run in Triton's interpreter" in choice.reason
+    assert choose("triton", CPU, torch.float32, 64, 16).name == "triton"
+
+
 def test_auto_with_invariant_numerics_takes_triton(machine):
     assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "triton"
     assert choose("flashinfer", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "flashinfer"
@@ -139,7 +148,9 @@ def test_nonsense_is_named(machine):
         choose("flash", CPU, torch.float32, 64, 16)
     with pytest.raises(ConfigError, match="`numerics` must be `fast` or `invariant`, got `exact`"):
         choose("auto", CPU, torch.float32, 64, 16, numerics="exact")
-    with pytest.raises(ConfigError, match="auto found none that can run here: .*triton: it has kernels for head dims up to"):
+    with pytest.raises(
+        ConfigError, match=r"auto found none that can run here: .*triton: it has kernels for head dims up to"
+    ):
         choose("auto", CUDA, torch.bfloat16, 512, 16, graphs=True)
     with pytest.raises(ConfigError, match="reference cannot run here: it cannot run in CUDA graphs"):
         choose("reference", CUDA, torch.bfloat16, 128, 16, graphs=True)
@@ -255,9 +266,9 @@ def test_flashinfer_is_told_the_pages_of_each_row(flashinfer, extend_rows, page_
 
 def test_flashinfer_in_graphs_has_a_wrapper_for_each_number_of_rows(flashinfer):
     wrappers = set()
+    backend = make("flashinfer", make_pass([(3, 4)], extend_rows=0, page_size=16).pool, 4, graphs=True)
     for spans in ([(3, 4)], [(8, 9)], [(3, 4), (40, 41)]):
         made, twin = (make_pass(spans, extend_rows=0, page_size=16) for _ in range(2))
-        backend = make("flashinfer", made.pool, 4, graphs=True) if not wrappers else backend
         backend.pool = made.pool
         backend.plan(made.batch, graph=True)
         assert backend.active.calls["use_cuda_graph"] is True
@@ -306,7 +317,8 @@ def test_flashinfer_numerics(flashinfer, numerics, graphs, heads, options, tenso
 
 
 def test_calls_fit_the_signatures_of_an_installed_flashinfer():
-    real = pytest.importorskip("flashinfer", reason="flashinfer is not installed")
+    with warnings.catch_warnings(action="ignore"):  # its own, while it is imported
+        real = pytest.importorskip("flashinfer", reason="flashinfer is not installed")
     options = {"sm_scale": 0.1, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "disable_split_kv": True}
     ints = torch.zeros(2, dtype=torch.int32)
     tables = (ints, ints, ints, 4, 2, 64, 16)
@@ -314,10 +326,13 @@ def test_calls_fit_the_signatures_of_an_installed_flashinfer():
     inspect.signature(prefill.plan).bind(None, ints, *tables, causal=True, **options)
     inspect.signature(decode._plan_impl).bind(None, *tables, **options)
     names = list(inspect.signature(prefill.plan).parameters)[1:9]
-    assert names == (
-        "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len"
-        " num_qo_heads num_kv_heads head_dim_qk page_size"
-    ).split()
+    assert (
+        names
+        == (
+            "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len"
+            " num_qo_heads num_kv_heads head_dim_qk page_size"
+        ).split()
+    )
     names = list(inspect.signature(decode.plan).parameters)[1:8]
     assert names == "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size".split()
     inspect.signature(prefill.__init__).bind(None, ints, "NHD", backend="fa2")
@@ -348,7 +363,10 @@ def test_backends_equal_the_reference_on_a_gpu(name, numerics):
         pytest.skip(str(refusal))
     rng = np.random.default_rng(5)
     starts, new = rng.integers(0, 3000, 12), rng.integers(1, 400, 12)
-    spans = [(int(a), int(a + n)) if row < 5 else (int(a), int(a) + 1) for row, (a, n) in enumerate(zip(starts, new, strict=True))]
+    spans = [
+        (int(a), int(a + n)) if row < 5 else (int(a), int(a) + 1)
+        for row, (a, n) in enumerate(zip(starts, new, strict=True))
+    ]
     options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
     made, twin = (make_pass(spans, extend_rows=5, **options) for _ in range(2))
     want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)

@@ -67,7 +67,7 @@ def kv_after(made: Pass) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _interpreted_products_of_bfloat16(monkeypatch):
-    """The interpreter keeps bfloat16 in uint16 and forgets that in `tl.dot`: it multiplies the bits. Widen them first."""
+    """The interpreter keeps bfloat16 in uint16 and multiplies those in `tl.dot`. Widen them first."""
     from triton.runtime import interpreter
 
     plain = interpreter.InterpreterBuilder.create_dot
@@ -158,7 +158,7 @@ def test_views_of_one_projection_need_no_copy():
 
 @pytest.mark.parametrize("sms", [1, MANY])
 def test_padding_rows_of_a_graph_are_harmless(sms):
-    """Two padding rows compute one token at position 0 of the scratch page, full of NaN before; the others do not notice."""
+    """Two padding rows compute a token at position 0 of the scratch page, NaN before; the others do not notice."""
     made = make_pass([(37, 38), (5, 6)], extend_rows=0, page_size=16, device=DEVICE)
     want = expected(made)
     batch, pool = made.batch, made.pool
@@ -177,8 +177,7 @@ def test_padding_rows_of_a_graph_are_harmless(sms):
 
 
 def test_what_a_graph_launches_depends_on_rows_alone():
-    """Capture happens at one length, replay at any other: programs, pieces and the workspace must be those of the longest."""
-    backend = None
+    """Capture happens at one length, replay at any other: programs, pieces and workspace are those of the longest."""
     seen = set()
     for length in (3, 60):
         made = make_pass([(length, length + 1), (80, 81)], extend_rows=0, page_size=16, device=DEVICE)
@@ -228,9 +227,7 @@ def test_invariant_tokens_have_the_same_bits_decoded_and_in_chunks_of_any_size()
         part.pool.write(0, part.key, part.value, part.batch)
         again.batch.page_table, again.batch.rows = part.batch.page_table, part.batch.rows
         again.batch.slots = part.batch.slots[start:stop]
-        again.query, again.key, again.value = (
-            one[start:stop] for one in (part.query, part.key, part.value)
-        )
+        again.query, again.key, again.value = (one[start:stop] for one in (part.query, part.key, part.value))
         got = run(again, TritonAttention(again.pool, 4, numerics="invariant", piece=64), sms)
         assert torch.equal(got, out[start:stop]), (start, stop, extend_rows, sms)
 
@@ -265,4 +262,4 @@ def test_every_kernel_compiles_without_a_gpu(capability):
             assert len(one["instructions"]) >= 2, one
     # In invariant numerics a decode and an extend multiply in the same layout, so they add in the same order.
     layouts = {str(one["layouts"]) for one in found if one["numerics"] == "invariant"}
-    assert len(layouts) == 1, layouts
+    assert len(layouts) == (1 if capability == 90 else 0), layouts

@@ -74,10 +74,12 @@ def choose(
     if requested != "auto":
         if obstacles[requested] is not None:
             others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
-            raise ConfigError(
-                f"`attention_backend` {requested} cannot run here: {obstacles[requested]}\nhint: of those that can: {others}"
-            )
+            why = f"`attention_backend` {requested} cannot run here: {obstacles[requested]}"
+            raise ConfigError(f"{why}\nhint: of those that can: {others}")
         return _logged(Choice(requested, "requested"))
+    if device.type != "cuda" and "triton" in able:
+        able.remove("triton")
+        obstacles["triton"] = "it would run in Triton's interpreter"
     if not able:
         why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
         raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
@@ -148,7 +150,9 @@ def _flashinfer_obstacle(needs: Needs) -> str | None:
     if torch.cuda.get_device_capability(needs.device) < SMALLEST_CAPABILITY:
         return _too_old(needs.device)
     if find_spec("flashinfer_jit_cache") is None and not _has_compiler():
-        return "it compiles its kernels with nvcc, which is not on PATH, and no precompiled flashinfer_jit_cache is there"
+        return (
+            "it compiles its kernels with nvcc, which is not on PATH, and no precompiled flashinfer_jit_cache is there"
+        )
     return None
 
 
@@ -185,8 +189,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _too_old(device: torch.device) -> str:
-    found, needed = torch.cuda.get_device_capability(device), SMALLEST_CAPABILITY
-    return f"it needs compute capability {needed[0]}.{needed[1]}, {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+    needed, found = (f"{a}.{b}" for a, b in (SMALLEST_CAPABILITY, torch.cuda.get_device_capability(device)))
+    return f"it needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {found}"
 
 
 def _has_compiler() -> bool:

@@ -1,11 +1,11 @@
-"""Attention by FlashInfer 0.6.18: its paged prefill wrapper for rows that extend, its paged decode wrapper for the others.
+"""Attention by FlashInfer 0.6.18: its paged prefill wrapper for rows that extend, its decode wrapper for the others.
 
-What decides launches comes from host twins; only the page numbers are gathered on the device. Facts that shaped this file
-(read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1):
+What decides launches comes from host twins; only the page numbers are gathered on the device. Facts that shaped this
+file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1):
 
 - `plan` takes q_data_type float16 unless told otherwise, and anything behind `page_size` by keyword only.
-- `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite it under a copy
-  that still waits behind a running pass. `PinnedRing` closes that.
+- `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite it under a
+  copy that still waits behind a running pass. `PinnedRing` closes that.
 - A wrapper for CUDA graphs belongs to one number of rows; buffers, split workspace included, keep their addresses.
 - The decode kernels without tensor cores know few group sizes, and no fixed split size.
 """
@@ -47,8 +47,8 @@ class FlashInferAttention:
         """Args:
         heads: query heads, a multiple of the pool's KV heads.
         scale: of the scores before the softmax; head_dim ** -0.5 unless given.
-        numerics: `invariant` gives a decode the same bits in every batch. An extend too, as long as the average number of
-            new tokens in a batch asks FlashInfer for the same query tile; the Triton backend has no such condition.
+        numerics: `invariant` gives a decode the same bits in every batch. An extend too, as long as the average number
+            of new tokens in a batch asks FlashInfer for the same query tile; Triton has no such condition.
         uses_graphs: decodes may be planned for CUDA graphs. Pieces of a fixed size cannot be captured, so `invariant`
             then does not split at all, in graphs and outside of them alike.
         workspace_bytes: device memory for partial results.
@@ -129,7 +129,7 @@ class FlashInferAttention:
     def _pages(self, batch: ForwardBatch, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Pages of rows [first:stop) as FlashInfer wants them.
 
-        Returns: indptr int32 [rows + 1] and fill of the last page int32 [rows] on the CPU, page numbers int32 on the device.
+        Returns: indptr [rows + 1] on the CPU, page numbers on the device, fill of the last page [rows] on the CPU; int32.
         """
         lengths = batch.lengths_host[first:stop]
         counts = -(-lengths // self.pool.page_size)
@@ -154,7 +154,7 @@ class FlashInferAttention:
 class PinnedRing:
     """Pinned buffers for plans on their way to the device.
 
-    Hazard: `plan` n + 1 writes the pinned buffer that the copy of plan n still reads, because a pass is running before it.
+    Hazard: `plan` n + 1 writes the pinned buffer that the copy of plan n still reads, behind a pass that is running.
     Closed by a ring of buffers; a buffer is taken again once the event behind its last copy has happened.
     """
 

@@ -25,7 +25,7 @@ all of them, or many with a merge behind, for one token or for a chunk, in a bat
 """
 
 # Triton reads the source of these functions: constants are upper case, as in its own kernels.
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _scan(
 ):
     """Take in positions [first:stop). Without MASKED all rows see all of them, and they are whole tiles.
 
-        first                            stop
-          | tile 0 | tile 1 | tile 2 | t...        one turn of the loop: BLOCK_N keys, BLOCK_N values
+    first                            stop
+      | tile 0 | tile 1 | tile 2 | t...        one turn of the loop: BLOCK_N keys, BLOCK_N values
     """
     dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
@@ -161,9 +161,9 @@ def _attend(
 ):
     """One piece: positions [first:stop), of which all rows see those before `whole`.
 
-        first             whole        stop
-          | tile | tile | ti|e | tile | t       whole tiles that every row sees go without masks
-          |   no masks    |   masks    |
+    first             whole        stop
+      | tile | tile | ti|e | tile | t       whole tiles that every row sees go without masks
+      |   no masks    |   masks    |
     """
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -202,8 +202,8 @@ def _attend_in_order(
 ):
     """All positions [0:stop) by one program, in pieces of SPLIT if that is given.
 
-        0           SPLIT       2 * SPLIT   stop
-        |   piece 0   |   piece 1   | piece 2 |        ((0 + piece 0) + piece 1) + piece 2
+    0           SPLIT       2 * SPLIT   stop
+    |   piece 0   |   piece 1   | piece 2 |        ((0 + piece 0) + piece 1) + piece 2
     """
     if SPLIT == 0:
         acc, top, total = _attend(
@@ -428,7 +428,7 @@ def merge(
 ):
     """Add the pieces of a row from left to right. Grid (heads, rows).
 
-        | 0 1 2 ... AHEAD - 1 | AHEAD ...         loads of AHEAD pieces are under way at a time, additions stay in order
+    | 0 1 2 ... AHEAD - 1 | AHEAD ...         loads of AHEAD pieces are under way at a time, additions stay in order
     """
     head = tl.program_id(0)
     part_row = tl.program_id(1).to(tl.int64)

@@ -35,7 +35,9 @@ class ReferenceAttention:
         tables = batch.page_table.index_select(0, batch.rows)
         out = torch.empty_like(query)
         first = 0
-        for row, (start, length) in enumerate(zip(batch.starts_host.tolist(), batch.lengths_host.tolist(), strict=True)):
+        for row, (start, length) in enumerate(
+            zip(batch.starts_host.tolist(), batch.lengths_host.tolist(), strict=True)
+        ):
             stop = first + length - start
             pages = tables[row, : -(-length // self.pool.page_size)].long()
             dense = (-1, self.pool.kv_heads, self.pool.head_dim)

@@ -48,8 +48,8 @@ def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
 def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics) -> Tiling:
     """Bound by arithmetic: as many query rows as registers hold, fewer where there are not so many.
 
-    From 64 rows on Hopper and Blackwell take other tensor-core instructions. `invariant` stays with those of a decode, so
-    that a token has the same bits whether it was decoded or extended.
+    From 64 rows on Hopper and Blackwell take other tensor-core instructions. `invariant` stays with those of a decode:
+    a token then has the same bits whether it was decoded or extended.
     """
     block_n = positions_per_tile(head_dim, dtype)
     if dtype.itemsize > 2:  # no tensor cores in full fp32: registers are the limit
@@ -86,7 +86,7 @@ class TritonAttention:
         device = pool.keys[0].device
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.block_d = max(16, triton.next_power_of_2(pool.head_dim))
-        # A graph reads the workspace at the address it had at capture, so those planned for graphs are never given back.
+        # A graph reads the workspace at the address it had at capture: those planned for graphs are never given back.
         self.workspace = torch.empty(0, dtype=torch.float32, device=device)
         self.graph_workspaces: list[Tensor] = []
         self.programs = self.most = 1
