@@ -129,7 +129,7 @@ class FlashInferAttention:
     def _pages(self, batch: ForwardBatch, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Pages of rows [first:stop) as FlashInfer wants them.
 
-        Returns: indptr [rows + 1] on the CPU, page numbers on the device, fill of the last page [rows] on the CPU; int32.
+        Returns: indptr [rows + 1] on the CPU, page numbers on the device, fill of last pages [rows] on the CPU; int32.
         """
         lengths = batch.lengths_host[first:stop]
         counts = -(-lengths // self.pool.page_size)

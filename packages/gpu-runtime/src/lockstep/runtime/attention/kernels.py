@@ -27,6 +27,8 @@ all of them, or many with a merge behind, for one token or for a chunk, in a bat
 # Triton reads the source of these functions: constants are upper case, as in its own kernels.
 # ruff: noqa: N803
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
 from __future__ import annotations
 
 import triton

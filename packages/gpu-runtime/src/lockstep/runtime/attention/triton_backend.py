@@ -1,5 +1,7 @@
 """Attention by our own Triton kernels: any page size, any number of heads per KV head, head dims up to 256."""
 
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
