@@ -96,7 +96,7 @@ def main(capabilities: list[int]) -> None:
         cases = [(name, torch.bfloat16, 128, "fast") for name in everything]
         if capability == 90:
             cases += [(name, torch.bfloat16, 128, "invariant") for name in ("extend", "decode")]
-            cases += [("extend", torch.float32, 80, "fast")]
+            cases += [("decode", torch.float32, 80, "fast")]
         for name, dtype, head_dim, numerics in cases:
             print(json.dumps(compile_kernel(name, capability, dtype, head_dim, numerics)), flush=True)
 

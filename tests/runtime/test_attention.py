@@ -352,21 +352,24 @@ def test_calls_fit_the_signatures_of_an_installed_flashinfer():
         inspect.signature(wrapper.run).bind(None, ints, (ints, ints), out=ints)
 
 
+def chosen_on_a_gpu(name: str, numerics: str) -> None:
+    """Skips where the backend cannot run."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    try:
+        choose(name, CUDA, torch.bfloat16, 128, 16, numerics=numerics, graphs=True)
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 def test_backends_equal_the_reference_on_a_gpu(name, numerics):
-    try:
-        choose(name, CUDA, torch.bfloat16, 128, 16, numerics=numerics)
-    except ConfigError as refusal:
-        pytest.skip(str(refusal))
+    chosen_on_a_gpu(name, numerics)
     rng = np.random.default_rng(5)
-    starts, new = rng.integers(0, 3000, 12), rng.integers(1, 400, 12)
-    spans = [
-        (int(a), int(a + n)) if row < 5 else (int(a), int(a) + 1)
-        for row, (a, n) in enumerate(zip(starts, new, strict=True))
-    ]
+    starts, new = rng.integers(0, 3000, 12).tolist(), [*rng.integers(1, 400, 5).tolist(), *[1] * 7]
+    spans = [(start, start + count) for start, count in zip(starts, new, strict=True)]
     options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
     made, twin = (make_pass(spans, extend_rows=5, **options) for _ in range(2))
     want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
@@ -374,3 +377,34 @@ def test_backends_equal_the_reference_on_a_gpu(name, numerics):
     backend.plan(made.batch)
     out = backend.run(0, made.query, made.key, made.value, made.batch)
     torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_decodes_replay_in_a_graph_with_other_lengths(name, numerics):
+    chosen_on_a_gpu(name, numerics)
+    options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
+    made, twin = (make_pass([(2999, 3000), (40, 41), (700, 701)], extend_rows=0, **options) for _ in range(2))
+    backend = make(name, made.pool, 32, numerics=numerics, graphs=True)
+    backend.plan(made.batch, graph=True)
+    backend.run(0, made.query, made.key, made.value, made.batch)  # compiles what is not compiled yet
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.run(0, made.query, made.key, made.value, made.batch)
+    for lengths in ([3000, 41, 701], [5, 33, 640], [1600, 1, 16]):
+        for one in (made, twin):
+            host = np.array(lengths, np.int32)
+            one.batch.lengths_host, one.batch.starts_host = host, host - 1
+            one.batch.lengths.copy_(torch.from_numpy(host))
+            last = torch.from_numpy(host - 1).cuda().long()
+            pages = one.batch.page_table[one.batch.rows.long(), last // 16]
+            one.batch.slots.copy_(pages.long() * 16 + last % 16)
+        backend.plan(made.batch, graph=True)
+        graph.replay()
+        want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+        if numerics == "invariant":  # a graph changes nothing
+            backend.plan(made.batch)
+            assert torch.equal(out, backend.run(0, made.query, made.key, made.value, made.batch))

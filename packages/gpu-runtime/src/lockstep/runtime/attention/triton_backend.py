@@ -59,7 +59,7 @@ def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, 
     if numerics == "invariant":
         return Tiling(max(32, triton.next_power_of_2(group)), block_n, 4, 2)
     block_m = min(max(16, triton.next_power_of_2(most_new * group)), 64 if head_dim > 128 else 128)
-    return Tiling(block_m, block_n, 8 if block_m * head_dim >= 128 * 64 else 4, 3)
+    return Tiling(block_m, block_n, 8 if block_m == (64 if head_dim > 128 else 128) else 4, 3)
 
 
 class TritonAttention:
