@@ -103,6 +103,7 @@ def rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
 @example(([(0, 1)], 1), (2, 1), 1, 16, "fast", 1)  # one token, nothing before it
 @example(([(0, 64), (16, 32)], 2), (2, 1), 16, 16, "fast", 1)  # pages full to the last slot
 @example(([(30, 34), (62, 70)], 2), (2, 1), 16, 16, "fast", 1)  # the first tile ends between the new tokens
+@example(([(60, 68)], 1), (2, 1), 16, 16, "invariant", 1)  # a piece that the first tokens do not see
 @example(([(63, 64), (64, 65), (127, 128)], 0), (4, 2), 64, 16, "invariant", MANY)  # ends of pages and pieces
 @settings(max_examples=8)
 def test_kernels_equal_the_reference(spans, heads, page_size, head_dim, numerics, sms):

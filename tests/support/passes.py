@@ -61,11 +61,11 @@ def make_pass(
     queries = [normal(stop - start, heads, head_dim) for start, stop in spans]
 
     pages_of = [-(-stop // page_size) for _, stop in spans]
-    pages = sum(pages_of) + 3
+    pages = sum(pages_of) + 4
     pool = KvPool(1, pages, page_size, kv_heads, head_dim, dtype, torch.device("cpu"))
     pool.keys[0].fill_(torch.nan)
     pool.values[0].fill_(torch.nan)
-    order = rng.permutation(pages)
+    order = 1 + rng.permutation(pages - 1)  # page 0, which masked reads of a table give, is never used
     table_rows = rng.permutation(len(spans) + 2)[: len(spans)]
     table = np.full((len(spans) + 2, max(pages_of, default=0) + 2), GARBAGE_PAGE, np.int32)
     slots_of = []
