@@ -10,6 +10,8 @@ file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.
 - The decode kernels without tensor cores know few group sizes, and no fixed split size.
 """
 
+# mypy: disable-error-code="import-not-found, import-untyped"
+
 from __future__ import annotations
 
 from typing import Any
@@ -113,7 +115,7 @@ class FlashInferAttention:
         """The decode wrapper for graphs of this number of rows."""
         count = batch.count
         if count not in self.decode_graphs:
-            ints = {"dtype": torch.int32, "device": self.device}
+            ints: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
             self.decode_graphs[count] = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self.workspace,
                 "NHD",
@@ -160,7 +162,7 @@ class PinnedRing:
 
     def __init__(self, like: Tensor) -> None:
         self.buffers = [torch.empty_like(like, pin_memory=like.is_pinned()) for _ in range(PLANS_IN_FLIGHT)]
-        self.copied = [torch.cuda.Event() for _ in self.buffers]
+        self.copied = [torch.cuda.Event() for _ in self.buffers]  # type: ignore[no-untyped-call]
         self.turn = 0
 
     def plan(self, wrapper: Any, *args: Any, **options: Any) -> None:

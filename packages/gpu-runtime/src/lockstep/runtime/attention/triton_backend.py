@@ -117,6 +117,8 @@ class TritonAttention:
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
+        if not batch.tokens:
+            return query
         self._write(layer, key, value, batch)
         query = query if query.stride(2) == 1 else query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -176,7 +178,8 @@ class TritonAttention:
             kernels.decode[grid](query, keys, values, out, *where, self.scale * LOG2_E, **constants)
             return
         cells = count * self.heads * self.most
-        parts, sums = self.workspace[: cells * (self.pool.head_dim + 2)].split([cells * self.pool.head_dim, cells * 2])
+        room = cells * self.pool.head_dim
+        parts, sums = self.workspace[:room], self.workspace[room : room + cells * 2]
         kernels.decode_split[(self.pool.kv_heads, self.programs, count)](
             query, keys, values, parts, sums, *where, self.scale * LOG2_E, self.most, **constants
         )
