@@ -1,0 +1,410 @@
+"""Attention backends: the reference against torch's own, who is chosen, and what FlashInfer is told."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+import types
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch")
+
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.runtime import attention  # noqa: E402
+from lockstep.runtime.attention import choose, flashinfer_backend, make  # noqa: E402
+from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402
+from tests.support.passes import Pass, make_pass  # noqa: E402
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+def dense(made: Pass, scale: float | None = None) -> torch.Tensor:
+    """torch's own attention on dense copies of each row, in fp64."""
+    group = made.query.shape[1] // made.pool.kv_heads
+    out = []
+    for row, span in enumerate(made.spans()):
+        start, length = int(made.batch.starts_host[row]), int(made.batch.lengths_host[row])
+        key, value = (one[row].double().repeat_interleave(group, 1) for one in (made.dense_keys, made.dense_values))
+        mask = torch.arange(length)[None, :] <= torch.arange(start, length)[:, None]
+        query = made.query[span].double().transpose(0, 1)
+        here = scaled_dot_product_attention(
+            query, key.transpose(0, 1), value.transpose(0, 1), attn_mask=mask, scale=scale
+        )
+        out.append(here.transpose(0, 1))
+    return torch.cat(out)
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))), min_size=1, max_size=4
+)
+
+
+@given(spans, st.data(), st.sampled_from([(1, 1), (4, 1), (6, 2), (7, 7)]), st.sampled_from([1, 3, 16, 64]))
+@settings(max_examples=40)
+def test_reference_equals_torch_on_dense_copies(spans, data, heads, page_size):
+    extend_rows = data.draw(st.integers(0, len(spans)))
+    spans = [span if row < extend_rows else (span[1] - 1, span[1]) for row, span in enumerate(spans)]
+    made = make_pass(spans, extend_rows=extend_rows, heads=heads[0], kv_heads=heads[1], page_size=page_size)
+    out = ReferenceAttention(made.pool).run(0, made.query, made.key, made.value, made.batch)
+    torch.testing.assert_close(out.double(), dense(made), atol=2e-6, rtol=2e-6)
+
+
+def test_reference_accumulates_half_precision_in_fp32():
+    made = make_pass([(0, 200)], extend_rows=1, page_size=16, dtype=torch.bfloat16)
+    out = ReferenceAttention(made.pool).run(0, made.query, made.key, made.value, made.batch)
+    assert out.dtype == torch.bfloat16
+    # Only the last rounding is left: half of the last of 8 bits.
+    torch.testing.assert_close(out.double(), dense(made), atol=1e-6, rtol=1.01 * 2**-8)
+
+
+def test_reference_takes_another_scale():
+    made = make_pass([(0, 9), (12, 13)], extend_rows=1)
+    out = ReferenceAttention(made.pool, scale=0.7).run(0, made.query, made.key, made.value, made.batch)
+    torch.testing.assert_close(out.double(), dense(made, 0.7), atol=2e-6, rtol=2e-6)
+
+
+def test_reference_does_not_run_in_a_graph():
+    made = make_pass([(0, 1)], extend_rows=0)
+    with pytest.raises(ValueError, match="cannot run in a CUDA graph\nhint: use `triton`"):
+        ReferenceAttention(made.pool).plan(made.batch, graph=True)
+
+
+# Who is chosen. What is installed and what the device is are pretended.
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a Hopper GPU and everything installed; a test takes away what it is about."""
+    here = types.SimpleNamespace(
+        installed={"flashinfer", "flashinfer_jit_cache", "triton"}, flashinfer="0.6.18.post1", capability=(9, 0)
+    )
+    monkeypatch.setattr(attention, "find_spec", lambda name: name if name in here.installed else None)
+    monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
+    monkeypatch.setattr(attention, "_has_compiler", lambda: False)
+    monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of 2017")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return here
+
+
+def test_auto_takes_the_fastest_that_can_run(machine):
+    assert choose("auto", CUDA, torch.bfloat16, 128, 16).name == "flashinfer"
+    choice = choose("auto", CUDA, torch.float32, 128, 16)
+    assert choice.name == "triton"
+    assert choice.reason == "flashinfer cannot: it has kernels for bfloat16 and float16, not for float32"
+    assert choose("auto", CUDA, torch.bfloat16, 80, 16, graphs=True).name == "triton"
+    choice = choose("auto", CPU, torch.float32, 64, 16)
+    assert choice.name == "reference"
+    assert "triton cannot: it needs a CUDA device, this is `cpu`" in choice.reason
+    assert choose("auto", CUDA, torch.bfloat16, 512, 16).name == "reference"
+
+
+def test_auto_does_not_take_the_interpreter(machine, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    choice = choose("auto", CPU, torch.float32, 64, 16)
+    assert choice.name == "reference"
+    assert "triton cannot: it would run in Triton's interpreter" in choice.reason
+    assert choose("triton", CPU, torch.float32, 64, 16).name == "triton"
+
+
+def test_auto_with_invariant_numerics_takes_triton(machine):
+    assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "triton"
+    assert choose("flashinfer", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "flashinfer"
+    machine.installed.discard("triton")
+    assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"installed": {"triton"}}, r'flashinfer is not installed; pip install "lockstep-runtime\[cuda\]"'),
+        ({"flashinfer": "0.7.2.post1"}, "it is written for flashinfer-python 0.6.18, found 0.7.2.post1"),
+        ({"capability": (7, 5)}, "it needs compute capability 8.0, a GPU of 2017 has 7.5"),
+        ({"installed": {"flashinfer", "triton"}}, "it compiles its kernels with nvcc, which is not on PATH"),
+    ],
+)
+def test_a_forced_backend_that_cannot_run_says_why_and_what_can(machine, change, why):
+    vars(machine).update(change)
+    with pytest.raises(ConfigError, match=f"`attention_backend` flashinfer cannot run here: {why}") as failed:
+        choose("flashinfer", CUDA, torch.bfloat16, 128, 16)
+    others = "`reference`" if "capability" in change else "`triton`, `reference`"
+    assert str(failed.value).endswith(f"hint: of those that can: {others}")
+
+
+def test_nonsense_is_named(machine):
+    with pytest.raises(ConfigError, match="must be one of auto, flashinfer, triton, reference, got `flash`"):
+        choose("flash", CPU, torch.float32, 64, 16)
+    with pytest.raises(ConfigError, match="`numerics` must be `fast` or `invariant`, got `exact`"):
+        choose("auto", CPU, torch.float32, 64, 16, numerics="exact")
+    with pytest.raises(
+        ConfigError, match=r"auto found none that can run here: .*triton: it has kernels for head dims up to"
+    ):
+        choose("auto", CUDA, torch.bfloat16, 512, 16, graphs=True)
+    with pytest.raises(ConfigError, match="reference cannot run here: it cannot run in CUDA graphs"):
+        choose("reference", CUDA, torch.bfloat16, 128, 16, graphs=True)
+    with pytest.raises(ConfigError, match="must be one of flashinfer, triton, reference, got `auto`"):
+        make("auto", make_pass([(0, 1)], extend_rows=0).pool, 4)
+
+
+def test_the_reason_is_logged_once(machine, caplog):
+    with caplog.at_level(logging.INFO, "lockstep.runtime"):
+        for _ in range(3):
+            choose("auto", CPU, torch.float32, 64, 16)
+        choose("reference", CPU, torch.float32, 64, 16)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith("attention backend reference: flashinfer cannot: it needs a CUDA device")
+    assert caplog.messages[1] == "attention backend reference: requested"
+
+
+def test_choosing_imports_neither_triton_nor_flashinfer():
+    code = (
+        "import sys, torch; from lockstep.runtime.attention import choose;"
+        "choose('auto', torch.device('cpu'), torch.float32, 64, 16);"
+        "print(sorted({'triton', 'flashinfer'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout
+
+
+# FlashInfer has no kernels for a CPU. What it is told is checked with wrappers that do in torch what its documentation
+# says; that the calls fit the real signatures, where it is installed.
+
+
+class Wrapper:
+    """Plans and runs like both of FlashInfer's paged wrappers."""
+
+    decode = True
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
+        assert layout == "NHD"
+        self.calls = options
+        self._pin_memory_int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
+        self.pinned_used: list[int] = []
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.pinned_used.append(self._pin_memory_int_workspace_buffer.data_ptr())
+        args = (None, *args) if self.decode else args
+        self.qo_indptr, self.indptr, self.pages, self.last, heads, kv_heads, head_dim, page_size = args
+        self.options = options
+        assert self.indptr.device.type == "cpu"
+        assert {one.dtype for one in (self.indptr, self.pages, self.last)} == {torch.int32}
+        assert len(self.pages) == self.indptr[-1]
+        if self.calls.get("use_cuda_graph"):
+            assert len(self.last) == len(self.calls["paged_kv_last_page_len_buffer"])
+            assert len(self.indptr) == len(self.calls["paged_kv_indptr_buffer"])
+            assert len(self.pages) <= len(self.calls["paged_kv_indices_buffer"])
+        self.shape = heads, kv_heads, head_dim, page_size
+
+    def run(self, query: torch.Tensor, paged: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, head_dim, page_size = self.shape
+        assert query.shape == out.shape
+        assert query.shape[1:] == (heads, head_dim)
+        qo_indptr = range(len(self.last) + 1) if self.decode else self.qo_indptr.tolist()
+        assert qo_indptr[-1] == len(query)
+        for row, last in enumerate(self.last.tolist()):
+            pages = self.pages[self.indptr[row] : self.indptr[row + 1]]
+            length = (len(pages) - 1) * page_size + last
+            keys, values = (one[pages].reshape(-1, kv_heads, head_dim)[:length] for one in paged)
+            at = slice(qo_indptr[row], qo_indptr[row + 1])
+            out[at] = attend(query[at], keys, values, self.options["sm_scale"])
+        return out
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """A module of that name with the wrappers above."""
+    module = types.ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = Wrapper
+    module.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Wrapper,), {"decode": False})
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+    class Event:
+        """Happens when somebody waits for it."""
+
+        waited = 0
+        recorded = False
+
+        def synchronize(self) -> None:
+            Event.waited += self.recorded
+
+        def record(self) -> None:
+            self.recorded = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    module.Event = Event
+    return module
+
+
+@pytest.mark.parametrize(("extend_rows", "page_size"), [(0, 16), (2, 1), (2, 16), (4, 64)])
+def test_flashinfer_is_told_the_pages_of_each_row(flashinfer, extend_rows, page_size):
+    spans = [(0, 5), (16, 32), (63, 64), (0, 1)]
+    spans = [span if row < extend_rows else (span[1] - 1, span[1]) for row, span in enumerate(spans)]
+    made, twin = (make_pass(spans, extend_rows=extend_rows, page_size=page_size) for _ in range(2))
+    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    backend = make("flashinfer", made.pool, 4)
+    backend.plan(made.batch)
+    out = backend.run(0, made.query, made.key, made.value, made.batch)
+    torch.testing.assert_close(out, want)
+    if extend_rows:
+        assert backend.prefill.options["causal"] is True
+    if extend_rows < 4:
+        assert backend.decode.options["q_data_type"] == torch.float32
+        assert "causal" not in backend.decode.options
+
+
+def test_flashinfer_in_graphs_has_a_wrapper_for_each_number_of_rows(flashinfer):
+    wrappers = set()
+    backend = make("flashinfer", make_pass([(3, 4)], extend_rows=0, page_size=16).pool, 4, graphs=True)
+    for spans in ([(3, 4)], [(8, 9)], [(3, 4), (40, 41)]):
+        made, twin = (make_pass(spans, extend_rows=0, page_size=16) for _ in range(2))
+        backend.pool = made.pool
+        backend.plan(made.batch, graph=True)
+        assert backend.active.calls["use_cuda_graph"] is True
+        out = backend.run(0, made.query, made.key, made.value, made.batch)
+        torch.testing.assert_close(
+            out, ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+        )
+        wrappers.add(backend.active)
+    assert len(wrappers) == 2
+    made = make_pass([(0, 4)], extend_rows=1)
+    with pytest.raises(ValueError, match="a CUDA graph holds decodes only, got 1 rows that extend"):
+        backend.plan(made.batch, graph=True)
+
+
+def test_flashinfer_plans_never_share_a_pinned_buffer_that_may_still_be_read(flashinfer):
+    made = make_pass([(0, 4), (3, 4)], extend_rows=1)
+    backend = make("flashinfer", made.pool, 4)
+    ahead = flashinfer_backend.PLANS_IN_FLIGHT
+    for _ in range(ahead // 2):
+        backend.plan(made.batch)
+    used = backend.prefill.pinned_used + backend.decode.pinned_used
+    assert len(set(used)) == len(used) == ahead
+    assert flashinfer.Event.waited == 0
+    backend.plan(made.batch)
+    assert flashinfer.Event.waited == 2
+
+
+@pytest.mark.parametrize(
+    ("numerics", "graphs", "heads", "options", "tensor_cores"),
+    [
+        ("fast", True, 4, {}, False),
+        ("fast", True, 8, {}, True),
+        ("invariant", True, 2, {"disable_split_kv": True}, True),
+        ("invariant", False, 2, {"fixed_split_size": 128}, True),
+    ],
+)
+def test_flashinfer_numerics(flashinfer, numerics, graphs, heads, options, tensor_cores):
+    made = make_pass([(0, 4), (3, 4)], extend_rows=1, page_size=16, heads=heads)
+    backend = make("flashinfer", made.pool, heads, numerics=numerics, graphs=graphs)
+    backend.plan(made.batch)
+    for wrapper in (backend.prefill, backend.decode):
+        found = {name: wrapper.options[name] for name in wrapper.options if "split" in name}
+        assert found == options
+    assert backend.decode.calls["use_tensor_cores"] is tensor_cores
+    assert backend.decode.calls["backend"] == backend.prefill.calls["backend"] == "fa2"
+
+
+def test_calls_fit_the_signatures_of_an_installed_flashinfer():
+    with warnings.catch_warnings(action="ignore"):  # its own, while it is imported
+        real = pytest.importorskip("flashinfer", reason="flashinfer is not installed")
+    options = {"sm_scale": 0.1, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "disable_split_kv": True}
+    ints = torch.zeros(2, dtype=torch.int32)
+    tables = (ints, ints, ints, 4, 2, 64, 16)
+    prefill, decode = real.BatchPrefillWithPagedKVCacheWrapper, real.BatchDecodeWithPagedKVCacheWrapper
+    inspect.signature(prefill.plan).bind(None, ints, *tables, causal=True, **options)
+    inspect.signature(decode._plan_impl).bind(None, *tables, **options)
+    names = list(inspect.signature(prefill.plan).parameters)[1:9]
+    assert (
+        names
+        == (
+            "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len"
+            " num_qo_heads num_kv_heads head_dim_qk page_size"
+        ).split()
+    )
+    names = list(inspect.signature(decode.plan).parameters)[1:8]
+    assert names == "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size".split()
+    inspect.signature(prefill.__init__).bind(None, ints, "NHD", backend="fa2")
+    inspect.signature(decode.__init__).bind(
+        None,
+        ints,
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=ints,
+        paged_kv_indices_buffer=ints,
+        paged_kv_last_page_len_buffer=ints,
+        backend="fa2",
+    )
+    assert "_pin_memory_int_workspace_buffer" in inspect.getsource(decode)
+    for wrapper in (prefill, decode):
+        inspect.signature(wrapper.run).bind(None, ints, (ints, ints), out=ints)
+
+
+def chosen_on_a_gpu(name: str, numerics: str) -> None:
+    """Skips where the backend cannot run."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    try:
+        choose(name, CUDA, torch.bfloat16, 128, 16, numerics=numerics, graphs=True)
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_backends_equal_the_reference_on_a_gpu(name, numerics):
+    chosen_on_a_gpu(name, numerics)
+    rng = np.random.default_rng(5)
+    starts, new = rng.integers(0, 3000, 12).tolist(), [*rng.integers(1, 400, 5).tolist(), *[1] * 7]
+    spans = [(start, start + count) for start, count in zip(starts, new, strict=True)]
+    options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
+    made, twin = (make_pass(spans, extend_rows=5, **options) for _ in range(2))
+    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    backend = make(name, made.pool, 32, numerics=numerics)
+    backend.plan(made.batch)
+    out = backend.run(0, made.query, made.key, made.value, made.batch)
+    torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_decodes_replay_in_a_graph_with_other_lengths(name, numerics):
+    chosen_on_a_gpu(name, numerics)
+    options = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
+    made, twin = (make_pass([(2999, 3000), (40, 41), (700, 701)], extend_rows=0, **options) for _ in range(2))
+    backend = make(name, made.pool, 32, numerics=numerics, graphs=True)
+    backend.plan(made.batch, graph=True)
+    backend.run(0, made.query, made.key, made.value, made.batch)  # compiles what is not compiled yet
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.run(0, made.query, made.key, made.value, made.batch)
+    for lengths in ([3000, 41, 701], [5, 33, 640], [1600, 1, 16]):
+        for one in (made, twin):
+            host = np.array(lengths, np.int32)
+            one.batch.lengths_host, one.batch.starts_host = host, host - 1
+            one.batch.lengths.copy_(torch.from_numpy(host))
+            last = torch.from_numpy(host - 1).cuda().long()
+            pages = one.batch.page_table[one.batch.rows.long(), last // 16]
+            one.batch.slots.copy_(pages.long() * 16 + last % 16)
+        backend.plan(made.batch, graph=True)
+        graph.replay()
+        want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+        if numerics == "invariant":  # a graph changes nothing
+            backend.plan(made.batch)
+            assert torch.equal(out, backend.run(0, made.query, made.key, made.value, made.batch))
