@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.runtime.models import Decoder, Parallel, build_model  # noqa: E402
-from lockstep.runtime.models.experts import grouped_linear  # noqa: E402
 from lockstep.runtime.models.rope import RopeSettings, read_rope  # noqa: E402
 from tests.support.torch_attention import Passes  # noqa: E402
 
@@ -239,15 +238,6 @@ def test_a_model_in_bfloat16_gives_float32_logits() -> None:
     assert (hidden.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
     close = Passes(build_model(config, torch.float32, random_weights_seed=5)).run({0: some_tokens(5, 1)})[0]
     assert (logits - close).abs().max() <= 0.05 * close.abs().max()
-
-
-def test_the_grouped_product_of_the_gpu_takes_the_same_groups() -> None:
-    rows, weights = torch.randn(9, 16), torch.randn(5, 24, 16)
-    ends = torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32)  # the second and the last group are empty
-    expected_rows = torch.cat([rows[:2] @ weights[0].T, rows[2:5] @ weights[2].T, rows[5:] @ weights[3].T])
-    assert torch.allclose(grouped_linear(rows, weights, ends), expected_rows, atol=1e-5)
-    on_gpu = torch.nn.functional.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    assert torch.allclose(on_gpu, expected_rows, atol=1e-5)
 
 
 def test_everything_wrong_with_a_config_is_said_at_once() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime.checkpoint import Split, Wanted
+from lockstep.runtime.models.grouped import grouped_linear
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ExpertSettings
 
@@ -70,22 +71,3 @@ class Experts(nn.Module):
             yield Wanted(f"{name}.gate_proj.weight", (inner, self.hidden), gate, self.inner)
             yield Wanted(f"{name}.up_proj.weight", (inner, self.hidden), up, self.inner)
             yield Wanted(f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], Split(1, inner))
-
-
-def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row with the matrix of its group.
-
-    Args:
-        rows: [rows, inputs], groups end to end. weights: [groups, outputs, inputs].
-        ends: int32 [groups], on the same device: group g is rows [ends[g - 1]:ends[g]).
-    Returns: [rows, outputs].
-    """
-    if rows.device.type == "cuda":  # one kernel; the ends are never looked at by the CPU
-        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    starts = [0, *ends.tolist()]
-    parts = [
-        F.linear(rows[start:stop], weight)
-        for weight, start, stop in zip(weights.unbind(), starts, starts[1:], strict=False)
-        if start != stop
-    ]
-    return torch.cat(parts) if parts else rows.new_empty(0, weights.shape[1])
