@@ -114,7 +114,7 @@ def test_transformers_reads_the_folder_and_agrees(committed: tuple[Decoder, Any]
     assert greedy(model, ids, len(expected)) == expected
 
 
-# -------------------------------------------------------------------------------------------------------- how it is made
+# ------------------------------------------------------------------------------------------------------- how it is made
 
 
 def test_making_it_twice_gives_equal_bytes(tmp_path: Path) -> None:
@@ -172,6 +172,7 @@ def test_a_demo_model_of_another_make_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_text_is_that_of_the_folder_in_a_fixed_order(tmp_path: Path) -> None:
+    go = "Go on until there is nowhere left to go to."
     (tmp_path / "b.py").write_text(
         '"""Module b."""\n\ndef go():\n    """Go on until there is nowhere left to go to."""\n'
     )
@@ -182,7 +183,6 @@ def test_the_text_is_that_of_the_folder_in_a_fixed_order(tmp_path: Path) -> None
     (tmp_path / "LICENSE.txt").write_text("Do as you like.\n")
     (tmp_path / "pydoc_data").mkdir()
     (tmp_path / "pydoc_data" / "topics.py").write_text("topics = {'if': '  If.\\n  Else.', 'and': 'And.'}\n")
-    go = "Go on until there is nowhere left to go to."
     texts = passages(tmp_path)
     assert [passage.text for passage in texts] == ["Module b.", go, go, "And.", "If.\nElse.", "Do as you like."]
     (question,) = [passage.question for passage in texts if passage.question]

@@ -20,7 +20,12 @@ COMMITTED = Path(__file__).with_name("files")
 
 
 def demo_model_folder() -> Path:
-    """The committed demo model, a Hugging Face folder: pass it to `build_model`. Not to be written to."""
+    """The committed demo model, a Hugging Face folder: pass it to `build_model`. Not to be written to.
+
+    Raises: ConfigError if this installation came without it.
+    """
+    if not (COMMITTED / MADE).is_file():
+        raise ConfigError(f"no demo model in `{COMMITTED}`\nhint: `lockstep demo-model DIR --train` makes one")
     return COMMITTED
 
 
@@ -30,9 +35,10 @@ def copy_demo_model(folder: Path) -> bool:
     Raises: ConfigError if the folder holds anything but a demo model.
     """
     check_folder(folder)
-    if read_made(folder) == read_made(COMMITTED):
+    committed = demo_model_folder()
+    if read_made(folder) == read_made(committed):
         return False
-    replace_folder(folder, lambda part: shutil.copytree(COMMITTED, part, dirs_exist_ok=True))
+    replace_folder(folder, lambda part: shutil.copytree(committed, part, dirs_exist_ok=True))
     return True
 
 
