@@ -14,6 +14,7 @@ Reference: `grouped.grouped_linear_reference`.
 
 # Triton reads the source of this function: constants are upper case, as in its own kernels.
 # ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
