@@ -1,0 +1,51 @@
+"""One product for rows that are grouped: each row with its group's matrix. The reference, and who does it where.
+
+    rows       [ a a a ][ c c ][ d d d d ]      groups a, b, c, d end to end; b has none
+    ends         3 3 5 9                        int32, on the device: the CPU never looks at them
+    weights    [groups, outputs, inputs]
+
+On a GPU bfloat16 goes to torch's grouped product, which from Hopper on is one kernel of CUTLASS. For other dtypes and
+older GPUs torch would copy the ends to the CPU and wait; there our own kernel runs, `grouped_kernel.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+ALIGNED = 16  # bytes that torch's kernel wants rows of both operands to begin at
+
+
+def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row with the matrix of its group.
+
+    Args:
+        rows: [rows, inputs], groups end to end. weights: [groups, outputs, inputs].
+        ends: int32 [groups], on the same device: group g is rows [ends[g - 1]:ends[g]); the last is the number of rows.
+    Returns: [rows, outputs].
+    """
+    if rows.device.type != "cuda":
+        return grouped_linear_reference(rows, weights, ends)
+    if has_torch_kernel(rows, weights):
+        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    from lockstep.runtime.models.grouped_kernel import grouped_linear_triton
+
+    return grouped_linear_triton(rows, weights, ends)
+
+
+def grouped_linear_reference(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The same, group by group; asks the device for the ends."""
+    starts = [0, *ends.tolist()]
+    parts = [
+        F.linear(rows[start:stop], weight)
+        for weight, start, stop in zip(weights.unbind(), starts, starts[1:], strict=False)
+        if start != stop
+    ]
+    return torch.cat(parts) if parts else rows.new_empty(0, weights.shape[1])
+
+
+def has_torch_kernel(rows: Tensor, weights: Tensor) -> bool:
+    """Whether torch multiplies these on the device alone."""
+    aligned = all(size * rows.element_size() % ALIGNED == 0 for size in weights.shape[1:])
+    return rows.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
