@@ -1,0 +1,310 @@
+"""A model as a Hugging Face folder: its settings, its tensors, and everything that is wrong with them in one error.
+
+    config.json                      settings
+    model.safetensors                all tensors, or
+    model.safetensors.index.json     which file holds which tensor: model-00001-of-00004.safetensors, ...
+
+A model says what it wants as a list of `Wanted`; `load` compares all of it with what the files' headers tell before it
+reads the first tensor, and reads of each tensor only this rank's part. Nothing here can run code from a folder: tensors
+come from safetensors, and the pickles that older folders hold (`.bin`, `.pt`) are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SHOWN_PROBLEMS = 200
+RANDOM_STD = 0.02  # of random weights; what the papers of these models start training from
+
+
+class CheckpointError(ConfigError):
+    """A folder that cannot be loaded. `problems` are all that were found, one line each."""
+
+    def __init__(self, folder: Path, problems: Iterable[str], hint: str = "") -> None:
+        self.problems = tuple(problems)
+        shown = [f"  {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
+        if more := len(self.problems) - len(shown):
+            shown.append(f"  and {more:,} more")
+        what = "problem" if len(self.problems) == 1 else "problems"
+        text = "\n".join([f"`{folder}` cannot be loaded, {len(self.problems):,} {what}:", *shown])
+        super().__init__(text + (f"\nhint: {hint}" if hint else ""))
+
+
+# ------------------------------------------------------------------------------------------------ what a model asks for
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which part of a tensor a tensor-parallel rank keeps: a run of whole units along `dim`.
+
+        units 4, ranks 2    [ 0 1 | 2 3 ]
+        units 2, ranks 4    [ 0 | 0 | 1 | 1 ]      where `replicate` (kv heads)
+        units None          [ even | even | even, padded ]    for a vocabulary, which no number of ranks need divide
+    """
+
+    dim: int | None = None  # None: every rank keeps all of it
+    units: int | None = 1
+    replicate: bool = False
+
+    def local(self, total: int, ranks: int, what: str) -> int:
+        """Length of a rank's part of `total`, padding included. Raises ConfigError where units cannot be shared."""
+        if self.dim is None:
+            return total
+        if self.units is None:
+            return -(-total // ranks)
+        if self.units % ranks == 0:
+            return total // ranks
+        if self.replicate and ranks % self.units == 0:
+            return total // self.units
+        raise ConfigError(
+            f"the {self.units} units of `{what}` cannot be split over {ranks} ranks\n"
+            f"hint: choose a number of ranks that divides {self.units}"
+        )
+
+    def shard(self, total: int, rank: int, ranks: int) -> slice:
+        """The rank's part of `total`, without padding."""
+        size = self.local(total, ranks, "tensor")
+        if self.dim is None:
+            return slice(0, total)
+        index = rank if self.units is None or self.units % ranks == 0 else rank * self.units // ranks
+        return slice(min(index * size, total), min((index + 1) * size, total))
+
+
+WHOLE = Split()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor that a checkpoint must hold, and where this rank's part of it goes.
+
+    `into` is a view of a parameter: several tensors of a checkpoint may fill one parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # in the checkpoint, of all ranks together
+    into: Tensor
+    split: Split = WHOLE
+    initial: float | None = None  # with random weights: this value everywhere; None draws them
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a file's header says of one tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name
+
+    def __str__(self) -> str:
+        return _shaped(self.shape, self.dtype)
+
+
+class Checkpoint:
+    """An open folder. Tensors are read when asked for; headers were read at once.
+
+    Raises: CheckpointError if files are missing, damaged, contradict each other, or are pickles.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = read_config(folder)
+        self.stored: dict[str, Stored] = {}
+        self._open: dict[str, Any] = {}
+        self._closing = contextlib.ExitStack()
+        try:
+            self._read_headers()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Tensors that were read stay."""
+        self._closing.close()
+        self._open.clear()
+
+    def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
+        """A stored tensor on the CPU, or `part` of it along `dim`; only that is read."""
+        view = self._open[self.stored[name].file].get_slice(name)
+        tensor: Tensor = view[(slice(None),) * dim + (part,)] if dim is not None else view[:]
+        return tensor
+
+    def _read_headers(self) -> None:
+        placed, problems = self._files()
+        for file, names in placed.items():
+            try:
+                self._open[file] = self._closing.enter_context(safe_open(self.folder / file, framework="pt"))
+                found = set(self._open[file].keys())
+                facts = {name: self._open[file].get_slice(name) for name in found}
+            except (OSError, SafetensorError) as error:
+                problems.append(f"{file}: {error}")
+                continue
+            for name in sorted(found if names is None else found & names):
+                self.stored[name] = Stored(file, tuple(facts[name].get_shape()), facts[name].get_dtype())
+            problems += [f"{name}: {INDEX} says it is in {file}, which lacks it" for name in sorted((names or found) - found)]
+        if problems:
+            raise CheckpointError(self.folder, problems, "files that were cut short or mixed up: copy the folder again")
+
+    def _files(self) -> tuple[dict[str, set[str] | None], list[str]]:
+        """Names expected in each file, None for whatever it holds, and what is wrong with that."""
+        if (self.folder / SINGLE).is_file():
+            return {SINGLE: None}, []
+        if not (self.folder / INDEX).is_file():
+            pickles = sorted(path.name for pattern in PICKLES for path in self.folder.glob(pattern))
+            if pickles:
+                raise CheckpointError(
+                    self.folder,
+                    [f"{name} is a pickle, which may run code when it is read; only safetensors are read" for name in pickles],
+                    "many models also come as safetensors; transformers' `save_pretrained` writes them",
+                )
+            raise CheckpointError(self.folder, [f"neither {SINGLE} nor {INDEX} is there"])
+        index = _read_json(self.folder, INDEX)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(self.folder, [f"{INDEX} has no `weight_map` of tensors to files"])
+        placed: dict[str, set[str] | None] = {}
+        for name, file in weight_map.items():
+            expected = placed.setdefault(str(file), set())
+            assert expected is not None
+            expected.add(name)
+        problems = []
+        for file in sorted(placed):
+            if Path(file).name != file:
+                problems.append(f"{INDEX} names `{file}`, which is not a file of this folder")
+                del placed[file]
+            elif not (self.folder / file).is_file():
+                problems.append(f"{file} is missing, with {len(placed[file] or ()):,} tensors")
+                del placed[file]
+        return dict(sorted(placed.items())), problems
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json says. Raises CheckpointError if there is none."""
+    if not folder.is_dir():
+        raise CheckpointError(folder, ["there is no such folder"], "name a folder with config.json and safetensors")
+    return _read_json(folder, "config.json")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        data = json.loads((folder / name).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(folder, [f"{name} is missing"]) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(folder, [f"{name}: {error}"]) from None
+    if not isinstance(data, dict):
+        raise CheckpointError(folder, [f"{name} must hold a JSON object, got {type(data).__name__}"])
+    return data
+
+
+# ------------------------------------------------------------------------------------------------------------- filling
+
+
+def load(
+    wanted: Iterable[Wanted],
+    checkpoint: Checkpoint,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    surplus: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Fill what a model wants from a checkpoint.
+
+    Args:
+        surplus: tells names that a checkpoint may hold although the model does not want them.
+    Raises: CheckpointError with every missing, surplus, wrongly shaped or wrongly typed tensor, before anything is
+        read; or with every tensor whose values do not fit into the dtype of the model.
+    """
+    by_name = {want.name: want for want in wanted}
+    problems = [problem for want in by_name.values() if (problem := _mismatch(want, checkpoint.stored.get(want.name)))]
+    problems += [
+        f"{name}: not a tensor of this model, found {stored}"
+        for name, stored in sorted(checkpoint.stored.items())
+        if name not in by_name and not surplus(name)
+    ]
+    if problems:
+        raise CheckpointError(checkpoint.folder, problems, "config.json and the tensors must be of one model")
+    for want in sorted(by_name.values(), key=lambda want: (checkpoint.stored[want.name].file, want.name)):
+        split = want.split
+        if split.dim is None:
+            tensor = checkpoint.read(want.name)
+        else:
+            tensor = checkpoint.read(want.name, split.dim, split.shard(want.shape[split.dim], rank, ranks))
+        _place(tensor, want)
+        if want.into.dtype == torch.float16 and tensor.dtype != torch.float16 and not _fits_float16(tensor):
+            problems.append(f"{want.name}: holds values above 65,504, the largest of float16")
+    if problems:
+        raise CheckpointError(checkpoint.folder, problems, "load it as bfloat16 or float32")
+
+
+def fill_randomly(wanted: Iterable[Wanted], seed: int, *, rank: int = 0, ranks: int = 1) -> None:
+    """Fill what a model wants with small random values instead of a checkpoint's.
+
+    A tensor's values depend on seed, name, shape and kind of device: not on other tensors, nor on the number of ranks.
+    """
+    for want in wanted:
+        if want.initial is not None:
+            want.into.fill_(want.initial)
+            continue
+        digest = hashlib.blake2b(f"{seed}/{want.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device=want.into.device)
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        tensor = torch.empty(want.shape, dtype=torch.float32, device=want.into.device)
+        tensor.normal_(0.0, RANDOM_STD, generator=generator)
+        if want.split.dim is not None:
+            part = want.split.shard(want.shape[want.split.dim], rank, ranks)
+            tensor = tensor.narrow(want.split.dim, part.start, part.stop - part.start)
+        _place(tensor, want)
+
+
+def _mismatch(want: Wanted, stored: Stored | None) -> str | None:
+    expected = _shaped(want.shape, "/".join(DTYPES))
+    if stored is None:
+        return f"{want.name}: missing, expected {expected}"
+    if stored.shape != want.shape or stored.dtype not in DTYPES:
+        return f"{want.name}: expected {expected}, found {stored}"
+    return None
+
+
+def _place(tensor: Tensor, want: Wanted) -> None:
+    """Copy; where a padded part is longer than what there is, zeros follow."""
+    into = want.into
+    if into.shape != tensor.shape:
+        assert want.split.dim is not None
+        assert want.split.units is None
+        length = tensor.shape[want.split.dim]
+        into.narrow(want.split.dim, length, into.shape[want.split.dim] - length).zero_()
+        into = into.narrow(want.split.dim, 0, length)
+    into.copy_(tensor)
+
+
+def _fits_float16(tensor: Tensor) -> bool:
+    return bool(tensor.float().abs().max() <= torch.finfo(torch.float16).max) if tensor.numel() else True
+
+
+def _shaped(shape: tuple[int, ...], dtype: str) -> str:
+    return f"[{', '.join(map(str, shape))}] {dtype}"

@@ -1,0 +1,72 @@
+"""Models by architecture. A new one is a file here that registers a function; its name is added to the imports below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.core.errors import ConfigError
+from lockstep.runtime.checkpoint import Checkpoint, fill_randomly, load, read_config
+from lockstep.runtime.models import llama as llama
+from lockstep.runtime.models import qwen2 as qwen2
+from lockstep.runtime.models import qwen3 as qwen3
+from lockstep.runtime.models import qwen3_moe as qwen3_moe
+from lockstep.runtime.models.decoder import Decoder as Decoder
+from lockstep.runtime.models.layers import Maker
+from lockstep.runtime.models.layers import Parallel as Parallel
+from lockstep.runtime.models.registry import BUILDERS
+from lockstep.runtime.models.settings import DTYPES, ConfigReader
+from lockstep.runtime.models.settings import ModelSettings as ModelSettings
+
+
+def build_model(
+    source: str | Path | Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    random_weights_seed: int | None = None,
+    parallel: Parallel | None = None,
+) -> Decoder:
+    """A model ready to run, without gradients.
+
+    Args:
+        source: a Hugging Face folder; or what its config.json says, which needs `random_weights_seed`.
+        dtype: of the parameters; None takes that of config.json.
+        random_weights_seed: fill with small random values instead of the folder's; only config.json is read.
+        parallel: this rank's part, with how partial results are summed; None is the whole model.
+    Raises: ConfigError for settings that cannot be served; CheckpointError, which is one, for tensors.
+    """
+    folder = None if isinstance(source, Mapping) else Path(source)
+    config: Mapping[str, Any] = read_config(folder) if folder is not None else source  # type: ignore[assignment]
+    if folder is None and random_weights_seed is None:
+        raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
+    if dtype is None:
+        reader = ConfigReader(config)
+        dtype = reader.dtype()
+        reader.check()
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
+    parallel = parallel or Parallel()
+    with torch.no_grad():
+        model = _builder(config)(config, Maker(dtype, torch.device(device), parallel))
+        if random_weights_seed is not None or folder is None:
+            fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)
+        else:
+            with Checkpoint(folder) as checkpoint:
+                wanted = model.tensors()
+                load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
+    return model.eval()
+
+
+def _builder(config: Mapping[str, Any]) -> Any:
+    names = config.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in BUILDERS:
+        raise ConfigError(
+            f"`architectures` of config.json must begin with one of {', '.join(sorted(BUILDERS))}, got `{name}`\n"
+            f"hint: a model is one file in lockstep/runtime/models/"
+        )
+    return BUILDERS[name]

@@ -1,0 +1,105 @@
+"""The decoder that all models here are: embeddings, layers of attention and MLP, a last norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.checkpoint import Wanted
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.models.experts import Experts
+from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, Vocabulary
+from lockstep.runtime.models.rope import Rotary
+from lockstep.runtime.models.settings import ModelSettings
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, make: Maker, layer: int, settings: ModelSettings, qk_norm: bool) -> None:
+        super().__init__()
+        self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
+        self.attention = Attention(
+            make,
+            layer,
+            hidden=settings.hidden,
+            heads=settings.heads,
+            kv_heads=settings.kv_heads,
+            head_dim=settings.head_dim,
+            bias=settings.attention_bias,
+            output_bias=settings.output_bias,
+            norm_eps=settings.norm_eps if qk_norm else None,
+        )
+        self.mlp_norm = RmsNorm(make, settings.hidden, settings.norm_eps)
+        self.mlp: Mlp | Experts
+        if settings.experts is None or layer in settings.experts.dense_layers:
+            self.mlp = Mlp(make, settings.hidden, settings.intermediate)
+        else:
+            self.mlp = Experts(make, settings.hidden, settings.experts)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """[tokens, hidden] to the same shape."""
+        hidden = hidden + self.attention(self.norm(hidden), rotation, batch, attention)
+        added: Tensor = self.mlp(self.mlp_norm(hidden))
+        return hidden + added
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        yield from self.norm.tensors(f"{prefix}.input_layernorm")
+        yield from self.attention.tensors(f"{prefix}.self_attn")
+        yield from self.mlp_norm.tensors(f"{prefix}.post_attention_layernorm")
+        yield from self.mlp.tensors(f"{prefix}.mlp")
+
+
+class Decoder(nn.Module):
+    """A causal language model of one rank.
+
+    What a pool and an attention backend must be made for: `layers`, `heads` and `kv_heads` of this rank, `head_dim`,
+    and `scale`, by which scores are multiplied before the softmax.
+    """
+
+    def __init__(self, make: Maker, settings: ModelSettings, *, qk_norm: bool = False) -> None:
+        super().__init__()
+        self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
+        self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
+        self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
+        self.stack = nn.ModuleList(Layer(make, layer, settings, qk_norm) for layer in range(settings.layers))
+        self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
+        self.head = self.embeddings if settings.tied else Vocabulary(make, settings.vocab, settings.hidden)
+        query, key, _ = self.stack[0].attention.qkv.sizes
+        self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
+        self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """Hidden states behind the last norm, [tokens, hidden]. The backend was planned for this batch."""
+        hidden = self.embeddings.embed(batch.token_ids)
+        rotation = self.rotary(batch.positions)
+        for layer in self.stack:
+            hidden = layer(hidden, rotation, batch, attention)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[samples, hidden], taken from what `forward` gave at `batch.logits_at`, to float32 [samples, vocab]."""
+        return self.head.logits(hidden)
+
+    def tensors(self) -> Iterator[Wanted]:
+        """Every tensor of the checkpoint that it is filled from."""
+        yield from self.embeddings.tensors("model.embed_tokens")
+        for index, layer in enumerate(self.stack):
+            assert isinstance(layer, Layer)
+            yield from layer.tensors(f"model.layers.{index}")
+        yield from self.norm.tensors("model.norm")
+        if self.head is not self.embeddings:
+            yield from self.head.tensors("lm_head")
+
+    def surplus(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor although it is not read: it follows from others."""
+        return name.endswith(".rotary_emb.inv_freq") or (self.settings.tied and name == "lm_head.weight")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters on this rank."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())

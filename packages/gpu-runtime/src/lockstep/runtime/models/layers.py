@@ -1,0 +1,251 @@
+"""What the models share: norm, rotary positions, linear layers that ranks may split, attention, and the two MLPs.
+
+A layer is made by a `Maker`, which knows dtype, device and this rank's part, and says with `tensors(prefix)` which
+tensors of a checkpoint it is filled from. One weight may be filled from several of them: q, k and v are one product.
+
+    checkpoint        q_proj [heads * d, hidden]   k_proj [kv_heads * d, hidden]   v_proj [kv_heads * d, hidden]
+    rank r of R       rows of heads r*H/R...       rows of its kv heads            the same
+    weight            [ q rows ][ k rows ][ v rows ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.checkpoint import Split, Wanted
+from lockstep.runtime.forward import ForwardBatch
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This rank among those that split one model, and how they put partial results together.
+
+    `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` lays the ranks' [samples, vocab / ranks] side by side.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _unchanged
+    all_gather: Callable[[Tensor], Tensor] = _unchanged
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"`rank` must be 0 to {self.ranks - 1}, got {self.rank}")
+        if self.ranks > 1 and _unchanged in (self.all_reduce, self.all_gather):
+            raise ValueError(f"{self.ranks} ranks need `all_reduce` and `all_gather`")
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """How the parameters of a model are made: empty, to be filled from a checkpoint or at random."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    parallel: Parallel = field(default_factory=Parallel)
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """A parameter of this rank without values."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+
+    def __init__(self, make: Maker, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = make.empty(size), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., size] to the same shape and dtype."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        yield Wanted(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data, initial=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One matrix of a checkpoint in a ColumnLinear: its name, rows in all, and the units that ranks share.
+
+    With `replicate`, and fewer units than ranks, each unit is kept by several ranks (kv heads).
+    """
+
+    name: str
+    outputs: int
+    units: int
+    replicate: bool = False
+
+
+class ColumnLinear(nn.Module):
+    """Matrices that read the same input as one product; ranks share their rows, so results stay on the rank."""
+
+    def __init__(self, make: Maker, inputs: int, parts: Sequence[Part], bias: bool = False) -> None:
+        super().__init__()
+        self.inputs, self.parts, self.parallel = inputs, tuple(parts), make.parallel
+        self.splits = [Split(0, part.units, part.replicate) for part in parts]
+        ranks = make.parallel.ranks
+        self.sizes = [
+            split.local(part.outputs, ranks, part.name) for split, part in zip(self.splits, parts, strict=True)
+        ]
+        self.weight = make.empty(sum(self.sizes), inputs)
+        self.bias = make.empty(sum(self.sizes)) if bias else None
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[tokens, inputs] to one [tokens, rows of this rank] for each part."""
+        return F.linear(hidden, self.weight, self.bias).split(self.sizes, dim=-1)
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        for part, split, weight in zip(self.parts, self.splits, self.weight.data.split(self.sizes), strict=True):
+            yield Wanted(f"{prefix}.{part.name}.weight", (part.outputs, self.inputs), weight, split)
+        if self.bias is not None:
+            for part, split, bias in zip(self.parts, self.splits, self.bias.data.split(self.sizes), strict=True):
+                yield Wanted(f"{prefix}.{part.name}.bias", (part.outputs,), bias, split)
+
+
+class RowLinear(nn.Module):
+    """A matrix whose columns ranks share: each reads what is on it, and the results are summed over the ranks."""
+
+    def __init__(self, make: Maker, name: str, inputs: int, outputs: int, units: int, bias: bool = False) -> None:
+        super().__init__()
+        self.name, self.shape, self.parallel = name, (outputs, inputs), make.parallel
+        self.split = Split(1, units)
+        self.weight = make.empty(outputs, self.split.local(inputs, make.parallel.ranks, name))
+        self.bias = make.empty(outputs) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, columns of this rank] to [tokens, outputs], equal on all ranks."""
+        if self.parallel.ranks == 1:
+            return F.linear(hidden, self.weight, self.bias)
+        summed = self.parallel.all_reduce(F.linear(hidden, self.weight))
+        return summed if self.bias is None else summed + self.bias
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        yield Wanted(f"{prefix}.{self.name}.weight", self.shape, self.weight.data, self.split)
+        if self.bias is not None:
+            yield Wanted(f"{prefix}.{self.name}.bias", self.shape[:1], self.bias.data)
+
+
+class Vocabulary(nn.Module):
+    """A row of `hidden` values for each token, as embeddings and as the last product. Ranks share the rows.
+
+    Where the ranks do not divide the vocabulary, the last of them keep rows of zeros behind it.
+    """
+
+    def __init__(self, make: Maker, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.vocab, self.parallel = vocab, make.parallel
+        self.split = Split(0, units=None)
+        self.weight = make.empty(self.split.local(vocab, make.parallel.ranks, "tokens"), hidden)
+        self.first = make.parallel.rank * len(self.weight)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [tokens] to [tokens, hidden]."""
+        if self.parallel.ranks == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        mine = (local >= 0) & (local < len(self.weight))
+        found = F.embedding(local.clamp(0, len(self.weight) - 1), self.weight)
+        return self.parallel.all_reduce(found.masked_fill(~mine[:, None], 0.0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[samples, hidden] to float32 [samples, vocab]."""
+        logits = F.linear(hidden, self.weight)
+        if self.parallel.ranks > 1:
+            logits = self.parallel.all_gather(logits)[:, : self.vocab]
+        return logits.float()
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        shape = (self.vocab, self.weight.shape[1])
+        yield Wanted(f"{prefix}.weight", shape, self.weight.data, self.split)
+
+
+class Mlp(nn.Module):
+    """silu(gate(x)) * up(x), then down."""
+
+    def __init__(self, make: Maker, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        parts = [Part(name, intermediate, intermediate) for name in ("gate_proj", "up_proj")]
+        self.gate_up = ColumnLinear(make, hidden, parts)
+        self.down = RowLinear(make, "down_proj", intermediate, hidden, intermediate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] to the same shape."""
+        gate, up = self.gate_up(hidden)
+        return self.down(F.silu(gate) * up)
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        yield from self.gate_up.tensors(prefix)
+        yield from self.down.tensors(prefix)
+
+
+class Attention(nn.Module):
+    """Projections, optional norms of query and key by head, rotary positions; attending is the backend's."""
+
+    def __init__(
+        self,
+        make: Maker,
+        layer: int,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, head_dim
+        parts = [
+            Part("q_proj", heads * head_dim, heads),
+            Part("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
+            Part("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
+        ]
+        self.qkv = ColumnLinear(make, hidden, parts, bias)
+        self.output = RowLinear(make, "o_proj", heads * head_dim, hidden, heads, output_bias)
+        self.query_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
+        self.key_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """[tokens, hidden] to the same shape."""
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(hidden))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotation.turn(query), rotation.turn(key)
+        return self.output(attention.run(self.layer, query, key, value, batch).flatten(-2))
+
+    def tensors(self, prefix: str) -> Iterator[Wanted]:
+        """What fills it."""
+        yield from self.qkv.tensors(prefix)
+        yield from self.output.tensors(prefix)
+        if self.query_norm is not None and self.key_norm is not None:
+            yield from self.query_norm.tensors(f"{prefix}.q_norm")
+            yield from self.key_norm.tensors(f"{prefix}.k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of one pass, [tokens, 1, head_dim / 2] each in the dtype of the model, used in every layer."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Rotate [tokens, heads, head_dim]; the first half of a head is paired with the second."""
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)

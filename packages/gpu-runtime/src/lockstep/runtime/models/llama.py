@@ -1,0 +1,17 @@
+"""Llama 3, 3.1, 3.2 (text) and what shares its form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.runtime.models.decoder import Decoder
+from lockstep.runtime.models.layers import Maker
+from lockstep.runtime.models.registry import architecture
+from lockstep.runtime.models.settings import read_decoder
+
+
+@architecture("LlamaForCausalLM")
+def llama(config: Mapping[str, Any], make: Maker) -> Decoder:
+    """`attention_bias` adds a bias to all four products of attention."""
+    return Decoder(make, read_decoder(config, architecture="LlamaForCausalLM"))

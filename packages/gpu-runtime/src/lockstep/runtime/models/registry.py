@@ -1,0 +1,25 @@
+"""Which function builds which architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.runtime.models.decoder import Decoder
+from lockstep.runtime.models.layers import Maker
+
+Builder = Callable[[Mapping[str, Any], Maker], Decoder]
+
+BUILDERS: dict[str, Builder] = {}  # by `architectures[0]` of config.json
+
+
+def architecture(name: str) -> Callable[[Builder], Builder]:
+    """Register what builds the architecture of that name, with weights still to be filled."""
+
+    def register(builder: Builder) -> Builder:
+        if name in BUILDERS:
+            raise ValueError(f"{name} is built by {BUILDERS[name].__name__} already")
+        BUILDERS[name] = builder
+        return builder
+
+    return register

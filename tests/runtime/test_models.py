@@ -1,0 +1,292 @@
+"""Our models against transformers: the same random weights, the same logits, however the tokens are split over passes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.runtime.models import Decoder, Parallel, build_model  # noqa: E402
+from lockstep.runtime.models.experts import grouped_linear  # noqa: E402
+from lockstep.runtime.models.rope import RopeSettings, read_rope  # noqa: E402
+from tests.support.torch_attention import Passes  # noqa: E402
+
+TOLERANCE = 1e-4  # relative to the largest logit
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "initializer_range": 0.3,  # so that a wrong weight or position shows
+    "eos_token_id": 1,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# What is special in each: the class of transformers' config, and its settings.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"rope_theta": 500.0}),
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama, biases": ("LlamaConfig", {"attention_bias": True}),
+    "llama 3.1 positions": ("LlamaConfig", {"rope_theta": 50_000.0, "rope_scaling": LLAMA3}),
+    "llama, linear positions": ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
+    "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3, no groups": ("Qwen3Config", {"head_dim": 10, "num_key_value_heads": 4}),
+    "qwen3, yarn": (
+        "Qwen3Config",
+        {
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True, **EXPERTS}),
+    "qwen3-moe, weights as they are": ("Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": False, **EXPERTS}),
+    "qwen3-moe, a dense layer": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0], **EXPERTS},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Decoder]]:
+    """A model of transformers with random weights, and ours, loaded from what it saved."""
+    folder = tmp_path_factory.mktemp("model")
+    theirs = save_model(folder, request.param)
+    yield theirs, build_model(folder, torch.float32)
+
+
+def save_model(folder: Path, case: str, shard_size: str = "1GB") -> Any:
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    config_class, special = CASES[case]
+    torch.manual_seed(7)
+    config = getattr(transformers, config_class)(**(SMALL | special))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # which they start at 0 or 1, where a mistake would hide
+            if "bias" in name or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+def expected(theirs: Any, tokens: list[int]) -> Any:
+    with torch.no_grad():
+        return theirs(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    assert ours.shape == theirs.shape
+    assert ours.dtype == torch.float32
+    largest = theirs.abs().max().item()
+    assert largest > 0.5, "logits this small would agree whatever they are"
+    assert (ours - theirs).abs().max().item() <= TOLERANCE * largest
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, SMALL["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_prefill(pair: tuple[Any, Decoder]) -> None:
+    theirs, ours = pair
+    prompts = {2: some_tokens(13, 1), 0: some_tokens(1, 2), 3: some_tokens(24, 3)}
+    for row, logits in Passes(ours).run(prompts).items():
+        assert_close(logits, expected(theirs, prompts[row]))
+
+
+def test_chunked_prefill(pair: tuple[Any, Decoder]) -> None:
+    theirs, ours = pair
+    passes, prompt = Passes(ours), some_tokens(23, 4)
+    chunks = [passes.run({1: prompt[start:stop]})[1] for start, stop in ((0, 7), (7, 8), (8, 21), (21, 23))]
+    assert_close(torch.cat(chunks), expected(theirs, prompt))
+
+
+def test_decode(pair: tuple[Any, Decoder]) -> None:
+    theirs, ours = pair
+    passes = Passes(ours)
+    texts = {row: some_tokens(12, 10 + row) for row in range(4)}
+    first = passes.run({row: text[: 3 + row] for row, text in texts.items()})
+    parts = {row: [logits] for row, logits in first.items()}
+    for step in range(5):
+        batch = {row: [text[3 + row + step]] for row, text in texts.items()}
+        for row, logits in passes.run(batch, extend_rows=0).items():
+            parts[row].append(logits)
+    for row, text in texts.items():
+        assert_close(torch.cat(parts[row]), expected(theirs, text[: 8 + row]))
+
+
+def test_mixed_batch(pair: tuple[Any, Decoder]) -> None:
+    theirs, ours = pair
+    passes = Passes(ours)
+    texts = {row: some_tokens(20, 20 + row) for row in range(4)}
+    before = passes.run({0: texts[0][:6], 1: texts[1][:9], 3: texts[3][:2]})
+    mixed = passes.run({3: texts[3][2:11], 2: texts[2][:5], 0: texts[0][6:7], 1: texts[1][9:10]}, extend_rows=2)
+    for row in (0, 1, 3):
+        logits = torch.cat([before[row], mixed[row]])
+        assert_close(logits, expected(theirs, texts[row][: len(logits)]))
+    assert_close(mixed[2], expected(theirs, texts[2][:5]))
+
+
+def test_a_prefix_on_shared_pages(pair: tuple[Any, Decoder]) -> None:
+    theirs, ours = pair
+    passes, prefix = Passes(ours), some_tokens(8, 30)
+    passes.run({0: prefix})
+    passes.table[1, :2] = passes.table[0, :2]  # two full pages of four
+    passes.lengths[1] = 8
+    rest = some_tokens(6, 31)
+    assert_close(passes.run({1: rest})[1], expected(theirs, prefix + rest)[8:])
+
+
+# ------------------------------------------------------------------------------------------------------------- by ranks
+
+
+class Ranks:
+    """Ranks as threads that meet to sum or to join their results, in the order of the ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.parts = ranks, [torch.empty(0)] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=30)
+
+    def parallel(self, rank: int) -> Parallel:
+        def met(put: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+            def meet(tensor: Any) -> Any:
+                self.parts[rank] = tensor
+                self.barrier.wait()
+                together = put(list(self.parts))
+                self.barrier.wait()
+                return together
+
+            return meet
+
+        return Parallel(
+            rank, self.ranks, met(lambda parts: torch.stack(parts).sum(0)), met(lambda parts: torch.cat(parts, -1))
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # with 4 ranks, each of the two kv heads is on two of them
+@pytest.mark.parametrize("case", ["llama, biases", "llama, tied", "qwen3", "qwen3-moe"])
+def test_ranks_together_give_what_one_gives(case: str, ranks: int, tmp_path: Path) -> None:
+    theirs = save_model(tmp_path, case)
+    prompt, meeting = some_tokens(11, 40), Ranks(ranks)
+
+    def run(rank: int) -> tuple[Decoder, Any]:
+        model = build_model(tmp_path, torch.float32, parallel=meeting.parallel(rank))
+        return model, Passes(model).run({0: prompt})[0]
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(run, range(ranks)))
+    for model, logits in results:
+        assert (model.heads, model.kv_heads) == (4 // ranks, max(2 // ranks, 1))
+        assert_close(logits, expected(theirs, prompt))
+        assert torch.equal(logits, results[0][1])
+
+
+def test_random_weights_do_not_depend_on_the_ranks() -> None:
+    config = SMALL | {"architectures": ["LlamaForCausalLM"]}
+    whole = {want.name: want.into for want in build_model(config, random_weights_seed=3).tensors()}
+    meeting = Ranks(2)
+    for rank in range(2):
+        part = build_model(config, random_weights_seed=3, parallel=meeting.parallel(rank))
+        for want in part.tensors():
+            full = whole[want.name]
+            if want.split.dim is not None:
+                kept = want.split.shard(want.shape[want.split.dim], rank, 2)
+                full = full.narrow(want.split.dim, kept.start, kept.stop - kept.start)
+            assert torch.equal(want.into[: full.shape[0]], full), want.name
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    config = SMALL | {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ConfigError, match="the 4 units of `q_proj` cannot be split over 3 ranks"):
+        build_model(config, random_weights_seed=0, parallel=Ranks(3).parallel(0))
+
+
+# ------------------------------------------------------------------------------------------------- settings and weights
+
+
+def test_random_weights_follow_from_the_seed() -> None:
+    config = SMALL | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, **EXPERTS}
+    first, again, other = (build_model(config, random_weights_seed=seed) for seed in (5, 5, 6))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.embeddings.weight, other.embeddings.weight)
+    assert not torch.equal(first.embeddings.weight, first.head.weight)
+    assert all(parameter.isfinite().all() for parameter in first.parameters())
+
+
+def test_a_model_in_bfloat16_gives_float32_logits() -> None:
+    config = SMALL | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "dtype": "bfloat16", **EXPERTS}
+    model = build_model(config, random_weights_seed=5)
+    passes = Passes(model)
+    batch = passes.batch({0: some_tokens(5, 1)}, extend_rows=1)
+    with torch.no_grad():
+        hidden = model(batch, passes.attention)
+        logits = model.logits(hidden)
+    assert (hidden.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    close = Passes(build_model(config, torch.float32, random_weights_seed=5)).run({0: some_tokens(5, 1)})[0]
+    assert (logits - close).abs().max() <= 0.05 * close.abs().max()
+
+
+def test_the_grouped_product_of_the_gpu_takes_the_same_groups() -> None:
+    rows, weights = torch.randn(9, 16), torch.randn(5, 24, 16)
+    ends = torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32)  # the second and the last group are empty
+    expected_rows = torch.cat([rows[:2] @ weights[0].T, rows[2:5] @ weights[2].T, rows[5:] @ weights[3].T])
+    assert torch.allclose(grouped_linear(rows, weights, ends), expected_rows, atol=1e-5)
+    on_gpu = torch.nn.functional.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    assert torch.allclose(on_gpu, expected_rows, atol=1e-5)
+
+
+def test_everything_wrong_with_a_config_is_said_at_once() -> None:
+    config = SMALL | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_act": "gelu",
+        "num_key_value_heads": 3,
+        "vocab_size": 0,
+        "rms_norm_eps": "small",
+        "use_sliding_window": True,
+        "quantization_config": {"quant_method": "fp8"},
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build_model(config, torch.float32, random_weights_seed=0)
+    for name in (
+        "hidden_act num_key_value_heads vocab_size rms_norm_eps use_sliding_window quantization_config rope_scaling "
+        "num_experts num_experts_per_tok moe_intermediate_size"
+    ).split():
+        assert f"`{name}`" in str(caught.value)
+
+
+def test_an_unknown_architecture_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"one of LlamaForCausalLM, .*got `MambaForCausalLM`"):
+        build_model({"architectures": ["MambaForCausalLM"]}, torch.float32, random_weights_seed=0)
+
+
+def test_a_config_without_a_folder_needs_a_seed() -> None:
+    with pytest.raises(ConfigError, match="random_weights_seed"):
+        build_model(SMALL | {"architectures": ["LlamaForCausalLM"]}, torch.float32)
+
+
+def test_rope_settings_are_read_in_both_forms() -> None:
+    problems: list[str] = []
+    older = read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, problems)
+    newer = read_rope({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}}, problems)
+    assert older == newer == RopeSettings(theta=5e5, kind="linear", factor=2.0)
+    assert not problems
+    read_rope({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, problems)
+    assert problems == [
+        "`rope_scaling` of type `llama3` lacks `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`"
+    ]

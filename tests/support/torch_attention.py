@@ -1,0 +1,98 @@
+"""Attention row by row over a KvPool, and passes over a few rows whose pages lie anywhere: for tests of models."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.models import Decoder
+
+
+class RowByRow:
+    """Each row gathers its positions from the pool and attends to them; nothing is clever."""
+
+    name = "row by row"
+
+    def __init__(self, pool: KvPool, scale: float) -> None:
+        self.pool, self.scale = pool, scale
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Nothing depends on the batch."""
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        """See AttentionBackend."""
+        self.pool.write(layer, key, value, batch)
+        size, mixed = self.pool.page_size, []
+        indptr = batch.indptr.tolist()
+        for index, (start, stop) in enumerate(zip(batch.starts_host, batch.lengths_host, strict=True)):
+            pages = batch.page_table[int(batch.rows[index]), : -(-int(stop) // size)].long()
+            keys = self.pool.keys[layer][pages].flatten(0, 1)[: int(stop)].to(query.dtype)
+            values = self.pool.values[layer][pages].flatten(0, 1)[: int(stop)].to(query.dtype)
+            sees = torch.arange(int(stop))[None] <= torch.arange(int(start), int(stop))[:, None]
+            part = query[indptr[index] : indptr[index + 1]]
+            mixed.append(
+                F.scaled_dot_product_attention(
+                    part.transpose(0, 1),
+                    keys.transpose(0, 1),
+                    values.transpose(0, 1),
+                    attn_mask=sees,
+                    scale=self.scale,
+                    enable_gqa=True,
+                ).transpose(0, 1)
+            )
+        return torch.cat(mixed)
+
+
+class Passes:
+    """Runs a model over rows that grow: row r holds the tokens given to it so far, on pages in random order."""
+
+    def __init__(self, model: Decoder, *, rows: int = 4, pages_each: int = 8, page_size: int = 4, seed: int = 0) -> None:
+        self.model = model
+        self.pool = KvPool(
+            model.layers, rows * pages_each, page_size, model.kv_heads, model.head_dim, model.dtype, model.device
+        )
+        for kept in (*self.pool.keys, *self.pool.values):
+            kept.fill_(float("nan"))  # what nobody wrote must not be read
+        pages = np.random.default_rng(seed).permutation(rows * pages_each).reshape(rows, pages_each)
+        self.table = torch.from_numpy(pages.astype(np.int32))
+        self.lengths = [0] * rows
+        self.attention = RowByRow(self.pool, model.scale)
+
+    def batch(self, new: dict[int, list[int]], extend_rows: int) -> ForwardBatch:
+        """A pass over new tokens by row, in the order given; all of them have their logits computed."""
+        rows = np.array(list(new), np.int32)
+        starts = np.array([self.lengths[row] for row in new], np.int32)
+        counts = np.array([len(tokens) for tokens in new.values()], np.int32)
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        by_row = np.repeat(rows, counts)
+        size = self.pool.page_size
+        slots = self.table.numpy()[by_row, positions // size].astype(np.int64) * size + positions % size
+        for row, count in zip(new, counts, strict=True):
+            self.lengths[row] += int(count)
+        return ForwardBatch(
+            token_ids=torch.tensor([token for tokens in new.values() for token in tokens], dtype=torch.int64),
+            positions=torch.from_numpy(positions.astype(np.int64)),
+            slots=torch.from_numpy(slots),
+            rows=torch.from_numpy(rows),
+            indptr=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            lengths=torch.from_numpy(starts + counts),
+            page_table=self.table,
+            logits_at=torch.arange(int(counts.sum())),
+            extend_rows=extend_rows,
+            starts_host=starts,
+            lengths_host=starts + counts,
+        )
+
+    def run(self, new: dict[int, list[int]], extend_rows: int | None = None) -> dict[int, Tensor]:
+        """Logits of every new token by row, float32 [tokens, vocab] each."""
+        batch = self.batch(new, len(new) if extend_rows is None else extend_rows)
+        self.attention.plan(batch)
+        with torch.no_grad():
+            hidden = self.model(batch, self.attention)
+            logits = self.model.logits(hidden[batch.logits_at])
+        parts = logits.split([len(tokens) for tokens in new.values()])
+        return dict(zip(new, parts, strict=True))
