@@ -1,0 +1,213 @@
+"""From logits to tokens, for a batch in which every row has its own settings.
+
+The order of operations, per row; a step runs only if some row of the batch needs it:
+
+    0  raw logprobs        where asked for, of the model's own distribution: softmax of the logits as given
+    1  logit processors    those of installed packages that the request named
+    2  bias                logit += bias, of the token ids in `logit_bias`
+    3  min_new ban         stop tokens get logit -1e30 until min_new_tokens are drawn
+    4  mask                -inf to what a grammar does not allow
+    5  penalties           repetition (prompt and output; a positive logit is divided, a negative one multiplied), then
+                           frequency x count and presence (output only) are subtracted
+    6  greedy rows         temperature 0: the largest logit, of several the lowest id. Done.
+    7  temperature         z = (logit - largest) / temperature
+    8  top-k               tokens of which fewer than k are larger
+    9  top-p               of these, tokens whose larger ones do not yet sum up to top_p of what top-k kept
+    10 min-p               tokens at least min_p times as likely as the likeliest
+    11 draw                the largest z + Gumbel noise of (seed, position, token id)
+
+What users of other engines find the same, and what not:
+
+- Hugging Face applies top-k, top-p, min-p in this order, too. vLLM V1 applies min-p before top-k and top-p, so that
+  top-p is a share of what min-p kept; SGLang applies top-k and top-p jointly, top-p being a share of everything, unless
+  min-p is set, and then as here.
+- Tokens that tie at the border of top-k or top-p are kept all. Engines that sort keep some of them, by their sort.
+- Bias comes before penalties, as in vLLM. -1e30 instead of -inf for the ban: where a mask allows nothing but stop
+  tokens, other engines have nothing left to draw; here the ban gives way.
+- Logprobs are raw by default, as in vLLM ("raw_logprobs") and in OpenAI's API, with one difference to vLLM: there a
+  grammar's mask is already applied. `logprobs="processed"` gives those of the distribution drawn from, after step 10;
+  of a greedy row those after step 5.
+- A seed gives the same tokens whatever else runs, and on any backend; in other engines it does so only for the same
+  place in the same batch, or not with every kernel.
+
+Extreme logits: +inf wins for certain, -inf never does, a NaN anywhere makes its row invalid, and so does a row in which
+nothing is allowed. An invalid row draws token 0, so that whoever reads its newest token reads a real one; `invalid`
+says that it means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+from lockstep.runtime.sampling import reference
+from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of
+from lockstep.runtime.sampling.processors import LogitProcessor
+from lockstep.runtime.sampling.table import LOG_MIN_P, TEMPERATURE, SamplingTable
+
+Backend = Literal["auto", "torch", "triton"]
+LogprobsMode = Literal["raw", "processed"]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one batch drew, on the device. Of rows that asked for no logprobs, logprobs are NaN and top ids -1."""
+
+    tokens: Tensor  # int32 [samples]
+    invalid: Tensor  # bool [samples]
+    logprobs: Tensor | None = None  # float32 [samples], where a row asked for them
+    top_ids: Tensor | None = None  # int32 [samples, most that a row asked for], likeliest first
+    top_logprobs: Tensor | None = None  # float32, the same shape
+
+
+class Sampler:
+    """Draws tokens by the settings in a table.
+
+    Args:
+        table: the rows' settings. Its `processors` names must be those given here.
+        backend: "triton" or "torch"; "auto" takes Triton on a CUDA device where it is installed. They draw the same.
+        logprobs: "raw", of the model's distribution, or "processed", of the one drawn from.
+        processors: the enabled logit processors, from `processors.load`, in the order in which they apply.
+    """
+
+    def __init__(
+        self,
+        table: SamplingTable,
+        *,
+        backend: Backend = "auto",
+        logprobs: LogprobsMode = "raw",
+        processors: Mapping[str, LogitProcessor] | None = None,
+    ) -> None:
+        if logprobs not in get_args(LogprobsMode):
+            raise ConfigError(f"`logprobs` must be raw or processed, got `{logprobs}`\nhint: raw is the model's own")
+        self.processors = dict(processors or {})
+        if self.processors.keys() != table.processors.keys():
+            raise ConfigError(
+                f"`processors` must be those of the table: {sorted(table.processors)}, got {sorted(self.processors)}\n"
+                "hint: give SamplingTable the names of what processors.load returned"
+            )
+        self.table, self.logprobs = table, logprobs
+        self.backend, self._kernels = _choose(backend, table.device)
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        rows_host: NDArray[np.int32],
+        allowed: Tensor | None = None,
+    ) -> Sampled:
+        """Draw one token for each row, and count it towards the row's penalties. Waits for nothing on the device.
+
+        Args:
+            logits: float [samples, vocab]. If float32 and contiguous, they are overwritten.
+            rows: int32 [samples], of the request table; each at most once, but for the padding row.
+            positions: int64 [samples], of the token to be drawn: for the first one the length of the prompt.
+            rows_host: int32 [samples], the same as `rows`, on the host.
+            allowed: int32 [samples, ceil(vocab / 32)]: token t may be drawn if bit t % 32 of word t // 32 is set.
+                None: all may.
+        Raises: ValueError if shapes do not fit together.
+        """
+        table, kernels = self.table, self._kernels
+        self._check(logits, rows, positions, rows_host, allowed)
+        table.flush()
+        columns = table.columns
+        logits = logits.float().contiguous()
+        if not len(rows_host):
+            empty = torch.empty(0, device=logits.device)
+            return Sampled(empty.to(torch.int32), empty.to(torch.bool))
+
+        asking = np.flatnonzero(table.logprobs[rows_host])
+        asked = self._index(asking, len(rows_host)) if len(asking) else None
+        raw = logits.index_select(0, asked) if asked is not None and self.logprobs == "raw" else None
+
+        for name, process in self.processors.items():
+            users = np.flatnonzero(table.processors[name][rows_host])
+            if len(users):
+                at = self._index(users, len(rows_host))
+                changed = process(logits.index_select(0, at), rows.index_select(0, at), positions.index_select(0, at))
+                logits.index_copy_(0, at, changed)
+        if table.edited[rows_host].any():
+            kernels.edit_(logits, rows, positions, columns)
+        if allowed is not None:
+            kernels.mask_(logits, allowed)
+        penalised = bool(table.penalised[rows_host].any())
+        if penalised:
+            kernels.penalise_(logits, rows, columns)
+
+        maxima = logits.amax(1)
+        random = bool(table.sampled[rows_host].any())
+        limited = bool(table.limited[rows_host].any())
+        floor = kernels.pivots(logits, rows, columns, maxima) if limited else None
+        tokens = kernels.draw(logits, rows, positions, columns, maxima, floor, random)
+        if penalised:
+            reference.count_(rows, tokens, columns)
+
+        sampled = Sampled(tokens, ~(maxima > -torch.inf))
+        if asked is not None:
+            if raw is None:
+                raw = self._processed(logits, rows, maxima, floor).index_select(0, asked)
+            top = int(table.top_logprobs[rows_host].max())
+            self._report(sampled, asked, logprobs_of(raw, tokens.index_select(0, asked), top))
+        return sampled
+
+    def _check(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: NDArray[np.int32], allowed: Tensor | None
+    ) -> None:
+        samples, vocab = len(rows_host), self.table.vocab
+        shapes = {"logits": (logits, (samples, vocab)), "rows": (rows, (samples,)), "positions": (positions, (samples,))}
+        if allowed is not None:
+            shapes["allowed"] = (allowed, (samples, (vocab + 31) // 32))
+        for name, (tensor, expected) in shapes.items():
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"`{name}` must be {list(expected)}, got {list(tensor.shape)}: samples, then vocabulary")
+
+    def _index(self, chosen: NDArray[np.int64], samples: int) -> Tensor:
+        """Which samples, on the device; made there when it is all of them, as it usually is."""
+        if len(chosen) == samples:
+            return torch.arange(samples, device=self.table.device)
+        return self.table.to_device(chosen.astype(np.int64))
+
+    def _processed(self, logits: Tensor, rows: Tensor, maxima: Tensor, floor: Tensor | None) -> Tensor:
+        """Logits of the distribution that a row was drawn from."""
+        reals = self.table.columns.reals[rows.long()]
+        z = reference.scaled(logits, reals, maxima)
+        kept = z >= reals[:, LOG_MIN_P, None]
+        if floor is not None:
+            kept &= logits >= floor[:, None]
+        z = torch.where(kept, z, -torch.inf)
+        return torch.where(reals[:, TEMPERATURE, None] > 0, z, logits)
+
+    @staticmethod
+    def _report(sampled: Sampled, asked: Tensor, found: Logprobs) -> None:
+        """Lay logprobs of the samples that asked for them out by sample."""
+        samples = len(sampled.tokens)
+        device = sampled.tokens.device
+        sampled.logprobs = torch.full((samples,), torch.nan, device=device).index_copy_(0, asked, found.chosen)
+        if found.top_ids is not None and found.top is not None:
+            shape = (samples, found.top.shape[1])
+            ids = torch.full(shape, -1, dtype=torch.int32, device=device)
+            sampled.top_ids = ids.index_copy_(0, asked, found.top_ids)
+            sampled.top_logprobs = torch.full(shape, torch.nan, device=device).index_copy_(0, asked, found.top)
+
+
+def _choose(backend: str, device: torch.device) -> tuple[str, ModuleType]:
+    if backend not in get_args(Backend):
+        raise ConfigError(f"`backend` must be auto, torch or triton, got `{backend}`\nhint: auto takes what is fastest")
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return "torch", reference
+    try:
+        from lockstep.runtime.sampling import kernels
+    except ImportError as error:
+        if backend == "triton":
+            raise ConfigError(f"`backend` triton cannot be used: {error}\nhint: pip install triton, or use torch") from error
+        return "torch", reference
+    return "triton", kernels

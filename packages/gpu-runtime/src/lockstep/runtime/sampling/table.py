@@ -1,0 +1,347 @@
+"""How each row of the request table is sampled: columns on the device, and host twins of what decides about launches.
+
+    reals  float32 [rows + 1, 6]     temperature and its inverse, log of min_p, three penalties
+    ints   int64   [rows + 1, 7]     seed in two words, top_k, top_p in units of 2**-24, slots of what follows
+    edits  [slots, width]            per row that has any: token ids whose logits a bias or a ban changes
+    seen   int32   [slots, vocab]    per row that has penalties: what it has produced, and what is in its prompt
+
+The row behind the last is for padding: greedy, and nothing else. Most rows have neither edits nor penalties, so these
+are kept in slots, handed out as rows ask for them; slot 0 is nobody's, and rows without one point there.
+
+A row is set when it changes hands (`BatchPlan.rows_taken`), which the core does only when nothing in flight names it.
+`take_row` notes the change on the host, and `flush` brings all of them to the device in at most three copies, on the
+current stream: it must be the stream that samples. From then on the device alone moves `seen`, with every token drawn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import SamplingParams
+from lockstep.runtime.sampling.numerics import SHARE_BITS
+from lockstep.runtime.sampling.philox import split_seed
+
+TEMPERATURE, INVERSE_TEMPERATURE, LOG_MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
+REALS = 6  # even: they travel packed in int64
+KEY_LOW, KEY_HIGH, TOP_K, TOP_P, EDITS, EDIT_COUNT, SEEN = range(7)
+INTS = 7
+
+IN_PROMPT = 1 << 30
+"""Set in `seen` where the prompt has the token; the bits below count how often it was produced."""
+
+SHARE_ALL = 1 << SHARE_BITS
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Columns:
+    """The device side, as the kernels and their references get it."""
+
+    reals: Tensor  # float32 [rows + 1, REALS]
+    ints: Tensor  # int64 [rows + 1, INTS]
+    edit_ids: Tensor  # int32 [slots, width]; a row's ids differ, and behind its EDIT_COUNT its first entry is repeated
+    edit_bias: Tensor  # float32 [slots, width]
+    edit_until: Tensor  # int64 [slots, width]: the token is banned at positions below
+    seen: Tensor  # int32 [slots, vocab]
+
+
+def check_sampling(sampling: SamplingParams, vocab: int) -> None:
+    """Raise ConfigError, naming the field, if a request asks for what no sampler can do."""
+    _check("temperature", sampling.temperature, 0.0, FLOAT32_MAX, "0 is greedy, 1 the model's own distribution")
+    _check("top_p", sampling.top_p, 0.0, 1.0, "1 keeps every token")
+    _check("min_p", sampling.min_p, 0.0, 1.0, "0 keeps every token")
+    _check("top_k", sampling.top_k, 0, 2**31 - 1, "0 keeps every token")
+    _check("top_logprobs", sampling.top_logprobs, 0, vocab, "the model has no more tokens")
+    _check("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6, "0 is none, the usual range is -2 to 2")
+    _check("presence_penalty", sampling.presence_penalty, -1e6, 1e6, "0 is none, the usual range is -2 to 2")
+    _check("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6, "1 is none, above 1 repeats less")
+    for token, bias in sampling.logit_bias:
+        _check("logit_bias token", token, 0, vocab - 1, "use ids of this model's tokenizer")
+        _check(f"logit_bias of token {token}", bias, -1e6, 1e6, "-100 bans in effect, 100 forces")
+
+
+def _check(name: str, value: float, low: float, high: float, hint: str) -> None:
+    if not low <= value <= high:  # also where it is NaN
+        raise ConfigError(f"`{name}` must be in [{low:g}, {high:g}], got `{value}`\nhint: {hint}")
+
+
+class SamplingTable:
+    """Sampling settings and penalty counts of all rows of one engine.
+
+    Args:
+        rows_max: rows of the request table. Row `rows_max` is for padding.
+        vocab: width of the logits.
+        device: of the logits.
+        processors: names of the logit processors that are enabled, see processors.py.
+    """
+
+    def __init__(
+        self, rows_max: int, vocab: int, device: torch.device | str, processors: Iterable[str] = ()
+    ) -> None:
+        self.rows_max, self.vocab, self.device = rows_max, vocab, torch.device(device)
+        self.processors: dict[str, NDArray[np.bool_]] = {name: np.zeros(rows_max + 1, bool) for name in processors}
+
+        self.sampled = np.zeros(rows_max + 1, bool)  # not greedy
+        self.limited = np.zeros(rows_max + 1, bool)  # sampled, by top_k or top_p
+        self.edited = np.zeros(rows_max + 1, bool)  # has a bias or banned tokens
+        self.penalised = np.zeros(rows_max + 1, bool)
+        self.logprobs = np.zeros(rows_max + 1, bool)  # wants the logprob of each token
+        self.top_logprobs = np.zeros(rows_max + 1, np.int32)
+
+        self._reals = np.zeros((rows_max + 1, REALS), np.float32)
+        self._reals[:] = _reals(SamplingParams())
+        self._ints = np.zeros((rows_max + 1, INTS), np.int64)
+        self._ints[:, TOP_K], self._ints[:, TOP_P] = vocab, SHARE_ALL
+        self._edit_slots, self._seen_slots = _Slots(), _Slots()
+
+        self._rows_changed: dict[int, None] = {}
+        self._edits_changed: dict[int, tuple[Int64s, Int64s, NDArray[np.float32]]] = {}
+        self._seen_changed: dict[int, tuple[Int64s, Int64s]] = {}
+
+        self.columns = Columns(
+            reals=torch.from_numpy(self._reals.copy()).to(self.device),
+            ints=torch.from_numpy(self._ints.copy()).to(self.device),
+            edit_ids=torch.zeros((1, 2), dtype=torch.int32, device=self.device),
+            edit_bias=torch.zeros((1, 2), dtype=torch.float32, device=self.device),
+            edit_until=torch.zeros((1, 2), dtype=torch.int64, device=self.device),
+            seen=torch.zeros((1, vocab), dtype=torch.int32, device=self.device),
+        )
+
+    @staticmethod
+    def seen_bytes_max(rows_max: int, vocab: int) -> int:
+        """Bytes that penalty counts take if every row has penalties; what is not asked for is not taken."""
+        return 4 * (rows_max + 1) * vocab
+
+    def take_row(
+        self,
+        row: int,
+        sampling: SamplingParams | None,
+        prompt_token_ids: Sequence[int] | NDArray[np.integer] = (),
+        output_token_ids: Sequence[int] | NDArray[np.integer] = (),
+        *,
+        min_new_tokens: int = 0,
+        stop_token_ids: Iterable[int] = (),
+        logprobs: bool = False,
+        processors: Iterable[str] = (),
+    ) -> None:
+        """Give a row to a request; nothing of the one before is left. None samples greedily.
+
+        Args:
+            prompt_token_ids: of the request as it arrived; ids outside of the vocabulary (media) are passed over.
+            output_token_ids: kept from before a retraction, so that penalties go on where they stood.
+            min_new_tokens: until so many are drawn, `stop_token_ids` (end-of-sequence tokens among them) are banned.
+        Raises: ConfigError for settings that cannot work; the row is then as it was.
+        """
+        sampling = sampling or SamplingParams()
+        if not 0 <= row < self.rows_max:
+            raise ConfigError(f"`row` must be in [0, {self.rows_max - 1}], got `{row}`\nhint: a plan names table rows")
+        check_sampling(sampling, self.vocab)
+        stops = sorted(set(stop_token_ids)) if min_new_tokens > 0 else []
+        for token in stops:
+            _check("stop_token_ids", token, 0, self.vocab - 1, "use ids of this model's tokenizer")
+        wanted = set(processors)
+        if unknown := sorted(wanted - self.processors.keys()):
+            raise ConfigError(
+                f"`logit_processors` must be enabled by the operator, got `{unknown[0]}`; "
+                f"enabled: {', '.join(self.processors) or 'none'}\nhint: enable it when the engine starts"
+            )
+
+        self._reals[row] = _reals(sampling)
+        sampled = bool(self._reals[row, TEMPERATURE] > 0)
+        self.sampled[row] = sampled
+        self.limited[row] = sampled and (0 < sampling.top_k < self.vocab or sampling.top_p < 1)
+        self.logprobs[row] = logprobs or sampling.top_logprobs > 0
+        self.top_logprobs[row] = sampling.top_logprobs
+        for name, uses in self.processors.items():
+            uses[row] = name in wanted
+
+        ints = self._ints[row]
+        ints[KEY_LOW], ints[KEY_HIGH] = split_seed(sampling.seed)
+        ints[TOP_K] = sampling.top_k or self.vocab
+        ints[TOP_P] = round(sampling.top_p * SHARE_ALL)
+        self._edit(row, sampling, stops, len(prompt_token_ids) + min_new_tokens)
+        self._count(row, sampling, prompt_token_ids, output_token_ids)
+        self._rows_changed[row] = None
+
+    def clear(self) -> None:
+        """Forget every row, as after a restart."""
+        for twin in (self.sampled, self.limited, self.edited, self.penalised, self.logprobs, self.top_logprobs):
+            twin[:] = 0
+        for uses in self.processors.values():
+            uses[:] = False
+        self._reals[:] = _reals(SamplingParams())
+        self._ints[:] = 0
+        self._ints[:, TOP_K], self._ints[:, TOP_P] = self.vocab, SHARE_ALL
+        self._edit_slots, self._seen_slots = _Slots(), _Slots()
+        self._edits_changed.clear()
+        self._seen_changed.clear()
+        self._rows_changed = dict.fromkeys(range(self.rows_max + 1))
+
+    def flush(self) -> None:
+        """Bring what `take_row` noted to the device, on the current stream and without waiting for it."""
+        if not self._rows_changed:
+            return
+        rows = np.fromiter(self._rows_changed, np.int64)
+        self._grow()
+        reals = self._reals[rows].view(np.int64)
+        packed = self.to_device(np.concatenate((rows[:, None], self._ints[rows], reals), axis=1))
+        at = packed[:, 0]
+        self.columns.ints.index_copy_(0, at, packed[:, 1 : 1 + INTS])
+        self.columns.reals.index_copy_(0, at, packed[:, 1 + INTS :].contiguous().view(torch.float32))
+        if self._edits_changed:
+            self._flush_edits()
+        if self._seen_changed:
+            self._flush_seen()
+        self._rows_changed.clear()
+
+    # ------------------------------------------------------------------------------------------------------- one row
+
+    def _edit(self, row: int, sampling: SamplingParams, stops: Sequence[int], banned_until: int) -> None:
+        """Bias and ban, one entry for each id: two entries would be written by two threads."""
+        entries = {token: [bias, 0] for token, bias in sampling.logit_bias if bias}
+        for token in stops:
+            entries.setdefault(token, [0.0, 0])[1] = banned_until
+        slot = self._edit_slots.give(int(self._ints[row, EDITS]), bool(entries))
+        self._ints[row, EDITS], self._ints[row, EDIT_COUNT] = slot, len(entries)
+        self.edited[row] = bool(entries)
+        if entries:
+            order = sorted(entries)
+            self._edits_changed[slot] = (
+                np.array(order, np.int64),
+                np.array([entries[token][1] for token in order], np.int64),
+                np.array([entries[token][0] for token in order], np.float32),
+            )
+
+    def _count(
+        self,
+        row: int,
+        sampling: SamplingParams,
+        prompt: Sequence[int] | NDArray[np.integer],
+        output: Sequence[int] | NDArray[np.integer],
+    ) -> None:
+        """What `seen` starts with."""
+        repeats = sampling.repetition_penalty != 1
+        penalised = repeats or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
+        slot = self._seen_slots.give(int(self._ints[row, SEEN]), penalised)
+        self._ints[row, SEEN] = slot
+        self.penalised[row] = penalised
+        if penalised:
+            values = self._counts(output)
+            if repeats:
+                values[self._counts(prompt) > 0] |= IN_PROMPT
+            ids = np.flatnonzero(values)
+            self._seen_changed[slot] = (ids, values[ids])
+
+    def _counts(self, ids: Sequence[int] | NDArray[np.integer]) -> Int64s:
+        """int64 [vocab]: how often each token is in `ids`."""
+        array = np.asarray(ids, np.int64)
+        return np.bincount(array[(array >= 0) & (array < self.vocab)], minlength=self.vocab)
+
+    # ------------------------------------------------------------------------------------------------------ to device
+
+    def _grow(self) -> None:
+        """Make room for slots and for longer lists of edits, twice as much each time."""
+        columns = self.columns
+        seen = columns.seen
+        if self._seen_slots.count > len(seen):
+            columns.seen = torch.zeros(
+                (_power_of_two(self._seen_slots.count), self.vocab), dtype=torch.int32, device=self.device
+            )
+            columns.seen[: len(seen)] = seen
+        slots, width = columns.edit_ids.shape
+        longest = max((len(ids) for ids, _, _ in self._edits_changed.values()), default=0)
+        if self._edit_slots.count > slots or longest > width:
+            new = (max(slots, _power_of_two(self._edit_slots.count)), max(width, _power_of_two(longest)))
+            for name in ("edit_ids", "edit_bias", "edit_until"):
+                old: Tensor = getattr(columns, name)
+                grown = torch.zeros(new, dtype=old.dtype, device=self.device)
+                grown[:slots] = old[:, :1]  # the first entry repeated, behind the others
+                grown[:slots, :width] = old
+                setattr(columns, name, grown)
+
+    def _flush_edits(self) -> None:
+        width = self.columns.edit_ids.shape[1]
+        block = np.empty((len(self._edits_changed), 1 + 2 * width + width // 2), np.int64)
+        bias = block[:, 1 + 2 * width :].view(np.float32)
+        for i, (slot, (ids, until, added)) in enumerate(self._edits_changed.items()):
+            n = len(ids)
+            block[i, 0] = slot
+            for part, values in ((block[i, 1 : 1 + width], ids), (block[i, 1 + width : 1 + 2 * width], until)):
+                part[:n], part[n:] = values, values[0]
+            bias[i, :n], bias[i, n:] = added, added[0]
+        packed = self.to_device(block)
+        at = packed[:, 0]
+        self.columns.edit_ids.index_copy_(0, at, packed[:, 1 : 1 + width].to(torch.int32))
+        self.columns.edit_until.index_copy_(0, at, packed[:, 1 + width : 1 + 2 * width])
+        self.columns.edit_bias.index_copy_(0, at, packed[:, 1 + 2 * width :].contiguous().view(torch.float32))
+        self._edits_changed.clear()
+
+    def _flush_seen(self) -> None:
+        slots = np.fromiter(self._seen_changed, np.int64)
+        flat = [slot * self.vocab + ids for slot, (ids, _) in self._seen_changed.items()]
+        values = [counts for _, counts in self._seen_changed.values()]
+        packed = self.to_device(np.concatenate((slots, *flat, *values)))
+        entries = (len(packed) - len(slots)) // 2
+        self.columns.seen.index_fill_(0, packed[: len(slots)], 0)
+        at, what = packed[len(slots) :].split(entries) if entries else (packed[:0], packed[:0])
+        self.columns.seen.view(-1).index_copy_(0, at, what.to(torch.int32))
+        self._seen_changed.clear()
+
+    def to_device(self, array: Int64s) -> Tensor:
+        """Copy without waiting: from pinned memory, which torch keeps until the copy is done."""
+        tensor = torch.from_numpy(array)
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class _Slots:
+    """Hands out the lowest free number from 1 on; 0 is nobody's."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._free: list[int] = []
+
+    def give(self, held: int, wanted: bool) -> int:
+        """The slot of a row that holds `held`: kept, taken anew, or given back."""
+        if held and not wanted:
+            heapq.heappush(self._free, held)
+            return 0
+        if held or not wanted:
+            return held
+        if self._free:
+            return heapq.heappop(self._free)
+        self.count += 1
+        return self.count - 1
+
+
+def _reals(sampling: SamplingParams) -> NDArray[np.float32]:
+    temperature = float(np.float32(sampling.temperature))
+    inverse = 1.0 if temperature == 0 else min(1 / temperature, FLOAT32_MAX)
+    log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    return np.array(
+        (
+            temperature,
+            inverse,
+            log_min_p,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            sampling.repetition_penalty,
+        ),
+        np.float32,
+    )
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << max(at_least - 1, 1).bit_length()
