@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from lockstep.core.commands import RejectRequest, RowTaken
 from lockstep.core.events import (
@@ -370,12 +369,13 @@ class Alternating:
             if whose == (request_id, epoch):
                 self.seen[row] += tokens
 
-    def allowed(self, rows: Int32s) -> NDArray[np.bool_]:
+    def allowed(self, rows: Int32s) -> Int32s:
         masks = np.ones((len(rows), VOCABULARY), np.bool_)
         for i, row in enumerate(rows.tolist()):
             if row in self.seen:
                 masks[i] = np.arange(VOCABULARY) % 2 == len(self.seen[row]) % 2
-        return masks
+        padded = np.pad(masks, ((0, 0), (0, -VOCABULARY % 32)))
+        return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
 
     def ended(self, row: int, token: int) -> bool:
         return token % 10 == 0

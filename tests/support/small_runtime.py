@@ -27,6 +27,7 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.overlap import CpuLane, WhenToRun
+from lockstep.runtime.sampling import Sampled
 from lockstep.runtime.tables import Tables
 
 VOCABULARY = 97
@@ -97,17 +98,6 @@ def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[
     return tokens[len(prompt) :]
 
 
-@dataclass
-class Greedy:
-    """What was drawn."""
-
-    tokens: Tensor
-    logprobs: Tensor | None
-    invalid: Tensor
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
-
-
 class GreedySampler:
     """The likeliest token that is allowed; ties go to the lowest id."""
 
@@ -119,14 +109,15 @@ class GreedySampler:
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
-    ) -> Greedy:
+    ) -> Sampled:
         if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        invalid = logits.isnan().any(1)
+            ids = torch.arange(VOCABULARY)
+            logits = logits.masked_fill(allowed[:, ids // 32] >> ids % 32 & 1 == 0, -torch.inf)
         tokens = logits.nan_to_num().argmax(1)
         logprobs = logits.log_softmax(1)
         tops = logprobs.topk(2)
-        return Greedy(tokens, logprobs.gather(1, tokens[:, None])[:, 0], invalid, tops.indices, tops.values)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        return Sampled(tokens.int(), logits.isnan().any(1), chosen, tops.indices.int(), tops.values)
 
 
 @dataclass

@@ -32,6 +32,7 @@ from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.overlap import Download, Lane
+from lockstep.runtime.sampling import Sampled
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
 
 Int32s = NDArray[np.int32]
@@ -53,30 +54,6 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [samples, vocabulary] of hidden states [samples, hidden]."""
-
-
-class Sampled(Protocol):
-    """What was drawn, an entry per sampling row. On the device."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [samples]."""
-
-    @property
-    def logprobs(self) -> Tensor | None:
-        """float32 [samples], of the tokens drawn; None where nobody asked."""
-
-    @property
-    def invalid(self) -> Tensor:
-        """bool [samples]: the logits held no number to draw by, and the token means nothing."""
-
-    @property
-    def top_ids(self) -> Tensor | None:
-        """int64 [samples, most asked for], the likeliest tokens; None where nobody asked."""
-
-    @property
-    def top_logprobs(self) -> Tensor | None:
-        """float32, the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +85,10 @@ class RowSampler(Protocol):
 
         Args:
             logits: float32 [samples, vocabulary]; may be overwritten.
-            rows: int64 [samples]; rows_host: the same on the CPU.
+            rows: int32 [samples]; rows_host: the same on the CPU.
             positions: int64 [samples], of the tokens to draw, in their requests.
-            allowed: bool [samples, vocabulary], or None for all.
+            allowed: int32 [samples, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set where token t may be
+                drawn; None for all.
         """
 
 
@@ -123,8 +101,8 @@ class Matchers(Protocol):
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
         """Move a matcher by tokens; an entry of an older epoch reaches nobody."""
 
-    def allowed(self, rows: Int32s) -> NDArray[np.bool_] | None:
-        """bool [rows, vocabulary]: what may come next; None where everything may."""
+    def allowed(self, rows: Int32s) -> Int32s | None:
+        """int32 [rows, ceil(vocabulary / 32)]: a bit for each token that may come next; None where every one may."""
 
     def ended(self, row: int, token: int) -> bool:
         """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
@@ -187,7 +165,7 @@ class _Launched:
     packed: PackedPlan
     contexts: list[RowContext]  # of `plan.rows_taken`
     may_sample: bool
-    allowed: NDArray[np.bool_] | None = None
+    allowed: Int32s | None = None
     begun: Any = None
     laid: list[PassTensors] = field(default_factory=list)
     logits: Tensor | None = None  # of a batch that was computed and may not sample yet
@@ -381,14 +359,14 @@ class Executor:
                 continue
             allowed = None if launched.allowed is None else self.lane.upload(launched.allowed)
             rows_host = one.rows[one.sample_rows]
-            sampled = self.sampler.sample(logits, tensors.sampled_rows, tensors.sampled_positions, rows_host, allowed)
+            sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, allowed)
             self.tables.sampled(tensors, sampled.tokens)
-            drawn.setdefault("tokens", []).append(sampled.tokens.to(torch.int32))
+            drawn.setdefault("tokens", []).append(sampled.tokens)
             drawn.setdefault("invalid", []).append(sampled.invalid)
             if asked and sampled.logprobs is not None:
                 drawn.setdefault("logprobs", []).append(sampled.logprobs)
             if asked and sampled.top_ids is not None and sampled.top_logprobs is not None:
-                drawn.setdefault("top_ids", []).append(sampled.top_ids.to(torch.int32))
+                drawn.setdefault("top_ids", []).append(sampled.top_ids)
                 drawn.setdefault("top_logprobs", []).append(sampled.top_logprobs)
         for name, parts in drawn.items():
             launched.wanted[name] = _joined(parts)
@@ -428,7 +406,7 @@ class Executor:
 
     # ---------------------------------------------------------------------------------------------------- results
 
-    def _allowed(self, plan: BatchPlan) -> NDArray[np.bool_] | None:
+    def _allowed(self, plan: BatchPlan) -> Int32s | None:
         """What the sampling rows of a plan may say next, if any of them is under a grammar."""
         rows = plan.rows[plan.sample_rows]
         if self.matchers is None or not self.tables.under_grammar[rows].any():

@@ -55,7 +55,7 @@ from lockstep.core.commands import (
     SwapWeights,
 )
 from lockstep.core.engine import Engine
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import (
     AdapterLoaded,
     BatchFinished,
@@ -237,6 +237,7 @@ class RuntimeHost:
 
     Args:
         clock: the one that the executor's lane was given, so that all times are of one kind.
+        check_request: raises ConfigError for what this runtime cannot do for a request; it is rejected with that.
         watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
         compile_grammar: without it, a request under a grammar is rejected with that reason.
         observe: called with each event and its Step, e.g. to fold metrics.
@@ -249,6 +250,7 @@ class RuntimeHost:
         journal: JournalSink,
         clock: HostClock,
         *,
+        check_request: Callable[[RequestArrived], None] | None = None,
         watch_text: Callable[[RequestArrived], TextWatch] | None = None,
         compile_grammar: GrammarCompiler | None = None,
         profiler: Profiler | None = None,
@@ -257,6 +259,7 @@ class RuntimeHost:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why nothing is accepted any more
         self.batches = 0
+        self._check_request = check_request
         self._watch_text = watch_text
         self._compile_grammar = compile_grammar
         self._profiler = profiler
@@ -433,12 +436,12 @@ class RuntimeHost:
                 event = msgspec.structs.replace(event, time_us=self._now())
                 for number, sink in enumerate(sinks):
                     self._open[event.request_id + number] = _Open(sample_of(event, number), sink)
-                if event.stop_texts and self._watch_text is None:
-                    message = "`stop_texts` need a tokenizer, and this engine was started without one"
-                    for number in range(len(sinks)):
-                        self._reject(RejectRequest(event.request_id + number, "unsupported", message))
+                refused = self._refusal(event)
+                if refused is None:
+                    self._fold(event)
                     return
-                self._fold(event)
+                for number in range(len(sinks)):
+                    self._reject(RejectRequest(event.request_id + number, *refused))
             case _Cancel(request_id):
                 self._fold(RequestCancelled(self._now(), request_id))
             case _Ask(control, answer):
@@ -448,6 +451,17 @@ class RuntimeHost:
                 self._fold(ControlRequested(self._now(), control_id, control))
             case _Fact(make):
                 self._fold(make(self._now()))
+
+    def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
+        """Reason and message where this host cannot serve a request; the engine never hears of it."""
+        if event.stop_texts and self._watch_text is None:
+            return "unsupported", "`stop_texts` need a tokenizer, and this engine was started without one"
+        try:
+            if self._check_request is not None:
+                self._check_request(event)
+        except ConfigError as error:
+            return "bad_request", str(error).partition("\nhint: ")[0]
+        return None
 
     def _collect(self) -> None:
         """Take the oldest batch's results to the engine."""

@@ -71,7 +71,8 @@ class PassTensors:
     given_ids: Tensor  # int64 [tokens of extend rows]
     decode_rows: Tensor  # int64 [decode rows], each of which computes its newest token
     logits_at: Tensor  # int64 [samples + logprobs]
-    sampled_rows: Tensor  # int64 [samples]
+    sample_rows: Tensor  # int32 [samples], rows
+    sampled_rows: Tensor  # int64, the same
     sampled_positions: Tensor  # int64 [samples], of the tokens to draw
     logprob_targets: Tensor  # int64 [logprobs]
 
@@ -198,7 +199,7 @@ class Tables:
                 one.stops[one.sample_rows],
                 one.logprob_targets,
             )
-            ints += (one.rows, indptr, one.stops)
+            ints += (one.rows, indptr, one.stops, one.rows[one.sample_rows])
         parts = longs + ints
         return PackedPlan(
             np.concatenate(parts).astype(np.int32, copy=False),
@@ -273,11 +274,11 @@ class Tables:
         for number in range(len(packed.passes)):
             at = 2 + 9 * number
             positions, page_places, offsets, ids, decoding, logits_at, rows, drawn, targets = parts[at : at + 9]
-            at = 3 + 9 * len(packed.passes) + 3 * number
-            of_rows, indptr, lengths = parts[at : at + 3]
+            at = 3 + 9 * len(packed.passes) + 4 * number
+            of_rows, indptr, lengths, sample_rows = parts[at : at + 4]
             slots = table.index_select(0, page_places).to(torch.int64) * self.page_size + offsets
-            given = (of_rows, indptr, lengths, positions, slots, ids, decoding, logits_at, rows, drawn, targets)
-            laid.append(PassTensors(*given))
+            given = (of_rows, indptr, lengths, positions, slots, ids, decoding, logits_at)
+            laid.append(PassTensors(*given, sample_rows, rows, drawn, targets))
         return laid
 
     def token_ids(self, tensors: PassTensors) -> Tensor:
@@ -291,8 +292,8 @@ class Tables:
         return torch.cat((tensors.given_ids, newest)) if len(tensors.given_ids) else newest
 
     def sampled(self, tensors: PassTensors, tokens: Tensor) -> None:
-        """Keep each token, int64 [samples], as the newest of its row."""
-        self.newest.index_copy_(0, tensors.sampled_rows, tokens)
+        """Keep each token, int32 [samples], as the newest of its row."""
+        self.newest.index_copy_(0, tensors.sampled_rows, tokens.to(torch.int64))
 
 
 def last_entries(deltas: PageDeltas) -> tuple[Int32s, Int32s, Int32s]:
