@@ -1,1 +1,194 @@
-"""Attention backends behind one interface, `base.AttentionBackend`."""
+"""Attention backends behind one interface, `base.AttentionBackend`; `choose` picks one, `make` makes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from lockstep.core.errors import ConfigError
+from lockstep.runtime.attention.base import AttentionBackend, Numerics
+from lockstep.runtime.kv_pool import KvPool
+
+__all__ = ["NAMES", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
+
+NAMES = ("flashinfer", "triton", "reference")  # as `auto` prefers them, with fast numerics
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_VERSION = "0.6.18"  # the wrappers' pinned buffers, and the signatures, are those of this release
+TRITON_HEAD_DIM_MAX = 256
+SMALLEST_CAPABILITY = (8, 0)  # Ampere: bf16 on tensor cores, asynchronous copies
+
+log = logging.getLogger("lockstep.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An attention backend that can run here, and why it was taken."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What is asked of a backend."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    page_size: int
+    graphs: bool
+
+
+def choose(
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    *,
+    numerics: Numerics = "fast",
+    graphs: bool = False,
+) -> Choice:
+    """Pick the attention backend; logs the choice with its reason once.
+
+    Args:
+        requested: `auto`, or the name of the one to take.
+        graphs: whether it must run in CUDA graphs.
+    Raises: ConfigError if the requested one cannot run here, with why, and with what can.
+    """
+    if requested not in ("auto", *NAMES):
+        raise ConfigError(f"`attention_backend` must be one of auto, {', '.join(NAMES)}, got `{requested}`")
+    if numerics not in ("fast", "invariant"):
+        raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
+    needs = Needs(device, dtype, head_dim, page_size, graphs)
+    obstacles = {name: OBSTACLE[name](needs) for name in NAMES}
+    able = [name for name in NAMES if obstacles[name] is None]
+    if requested != "auto":
+        if obstacles[requested] is not None:
+            others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
+            raise ConfigError(
+                f"`attention_backend` {requested} cannot run here: {obstacles[requested]}\nhint: of those that can: {others}"
+            )
+        return _logged(Choice(requested, "requested"))
+    if not able:
+        why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
+    if numerics == "invariant" and able[:2] == ["flashinfer", "triton"]:
+        return _logged(Choice("triton", "numerics are invariant, which FlashInfer's prefill is only in part"))
+    passed_over = NAMES[: NAMES.index(able[0])]
+    reason = "; ".join(f"{name} cannot: {obstacles[name]}" for name in passed_over) or "fastest, and can run here"
+    return _logged(Choice(able[0], reason))
+
+
+def make(
+    name: str,
+    pool: KvPool,
+    heads: int,
+    *,
+    scale: float | None = None,
+    numerics: Numerics = "fast",
+    graphs: bool = False,
+) -> AttentionBackend:
+    """Make the backend of that name over a pool.
+
+    Args:
+        heads: query heads of this rank.
+        scale: of the scores before the softmax; head_dim ** -0.5 unless given.
+        graphs: whether passes may be planned for CUDA graphs.
+    """
+    if name == "reference":
+        from lockstep.runtime.attention.reference import ReferenceAttention
+
+        return ReferenceAttention(pool, scale)
+    if name == "triton":
+        from lockstep.runtime.attention.triton_backend import TritonAttention
+
+        return TritonAttention(pool, heads, scale, numerics)
+    if name == "flashinfer":
+        from lockstep.runtime.attention.flashinfer_backend import FlashInferAttention
+
+        return FlashInferAttention(pool, heads, scale, numerics, uses_graphs=graphs)
+    raise ConfigError(f"`attention_backend` must be one of {', '.join(NAMES)}, got `{name}`")
+
+
+def _logged(choice: Choice) -> Choice:
+    if choice not in _said:
+        _said.add(choice)
+        log.info("attention backend %s: %s", choice.name, choice.reason)
+    return choice
+
+
+_said: set[Choice] = set()
+
+
+def _flashinfer_obstacle(needs: Needs) -> str | None:
+    """Why FlashInfer cannot run, or None."""
+    if needs.device.type != "cuda":
+        return f"it needs a CUDA device, this is `{needs.device}`"
+    if find_spec("flashinfer") is None:
+        return 'flashinfer is not installed; pip install "lockstep-runtime[cuda]"'
+    try:
+        found = version("flashinfer-python")
+    except PackageNotFoundError:
+        found = "unknown"
+    if not found.startswith(FLASHINFER_VERSION):
+        return f"it is written for flashinfer-python {FLASHINFER_VERSION}, found {found}"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"it has kernels for bfloat16 and float16, not for {_name(needs.dtype)}"
+    if needs.head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"it has kernels for head dims {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, not for {needs.head_dim}"
+    if torch.cuda.get_device_capability(needs.device) < SMALLEST_CAPABILITY:
+        return _too_old(needs.device)
+    if find_spec("flashinfer_jit_cache") is None and not _has_compiler():
+        return "it compiles its kernels with nvcc, which is not on PATH, and no precompiled flashinfer_jit_cache is there"
+    return None
+
+
+def _triton_obstacle(needs: Needs) -> str | None:
+    """Why our Triton kernels cannot run, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if needs.device.type != "cuda" and not interpreted:
+        return f"it needs a CUDA device, this is `{needs.device}`"
+    if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it has kernels for bfloat16, float16 and float32, not for {_name(needs.dtype)}"
+    if needs.head_dim > TRITON_HEAD_DIM_MAX:
+        return f"it has kernels for head dims up to {TRITON_HEAD_DIM_MAX}, not for {needs.head_dim}"
+    if needs.device.type == "cuda" and torch.cuda.get_device_capability(needs.device) < SMALLEST_CAPABILITY:
+        return _too_old(needs.device)
+    return None
+
+
+def _reference_obstacle(needs: Needs) -> str | None:
+    """Why plain torch cannot run, or None."""
+    return "it cannot run in CUDA graphs" if needs.graphs else None
+
+
+OBSTACLE: dict[str, Callable[[Needs], str | None]] = {
+    "flashinfer": _flashinfer_obstacle,
+    "triton": _triton_obstacle,
+    "reference": _reference_obstacle,
+}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _too_old(device: torch.device) -> str:
+    found, needed = torch.cuda.get_device_capability(device), SMALLEST_CAPABILITY
+    return f"it needs compute capability {needed[0]}.{needed[1]}, {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+
+
+def _has_compiler() -> bool:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return shutil.which("nvcc") is not None or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes)

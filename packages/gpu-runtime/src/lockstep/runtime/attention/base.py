@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from lockstep.runtime.forward import ForwardBatch
+
+Numerics = Literal["fast", "invariant"]
 
 
 class AttentionBackend(Protocol):
     """Causal attention of a pass's new tokens over the pages of their rows."""
 
     name: str
+    graphs: bool  # whether `run` may be captured in a CUDA graph
 
-    def plan(self, batch: ForwardBatch) -> None:
-        """Prepare for a pass: whatever depends on the batch and not on the layer. Outside of any CUDA graph."""
+    def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
+        """Prepare for a pass: whatever depends on the batch and not on the layer. Outside of any CUDA graph.
+
+        Args:
+            graph: the pass is captured, or replayed, in a CUDA graph of `batch.count` rows that compute one token each.
+                The tensors of `batch` then lie where they lay at capture; what `run` launches depends on the number of
+                rows and on nothing else. Plan before every replay, and run once outside of a graph before the first
+                capture: compiling a kernel is not allowed inside.
+        """
         ...
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:

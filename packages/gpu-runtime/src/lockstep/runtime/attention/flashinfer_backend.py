@@ -1,0 +1,172 @@
+"""Attention by FlashInfer 0.6.18: its paged prefill wrapper for rows that extend, its paged decode wrapper for the others.
+
+What decides launches comes from host twins; only the page numbers are gathered on the device. Facts that shaped this file
+(read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1):
+
+- `plan` takes q_data_type float16 unless told otherwise, and anything behind `page_size` by keyword only.
+- `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite it under a copy
+  that still waits behind a running pass. `PinnedRing` closes that.
+- A wrapper for CUDA graphs belongs to one number of rows; buffers, split workspace included, keep their addresses.
+- The decode kernels without tensor cores know few group sizes, and no fixed split size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.runtime.attention.base import Numerics
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
+
+WORKSPACE_BYTES = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
+SPLIT_TOKENS = 2048  # positions per piece with `numerics="invariant"` outside of graphs
+PLANS_IN_FLIGHT = 8  # plans made and not yet copied, two per pass at most; one more would wait for the device
+NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
+
+
+class FlashInferAttention:
+    """FlashInfer's wrappers behind `AttentionBackend`."""
+
+    name = "flashinfer"
+    graphs = True
+
+    def __init__(
+        self,
+        pool: KvPool,
+        heads: int,
+        scale: float | None = None,
+        numerics: Numerics = "fast",
+        uses_graphs: bool = True,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> None:
+        """Args:
+        heads: query heads, a multiple of the pool's KV heads.
+        scale: of the scores before the softmax; head_dim ** -0.5 unless given.
+        numerics: `invariant` gives a decode the same bits in every batch. An extend too, as long as the average number of
+            new tokens in a batch asks FlashInfer for the same query tile; the Triton backend has no such condition.
+        uses_graphs: decodes may be planned for CUDA graphs. Pieces of a fixed size cannot be captured, so `invariant`
+            then does not split at all, in graphs and outside of them alike.
+        workspace_bytes: device memory for partial results.
+        """
+        import flashinfer
+
+        self.pool, self.heads = pool, heads
+        self.device = pool.keys[0].device
+        self.flashinfer = flashinfer
+        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
+        self.tensor_cores = numerics == "invariant" or heads // pool.kv_heads > NO_TENSOR_CORES_GROUP_MAX
+        self.options: dict[str, Any] = {
+            "sm_scale": pool.head_dim**-0.5 if scale is None else scale,
+            "q_data_type": pool.keys[0].dtype,
+            "kv_data_type": pool.keys[0].dtype,
+        }
+        if numerics == "invariant" and uses_graphs:
+            self.options["disable_split_kv"] = True
+        elif numerics == "invariant":
+            self.options["fixed_split_size"] = max(1, SPLIT_TOKENS // pool.page_size)  # in pages
+        self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
+        self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2"
+        )
+        self.decode_graphs: dict[int, Any] = {}  # by number of rows
+        self.active = self.decode
+        self.ring = PinnedRing(self.decode._pin_memory_int_workspace_buffer)
+
+    def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
+        """Plan both wrappers for the rows they get.
+
+        Raises: ValueError if a graph is wanted for rows that extend.
+        """
+        if graph and batch.extend_rows:
+            raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
+        heads = (self.heads, self.pool.kv_heads, self.pool.head_dim, self.pool.page_size)
+        count = batch.extend_rows
+        if count:
+            new = batch.lengths_host[:count] - batch.starts_host[:count]
+            indptr = self._pinned(np.concatenate([[0], np.cumsum(new)]))
+            pages = self._pages(batch, 0, count)
+            self.ring.plan(self.prefill, indptr, *pages, *heads, causal=True, **self.options)
+        if count < batch.count:
+            self.active = self._for_graph(batch) if graph else self.decode
+            self.ring.plan(self.active, *self._pages(batch, count, batch.count), *heads, **self.options)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
+        self.pool.write(layer, key, value, batch)
+        paged = (self.pool.keys[layer], self.pool.values[layer])
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        decodes = batch.count - batch.extend_rows
+        first = batch.tokens - decodes  # the first token of rows that decode
+        if batch.extend_rows:
+            self.prefill.run(query[:first], paged, out=out[:first])
+        if decodes:
+            self.active.run(query[first:], paged, out=out[first:])
+        return out
+
+    def _for_graph(self, batch: ForwardBatch) -> Any:
+        """The decode wrapper for graphs of this number of rows."""
+        count = batch.count
+        if count not in self.decode_graphs:
+            ints = {"dtype": torch.int32, "device": self.device}
+            self.decode_graphs[count] = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=self.tensor_cores,
+                paged_kv_indptr_buffer=torch.zeros(count + 1, **ints),
+                paged_kv_indices_buffer=torch.zeros(count * batch.page_table.shape[1], **ints),
+                paged_kv_last_page_len_buffer=torch.zeros(count, **ints),
+                backend="fa2",
+            )
+        return self.decode_graphs[count]
+
+    def _pages(self, batch: ForwardBatch, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages of rows [first:stop) as FlashInfer wants them.
+
+        Returns: indptr int32 [rows + 1] and fill of the last page int32 [rows] on the CPU, page numbers int32 on the device.
+        """
+        lengths = batch.lengths_host[first:stop]
+        counts = -(-lengths // self.pool.page_size)
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        last = (lengths - 1) % self.pool.page_size + 1
+        # Of each page: its row and its place there, flat in the page table. Known to the host but for the table's rows.
+        total = int(indptr[-1])
+        lengths_there = batch.lengths[first:stop]
+        counts_there = (lengths_there + (self.pool.page_size - 1)) // self.pool.page_size
+        row = torch.repeat_interleave(counts_there, output_size=total)  # with the size given, nothing is asked for
+        before = torch.cumsum(counts_there, 0) - counts_there
+        place = torch.arange(total, device=self.device) - before[row]
+        pages = batch.page_table[batch.rows[first:stop][row], place]
+        return self._pinned(indptr), pages, self._pinned(last)
+
+    def _pinned(self, numbers: NDArray[np.integer]) -> Tensor:
+        """int32 on the CPU, in pinned memory: a copy of pageable memory may wait for the stream."""
+        tensor = torch.from_numpy(numbers.astype(np.int32))
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+
+class PinnedRing:
+    """Pinned buffers for plans on their way to the device.
+
+    Hazard: `plan` n + 1 writes the pinned buffer that the copy of plan n still reads, because a pass is running before it.
+    Closed by a ring of buffers; a buffer is taken again once the event behind its last copy has happened.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.buffers = [torch.empty_like(like, pin_memory=like.is_pinned()) for _ in range(PLANS_IN_FLIGHT)]
+        self.copied = [torch.cuda.Event() for _ in self.buffers]
+        self.turn = 0
+
+    def plan(self, wrapper: Any, *args: Any, **options: Any) -> None:
+        """`wrapper.plan` by way of the next buffer."""
+        self.turn = (self.turn + 1) % len(self.buffers)
+        self.copied[self.turn].synchronize()  # returns at once where nothing was recorded
+        wrapper._pin_memory_int_workspace_buffer = self.buffers[self.turn]
+        wrapper.plan(*args, **options)
+        self.copied[self.turn].record()

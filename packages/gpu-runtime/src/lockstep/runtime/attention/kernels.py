@@ -1,0 +1,461 @@
+"""Triton kernels of attention over pages; `triton_backend.py` launches them, `reference.py` is what they must equal.
+
+Keys and values of a layer are [pages, PAGE, KV_HEADS, D] each. A position is found through its row of the page table:
+
+    position      0 1 2 3 | 4 5 6 7 | 8 9           PAGE = 4
+    page table      17    |    3    |  90
+    cell          (page * PAGE + position % PAGE) * KV_HEADS + kv_head, of D numbers each
+
+A tile of scores is BLOCK_M queries times BLOCK_N positions. The GROUP query heads that share a KV head lie in one tile,
+beside the tokens, so that keys and values are read once for all of them and no row of the tile is wasted on an odd
+GROUP:
+
+    row of the tile       0   1   2   3   4   5   6   7   ...       GROUP = 3
+    token                 0   0   0   1   1   1   2   2             row // GROUP
+    head of the group     0   1   2   0   1   2   0   1             row % GROUP
+
+A decode is the same tile with one token. Softmax is online: of the positions seen so far a row keeps the largest score
+`top`, the sum of 2 ** (score - top) in `total`, and in `acc` the sum of the values weighted so. Scores are in units of
+log 2 because exp2 is what the hardware has.
+
+`SPLIT` > 0 fixes the order of additions: positions are cut every SPLIT, each piece is summed by itself, and pieces are
+added from left to right. The numbers of a token then do not depend on who adds the pieces: one program that walks along
+all of them, or many with a merge behind, for one token or for a chunk, in a batch or alone. Launch with
+`enable_fp_fusion=False` then, so that no compiler fuses a product and a sum in one kernel and not in another.
+"""
+
+# Triton reads the source of these functions: constants are upper case, as in its own kernels.
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write_kv(
+    key,  # [tokens, KV_HEADS, D], strides given, numbers of a head side by side
+    value,
+    keys,  # [cells, KV_HEADS, D]
+    values,
+    slots,  # int64 [tokens]
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the new keys and values to their slots.
+
+    One program per token:  [ head 0: D ][ head 1: D ] ...  KV_HEADS * D numbers in one block, to one run of memory.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < KV_HEADS * D
+    head, dim = at // D, at % D
+    cell = tl.load(slots + token) * KV_HEADS * D + at
+    new = tl.load(key + token * key_token + head * key_head + dim, mask=inside)
+    tl.store(keys + cell, new.to(keys.dtype.element_ty), mask=inside)
+    new = tl.load(value + token * value_token + head * value_head + dim, mask=inside)
+    tl.store(values + cell, new.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scan(
+    acc,  # fp32 [BLOCK_M, BLOCK_D]
+    top,  # fp32 [BLOCK_M], -inf where nothing was seen
+    total,  # fp32 [BLOCK_M]
+    queries,  # [BLOCK_M, BLOCK_D]
+    seen,  # int32 [BLOCK_M], the last position that each row sees; -1 where the row is padding
+    first,
+    stop,
+    keys,
+    values,
+    table,  # the row's pages
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take in positions [first:stop). Without MASKED all rows see all of them, and they are whole tiles.
+
+        first                            stop
+          | tile 0 | tile 1 | tile 2 | t...        one turn of the loop: BLOCK_N keys, BLOCK_N values
+    """
+    dims = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_N)
+    for base in tl.range(first, stop, BLOCK_N):
+        at = base + columns
+        if MASKED:
+            pages = tl.load(table + at // PAGE, mask=at < stop, other=0)
+        else:
+            pages = tl.load(table + at // PAGE)
+        cells = ((pages.to(tl.int64) * PAGE + at % PAGE) * KV_HEADS + kv_head) * D
+
+        where_key = keys + cells[None, :] + dims[:, None]
+        where_value = values + cells[:, None] + dims[None, :]
+        if MASKED:  # what lies behind the last position may be anything, NaN too, and is not read
+            key = tl.load(where_key, mask=(at[None, :] < stop) & (dims[:, None] < D), other=0.0)
+            value = tl.load(where_value, mask=(at[:, None] < stop) & (dims[None, :] < D), other=0.0)
+        elif BLOCK_D > D:
+            key = tl.load(where_key, mask=dims[:, None] < D, other=0.0)
+            value = tl.load(where_value, mask=dims[None, :] < D, other=0.0)
+        else:
+            key = tl.load(where_key)
+            value = tl.load(where_value)
+
+        score = tl.dot(queries, key.to(queries.dtype), input_precision=PRECISION) * scale
+        if MASKED:
+            score = tl.where((at[None, :] <= seen[:, None]) & (at[None, :] < stop), score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        # A row that has seen nothing yet has no largest score; -inf minus -inf would be NaN.
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - anchor[:, None])
+        shrink = tl.exp2(top - anchor)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(queries.dtype), value.to(queries.dtype), acc, input_precision=PRECISION)
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
+def _add(acc, top, total, part, part_top, part_total):
+    """Add a piece to what was summed before it: [rows, dims], [rows], [rows] each."""
+    higher = tl.maximum(top, part_top)
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(top - anchor)
+    part_shrink = tl.exp2(part_top - anchor)
+    acc = acc * shrink[:, None] + part * part_shrink[:, None]
+    total = total * shrink + part_total * part_shrink
+    return acc, higher, total
+
+
+@triton.jit
+def _attend(
+    queries,
+    seen,
+    first,
+    whole,
+    stop,
+    keys,
+    values,
+    table,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One piece: positions [first:stop), of which all rows see those before `whole`.
+
+        first             whole        stop
+          | tile | tile | ti|e | tile | t       whole tiles that every row sees go without masks
+          |   no masks    |   masks    |
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    middle = first + tl.maximum(tl.minimum(whole, stop) - first, 0) // BLOCK_N * BLOCK_N
+    acc, top, total = _scan(
+        acc, top, total, queries, seen, first, middle, keys, values, table, kv_head, scale,
+        KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    acc, top, total = _scan(
+        acc, top, total, queries, seen, middle, stop, keys, values, table, kv_head, scale,
+        KV_HEADS, D, PAGE, BLOCK_D, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def _attend_in_order(
+    queries,
+    seen,
+    whole,
+    stop,
+    keys,
+    values,
+    table,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """All positions [0:stop) by one program, in pieces of SPLIT if that is given.
+
+        0           SPLIT       2 * SPLIT   stop
+        |   piece 0   |   piece 1   | piece 2 |        ((0 + piece 0) + piece 1) + piece 2
+    """
+    if SPLIT == 0:
+        acc, top, total = _attend(
+            queries, seen, 0, whole, stop, keys, values, table, kv_head, scale,
+            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        for first in range(0, stop, SPLIT):
+            part, part_top, part_total = _attend(
+                queries, seen, first, whole, tl.minimum(first + SPLIT, stop), keys, values, table, kv_head, scale,
+                KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            acc, top, total = _add(acc, top, total, part, part_top, part_total)
+    return acc, top, total
+
+
+@triton.jit
+def extend(
+    query,  # [tokens, heads, D], strides given
+    keys,
+    values,
+    out,  # [tokens, heads, D], contiguous
+    page_table,  # int32 [table rows, width]
+    rows,  # int32 [rows]
+    indptr,  # int32 [rows + 1]
+    lengths,  # int32 [rows]
+    query_token,
+    query_head,
+    table_row,
+    scale,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """New tokens of rows whose earlier positions have KV already: prefill, chunks, prefixes from the cache.
+
+    Grid (tiles over new tokens, KV heads, rows). What a tile reads, for a row of length 11 with 6 new tokens:
+
+                         positions 0 . . . . | 5 . . . . 10
+        tile 0   tokens 5, 6       x x x x x   x x
+        tile 1   tokens 7, 8       x x x x x   x x x x            x computed; to the right of the diagonal
+        tile 2   tokens 9, 10      x x x x x   x x x x x x        inside of a tile, masked
+
+    Tiles with most to read are started first: what is left when the GPU runs empty is short.
+    """
+    row = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    first_token = tl.load(indptr + row)
+    new = tl.load(indptr + row + 1) - first_token
+    first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    if first_packed >= new * GROUP:
+        return
+    length = tl.load(lengths + row)
+    start = length - new
+    table = page_table + tl.load(rows + row).to(tl.int64) * table_row
+
+    packed = first_packed + tl.arange(0, BLOCK_M)
+    token = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    seen = tl.where(token < new, start + token, -1)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (token[:, None] < new) & (dims[None, :] < D)
+    token_at = (first_token + token).to(tl.int64)
+    where_query = query + token_at[:, None] * query_token + head[:, None] * query_head + dims[None, :]
+    queries = tl.load(where_query, mask=inside, other=0.0)
+
+    whole = start + first_packed // GROUP + 1
+    stop = tl.minimum(start + (first_packed + BLOCK_M - 1) // GROUP + 1, length)
+    acc, _, total = _attend_in_order(
+        queries, seen, whole, stop, keys, values, table, kv_head, scale,
+        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    where_out = out + (token_at[:, None] * (KV_HEADS * GROUP) + head[:, None]) * D + dims[None, :]
+    tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def decode(
+    query,  # [tokens, heads, D], strides given
+    keys,
+    values,
+    out,  # [tokens, heads, D], contiguous
+    page_table,  # int32 [table rows, width]
+    rows,  # int32 [rows]
+    indptr,  # int32 [rows + 1]
+    lengths,  # int32 [rows]
+    first_row,  # the first that decodes
+    query_token,
+    query_head,
+    table_row,
+    scale,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # GROUP, rounded up to what a tensor core takes
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One new token per row, a program for all positions of a row: enough where rows alone fill the GPU.
+
+    Grid (KV heads, rows). Programs of neighbouring KV heads run side by side and read neighbouring memory.
+    """
+    kv_head = tl.program_id(0)
+    row = first_row + tl.program_id(1)
+    length = tl.load(lengths + row)
+    token = tl.load(indptr + row).to(tl.int64)
+    table = page_table + tl.load(rows + row).to(tl.int64) * table_row
+
+    member = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (member[:, None] < GROUP) & (dims[None, :] < D)
+    head = kv_head * GROUP + member
+    where_query = query + token * query_token + head[:, None] * query_head + dims[None, :]
+    queries = tl.load(where_query, mask=inside, other=0.0)
+    seen = tl.where(member < GROUP, length - 1, -1)
+    acc, _, total = _attend_in_order(
+        queries, seen, length, length, keys, values, table, kv_head, scale,
+        KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    where_out = out + (token * (KV_HEADS * GROUP) + head[:, None]) * D + dims[None, :]
+    tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_row", "most"])
+def decode_split(
+    query,
+    keys,
+    values,
+    parts,  # fp32 [rows that decode, heads, most pieces, D]
+    sums,  # fp32 [rows that decode, heads, most pieces, 2], top and total
+    page_table,
+    rows,
+    indptr,
+    lengths,
+    first_row,
+    query_token,
+    query_head,
+    table_row,
+    scale,
+    most,  # pieces that `parts` has room for
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One new token per row, positions shared out between programs; `merge` adds what they found.
+
+    Grid (KV heads, programs per row, rows).
+
+        SPLIT = 0, 3 programs:    |  tiles of 0  |  tiles of 1  | tiles 2 |         one piece per program
+        SPLIT > 0, 3 programs:    |  0  |  1  |  2  |  0  |  1  |  2  | 0 |         pieces in turn
+    """
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
+    part_row = tl.program_id(2).to(tl.int64)
+    row = first_row + tl.program_id(2)
+    length = tl.load(lengths + row)
+    if SPLIT == 0:
+        piece = tl.cdiv(tl.cdiv(length, BLOCK_N), programs) * BLOCK_N
+    else:
+        piece = SPLIT
+    if program * piece >= length:
+        return
+    token = tl.load(indptr + row).to(tl.int64)
+    table = page_table + tl.load(rows + row).to(tl.int64) * table_row
+
+    member = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (member[:, None] < GROUP) & (dims[None, :] < D)
+    head = kv_head * GROUP + member
+    where_query = query + token * query_token + head[:, None] * query_head + dims[None, :]
+    queries = tl.load(where_query, mask=inside, other=0.0)
+    seen = tl.where(member < GROUP, length - 1, -1)
+    for index in range(program, tl.cdiv(length, piece), programs):
+        first = index * piece
+        part, part_top, part_total = _attend(
+            queries, seen, first, length, tl.minimum(first + piece, length), keys, values, table, kv_head, scale,
+            KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        cell = (part_row * (KV_HEADS * GROUP) + head) * most + index
+        tl.store(parts + cell[:, None] * D + dims[None, :], part, mask=inside)
+        tl.store(sums + cell * 2, part_top, mask=member < GROUP)
+        tl.store(sums + cell * 2 + 1, part_total, mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["first_row", "programs", "most"])
+def merge(
+    parts,
+    sums,
+    out,
+    indptr,
+    lengths,
+    first_row,
+    programs,  # per row, as in the grid of `decode_split`
+    most,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Add the pieces of a row from left to right. Grid (heads, rows).
+
+        | 0 1 2 ... AHEAD - 1 | AHEAD ...         loads of AHEAD pieces are under way at a time, additions stay in order
+    """
+    head = tl.program_id(0)
+    part_row = tl.program_id(1).to(tl.int64)
+    row = first_row + tl.program_id(1)
+    length = tl.load(lengths + row)
+    if SPLIT == 0:
+        piece = tl.cdiv(tl.cdiv(length, BLOCK_N), programs) * BLOCK_N
+    else:
+        piece = SPLIT
+    pieces = tl.cdiv(length, tl.maximum(piece, 1))
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((1, BLOCK_D), tl.float32)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    first_cell = (part_row * HEADS + head) * most
+    for base in range(0, pieces, AHEAD):
+        for offset in tl.static_range(AHEAD):
+            index = base + offset + tl.arange(0, 1)
+            cell = first_cell + index
+            there = index < pieces
+            part = tl.load(
+                parts + cell[:, None] * D + dims[None, :], mask=there[:, None] & (dims[None, :] < D), other=0.0
+            )
+            part_top = tl.load(sums + cell * 2, mask=there, other=float("-inf"))
+            part_total = tl.load(sums + cell * 2 + 1, mask=there, other=0.0)
+            acc, top, total = _add(acc, top, total, part, part_top, part_total)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    token = tl.load(indptr + row).to(tl.int64)
+    where_out = out + (token * HEADS + head) * D + dims[None, :]
+    tl.store(where_out, acc.to(out.dtype.element_ty), mask=dims[None, :] < D)

@@ -1,0 +1,214 @@
+"""Attention by our own Triton kernels: any page size, any number of heads per KV head, head dims up to 256."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+import torch
+import triton
+from torch import Tensor
+
+from lockstep.runtime.attention import kernels
+from lockstep.runtime.attention.base import Numerics
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
+
+LOG2_E = log2(2.718281828459045)
+PIECE = 1024  # positions that are added up by themselves with `numerics="invariant"`; a multiple of every BLOCK_N
+PROGRAMS_PER_SM = 4  # a decode is cut until there are so many programs: each keeps few bytes under way
+PROGRAMS_PER_ROW_MAX = 64
+AHEAD = 8  # pieces that `merge` loads at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Block sizes and resources of one launch; see the picture in `kernels`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+def positions_per_tile(head_dim: int, dtype: torch.dtype) -> int:
+    """BLOCK_N. One for all kernels, or the order of additions would depend on the kernel."""
+    wide = head_dim > 128
+    if dtype.itemsize > 2:
+        return 16 if wide else 32
+    return 32 if wide else 64
+
+
+def decode_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
+    """Bound by memory: small tiles, several stages of loads under way, so that a few programs share an SM."""
+    block_m = max(16, triton.next_power_of_2(group))
+    return Tiling(block_m, positions_per_tile(head_dim, dtype), 4, 3 if dtype.itemsize == 2 else 2)
+
+
+def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, most_new: int, numerics: Numerics) -> Tiling:
+    """Bound by arithmetic: as many query rows as registers hold, fewer where there are not so many.
+
+    From 64 rows on Hopper and Blackwell take other tensor-core instructions. `invariant` stays with those of a decode, so
+    that a token has the same bits whether it was decoded or extended.
+    """
+    block_n = positions_per_tile(head_dim, dtype)
+    if dtype.itemsize > 2:  # no tensor cores in full fp32: registers are the limit
+        return decode_tiling(head_dim, dtype, group)
+    if numerics == "invariant":
+        return Tiling(max(32, triton.next_power_of_2(group)), block_n, 4, 2)
+    block_m = min(max(16, triton.next_power_of_2(most_new * group)), 64 if head_dim > 128 else 128)
+    return Tiling(block_m, block_n, 8 if block_m * head_dim >= 128 * 64 else 4, 3)
+
+
+class TritonAttention:
+    """`kernels` behind `AttentionBackend`."""
+
+    name = "triton"
+    graphs = True
+
+    def __init__(
+        self, pool: KvPool, heads: int, scale: float | None = None, numerics: Numerics = "fast", piece: int = PIECE
+    ) -> None:
+        """Args:
+        heads: query heads, a multiple of the pool's KV heads.
+        scale: of the scores before the softmax; head_dim ** -0.5 unless given.
+        numerics: `invariant` gives a token the same bits in every batch, chunk and graph.
+        piece: positions per piece with `invariant`, a multiple of 64.
+        """
+        if heads % pool.kv_heads:
+            raise ValueError(f"`heads` must be a multiple of the {pool.kv_heads} KV heads, got `{heads}`")
+        if piece <= 0 or piece % 64:
+            raise ValueError(f"`piece` must be a positive multiple of 64, got `{piece}`")
+        self.pool, self.heads, self.numerics = pool, heads, numerics
+        self.group = heads // pool.kv_heads
+        self.scale = pool.head_dim**-0.5 if scale is None else scale
+        self.piece = piece if numerics == "invariant" else 0
+        device = pool.keys[0].device
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.block_d = max(16, triton.next_power_of_2(pool.head_dim))
+        # A graph reads the workspace at the address it had at capture, so those planned for graphs are never given back.
+        self.workspace = torch.empty(0, dtype=torch.float32, device=device)
+        self.graph_workspaces: list[Tensor] = []
+        self.programs = self.most = 1
+
+    def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
+        """Choose how many programs share a row that decodes, and have room for what they find.
+
+        Raises: ValueError if a graph is wanted for rows that extend.
+        """
+        if graph and batch.extend_rows:
+            raise ValueError(f"a CUDA graph holds decodes only, got {batch.extend_rows} rows that extend")
+        rows = batch.count - batch.extend_rows
+        # A graph is replayed with any lengths that fit the page table.
+        longest = batch.page_table.shape[1] * self.pool.page_size if graph else batch.longest
+        unit = self.piece or positions_per_tile(self.pool.head_dim, self.pool.keys[0].dtype)
+        units = -(-longest // unit)
+        wanted = -(-PROGRAMS_PER_SM * self.sms // max(rows * self.pool.kv_heads, 1))
+        self.programs = max(1, min(wanted, units, PROGRAMS_PER_ROW_MAX))
+        if self.programs > 1:
+            self.most = units if self.piece else self.programs
+            needed = rows * self.heads * self.most * (self.pool.head_dim + 2)
+            if self.workspace.numel() < needed:
+                self.workspace = torch.empty(needed, dtype=torch.float32, device=self.workspace.device)
+            if graph and not any(self.workspace is kept for kept in self.graph_workspaces):
+                self.graph_workspaces.append(self.workspace)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
+        self._write(layer, key, value, batch)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if batch.extend_rows:
+            self._extend(layer, query, out, batch)
+        if batch.extend_rows < batch.count:
+            self._decode(layer, query, out, batch)
+        return out
+
+    def _write(self, layer: int, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
+        key = key if key.stride(2) == 1 else key.contiguous()
+        value = value if value.stride(2) == 1 else value.contiguous()
+        block = triton.next_power_of_2(self.pool.kv_heads * self.pool.head_dim)
+        kernels.write_kv[(len(key),)](
+            key,
+            value,
+            self.pool.keys[layer],
+            self.pool.values[layer],
+            batch.slots,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            KV_HEADS=self.pool.kv_heads,
+            D=self.pool.head_dim,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
+        )
+
+    def _extend(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
+        count = batch.extend_rows
+        most_new = int((batch.lengths_host[:count] - batch.starts_host[:count]).max())
+        tiling = extend_tiling(self.pool.head_dim, query.dtype, self.group, most_new, self.numerics)
+        grid = (-(-most_new * self.group // tiling.BLOCK_M), self.pool.kv_heads, count)
+        kernels.extend[grid](
+            query,
+            self.pool.keys[layer],
+            self.pool.values[layer],
+            out,
+            batch.page_table,
+            batch.rows,
+            batch.indptr,
+            batch.lengths,
+            *query.stride()[:2],
+            batch.page_table.stride(0),
+            self.scale * LOG2_E,
+            **self._constants(query.dtype, tiling),
+        )
+
+    def _decode(self, layer: int, query: Tensor, out: Tensor, batch: ForwardBatch) -> None:
+        tiling = decode_tiling(self.pool.head_dim, query.dtype, self.group)
+        constants = self._constants(query.dtype, tiling)
+        first, count = batch.extend_rows, batch.count - batch.extend_rows
+        strides = (*query.stride()[:2], batch.page_table.stride(0))
+        where = (batch.page_table, batch.rows, batch.indptr, batch.lengths, first, *strides)
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if self.programs == 1:
+            grid = (self.pool.kv_heads, count)
+            kernels.decode[grid](query, keys, values, out, *where, self.scale * LOG2_E, **constants)
+            return
+        cells = count * self.heads * self.most
+        parts, sums = self.workspace[: cells * (self.pool.head_dim + 2)].split([cells * self.pool.head_dim, cells * 2])
+        kernels.decode_split[(self.pool.kv_heads, self.programs, count)](
+            query, keys, values, parts, sums, *where, self.scale * LOG2_E, self.most, **constants
+        )
+        kernels.merge[(self.heads, count)](
+            parts,
+            sums,
+            out,
+            batch.indptr,
+            batch.lengths,
+            first,
+            self.programs,
+            self.most,
+            HEADS=self.heads,
+            D=self.pool.head_dim,
+            BLOCK_D=self.block_d,
+            BLOCK_N=tiling.BLOCK_N,
+            SPLIT=self.piece,
+            AHEAD=AHEAD,
+            num_warps=1 if self.block_d <= 128 else 2,
+            enable_fp_fusion=self.numerics == "fast",
+        )
+
+    def _constants(self, dtype: torch.dtype, tiling: Tiling) -> dict[str, int | str | bool]:
+        return {
+            "GROUP": self.group,
+            "KV_HEADS": self.pool.kv_heads,
+            "D": self.pool.head_dim,
+            "PAGE": self.pool.page_size,
+            "BLOCK_M": tiling.BLOCK_M,
+            "BLOCK_D": self.block_d,
+            "BLOCK_N": tiling.BLOCK_N,
+            "SPLIT": self.piece,
+            "PRECISION": "ieee",  # fp32 means fp32, not tf32
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+            "enable_fp_fusion": self.numerics == "fast",
+        }

@@ -1,0 +1,268 @@
+"""Triton's attention kernels: equal to the reference in the interpreter, compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch")
+pytest.importorskip("triton", reason="these kernels need triton")
+
+import triton.language as tl  # noqa: E402
+
+from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
+from lockstep.runtime.attention.triton_backend import TritonAttention  # noqa: E402
+from tests.support.passes import Pass, make_pass  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+MANY = 132  # multiprocessors to pretend, so that a few rows are shared out between programs
+
+
+def expected(made: Pass) -> torch.Tensor:
+    """What the reference says, on a pool of its own."""
+    keys, values = made.pool.keys[0].clone(), made.pool.values[0].clone()
+    reference = ReferenceAttention(made.pool)
+    reference.plan(made.batch)
+    out = reference.run(0, made.query, made.key, made.value, made.batch)
+    made.pool.keys[0], made.pool.values[0] = keys, values
+    return out
+
+
+def run(made: Pass, backend: TritonAttention, sms: int, graph: bool = False) -> torch.Tensor:
+    """The kernels, with outputs and workspace full of NaN beforehand."""
+    backend.sms = sms
+    backend.plan(made.batch, graph)
+    backend.workspace.fill_(torch.nan)
+    empty = torch.empty
+    try:
+        torch.empty = lambda *args, **options: empty(*args, **options).fill_(torch.nan)
+        return backend.run(0, made.query, made.key, made.value, made.batch)
+    finally:
+        torch.empty = empty
+
+
+def agree(made: Pass, sms: int = 1, **options: object) -> TritonAttention:
+    """Run both; outputs and pools must be equal."""
+    want = expected(made)
+    backend = TritonAttention(made.pool, made.query.shape[1], **options)
+    out = run(made, backend, sms)
+    tolerance = TOLERANCE[made.query.dtype]
+    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+    return backend
+
+
+def kv_after(made: Pass) -> list[torch.Tensor]:
+    return [made.pool.keys[0].nan_to_num(7e4), made.pool.values[0].nan_to_num(7e4)]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_products_of_bfloat16(monkeypatch):
+    """The interpreter keeps bfloat16 in uint16 and forgets that in `tl.dot`: it multiplies the bits. Widen them first."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *others):
+        return plain(self, widened(a), widened(b), *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
+    """Spans of a small pass and how many of them extend."""
+    extends = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=2))
+    decodes = draw(st.lists(st.integers(0, 80), min_size=0 if extends else 1, max_size=3))
+    return [(start, start + new) for start, new in extends] + [(at, at + 1) for at in decodes], len(extends)
+
+
+@given(
+    rows(),
+    st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 2), (7, 1)]),
+    st.sampled_from([1, 3, 16, 64]),
+    st.sampled_from([16, 24]),
+    st.sampled_from(["fast", "invariant"]),
+    st.sampled_from([1, MANY]),
+)
+@example(([(0, 1)], 1), (2, 1), 1, 16, "fast", 1)  # one token, nothing before it
+@example(([(0, 64), (16, 32)], 2), (2, 1), 16, 16, "fast", 1)  # pages full to the last slot
+@example(([(63, 64), (64, 65), (127, 128)], 0), (4, 2), 64, 16, "invariant", MANY)  # ends of pages and pieces
+@settings(max_examples=8)
+def test_kernels_equal_the_reference(spans, heads, page_size, head_dim, numerics, sms):
+    spans, extend_rows = spans
+    made = make_pass(
+        spans,
+        extend_rows=extend_rows,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        page_size=page_size,
+        device=DEVICE,
+    )
+    agree(made, sms, numerics=numerics, piece=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_dims_and_half_precision(dtype, head_dim):
+    made = make_pass([(3, 9), (37, 38)], extend_rows=1, head_dim=head_dim, page_size=16, dtype=dtype, device=DEVICE)
+    agree(made)
+
+
+def test_a_decode_shared_out_between_programs_is_merged():
+    made = make_pass([(0, 3), (0, 1), (130, 131), (300, 301)], extend_rows=1, page_size=16, device=DEVICE)
+    backend = agree(made, MANY)
+    assert backend.programs == 10  # 301 positions in tiles of 32
+    made = make_pass([(0, 3), (0, 1), (130, 131), (300, 301)], extend_rows=1, page_size=16, device=DEVICE)
+    backend = agree(made, MANY, numerics="invariant", piece=64)
+    assert (backend.programs, backend.most) == (5, 5)
+    made = make_pass([(0, 1), (300, 301)], extend_rows=0, page_size=16, device=DEVICE)
+    backend = agree(made, 2, numerics="invariant", piece=64)
+    assert (backend.programs, backend.most) == (2, 5)  # pieces in turn
+
+
+def test_new_keys_and_values_go_to_their_slots_and_nowhere_else():
+    spans = [(0, 5), (6, 9), (15, 16)]
+    mine = make_pass(spans, extend_rows=2, device=DEVICE)
+    theirs = make_pass(spans, extend_rows=2, device=DEVICE)
+    theirs.pool.write(0, theirs.key, theirs.value, theirs.batch)
+    run(mine, TritonAttention(mine.pool, 4), 1)
+    assert all(torch.equal(a, b) for a, b in zip(kv_after(mine), kv_after(theirs), strict=True))
+
+
+def test_views_of_one_projection_need_no_copy():
+    spans = [(2, 9), (15, 16)]
+    made = make_pass(spans, extend_rows=1, device=DEVICE)
+    want = expected(made)
+    together = torch.cat([made.query, made.key, made.value], 1)
+    made.query, made.key, made.value = together.split([4, 2, 2], 1)
+    assert not made.query.is_contiguous()
+    torch.testing.assert_close(run(made, TritonAttention(made.pool, 4), 1), want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("sms", [1, MANY])
+def test_padding_rows_of_a_graph_are_harmless(sms):
+    """Two padding rows compute one token at position 0 of the scratch page, full of NaN before; the others do not notice."""
+    made = make_pass([(37, 38), (5, 6)], extend_rows=0, page_size=16, device=DEVICE)
+    want = expected(made)
+    batch, pool = made.batch, made.pool
+    scratch_row = torch.full_like(batch.page_table[:1], pool.scratch_page)
+    batch.page_table = torch.cat([batch.page_table, scratch_row])
+    row, slot = len(batch.page_table) - 1, pool.scratch_page * pool.page_size
+    batch.rows = torch.cat([batch.rows, torch.full_like(batch.rows, row)])
+    batch.slots = torch.cat([batch.slots, torch.full_like(batch.slots, slot)])
+    batch.lengths = torch.cat([batch.lengths, torch.ones_like(batch.lengths)])
+    batch.indptr = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    batch.starts_host = np.concatenate([batch.starts_host, [0, 0]]).astype(np.int32)
+    batch.lengths_host = np.concatenate([batch.lengths_host, [1, 1]]).astype(np.int32)
+    made.query, made.key, made.value = (torch.cat([one, one]) for one in (made.query, made.key, made.value))
+    out = run(made, TritonAttention(pool, 4), sms, graph=True)
+    torch.testing.assert_close(out[:2], want, atol=2e-6, rtol=2e-6)
+
+
+def test_what_a_graph_launches_depends_on_rows_alone():
+    """Capture happens at one length, replay at any other: programs, pieces and the workspace must be those of the longest."""
+    backend = None
+    seen = set()
+    for length in (3, 60):
+        made = make_pass([(length, length + 1), (80, 81)], extend_rows=0, page_size=16, device=DEVICE)
+        for numerics in ("fast", "invariant"):
+            backend = TritonAttention(made.pool, 4, numerics=numerics, piece=64)
+            backend.sms = MANY
+            backend.plan(made.batch, graph=True)
+            seen.add((numerics, backend.programs, backend.most, backend.workspace.numel()))
+    assert len(seen) == 2
+
+
+def test_workspaces_of_graphs_stay_where_they_were():
+    made = make_pass([(3, 4)], extend_rows=0, page_size=16, device=DEVICE)
+    backend = TritonAttention(made.pool, 4)
+    backend.sms = MANY
+    backend.plan(made.batch, graph=True)
+    captured = backend.workspace
+    larger = make_pass([(300, 301), (90, 91)], extend_rows=0, page_size=16, device=DEVICE)
+    backend.plan(larger.batch)
+    assert backend.workspace.numel() > captured.numel()
+    assert any(captured is kept for kept in backend.graph_workspaces)
+
+
+def rows_alone_and_together(spans: Sequence[tuple[int, int]], extend_rows: int, sms: Sequence[int]) -> None:
+    """Each row's outputs have the same bits alone and among the others, for any number of multiprocessors."""
+    together = make_pass(spans, extend_rows=extend_rows, page_size=16, device=DEVICE)
+    out = run(together, TritonAttention(together.pool, 4, numerics="invariant", piece=64), sms[0])
+    for row, span in enumerate(together.spans()):
+        alone = make_pass(spans, extend_rows=extend_rows, page_size=16, only=[row], device=DEVICE)
+        again = run(alone, TritonAttention(alone.pool, 4, numerics="invariant", piece=64), sms[1])
+        assert torch.equal(out[span], again), f"row {row}"
+
+
+def test_invariant_rows_have_the_same_bits_alone_and_in_a_batch():
+    rows_alone_and_together([(90, 97), (0, 3), (150, 151), (20, 21)], 2, (1, MANY))
+    rows_alone_and_together([(150, 151), (64, 65), (20, 21)], 0, (MANY, 1))
+
+
+def test_invariant_tokens_have_the_same_bits_decoded_and_in_chunks_of_any_size():
+    """What a retraction relies on: the KV of output that is recomputed by an extend equals what decodes had written."""
+    whole = make_pass([(0, 100)], extend_rows=1, page_size=16, device=DEVICE)
+    out = run(whole, TritonAttention(whole.pool, 4, numerics="invariant", piece=64), 1)
+    for start, stop, extend_rows, sms in ((61, 67, 1, 1), (99, 100, 0, 1), (99, 100, 0, MANY), (70, 71, 0, MANY)):
+        part = make_pass([(0, 100)], extend_rows=1, page_size=16, device=DEVICE)
+        again = make_pass([(start, stop)], extend_rows=extend_rows, page_size=16, device=DEVICE)
+        again.pool = part.pool  # the same keys and values, computed up to `stop`
+        part.pool.write(0, part.key, part.value, part.batch)
+        again.batch.page_table, again.batch.rows = part.batch.page_table, part.batch.rows
+        again.batch.slots = part.batch.slots[start:stop]
+        again.query, again.key, again.value = (
+            one[start:stop] for one in (part.query, part.key, part.value)
+        )
+        got = run(again, TritonAttention(again.pool, 4, numerics="invariant", piece=64), sms)
+        assert torch.equal(got, out[start:stop]), (start, stop, extend_rows, sms)
+
+
+def test_bad_settings_are_named():
+    made = make_pass([(0, 1)], extend_rows=1)
+    with pytest.raises(ValueError, match="`heads` must be a multiple of the 2 KV heads, got `3`"):
+        TritonAttention(made.pool, 3)
+    with pytest.raises(ValueError, match="`piece` must be a positive multiple of 64, got `48`"):
+        TritonAttention(made.pool, 4, numerics="invariant", piece=48)
+    with pytest.raises(ValueError, match="a CUDA graph holds decodes only, got 1 rows that extend"):
+        TritonAttention(made.pool, 4).plan(made.batch, graph=True)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_compiles_without_a_gpu(capability):
+    root = Path(__file__).parents[2]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(root), *sys.path])
+    command = [sys.executable, "-m", "tests.runtime.compile_attention", str(capability)]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["kernel"] for one in found} == {"write_kv", "extend", "decode", "decode_split", "merge"}
+    for one in found:
+        assert one["cubin_bytes"] > 0
+        assert one["shared_bytes"] <= (163 if capability == 80 else 227) << 10, one
+    # Loads of keys and values are asynchronous, and products run on tensor cores.
+    for one in found:
+        if one["kernel"] in ("extend", "decode", "decode_split") and one["dtype"] != "float32":
+            assert "cp.async" in one["instructions"], one
+            assert len(one["instructions"]) >= 2, one
+    # In invariant numerics a decode and an extend multiply in the same layout, so they add in the same order.
+    layouts = {str(one["layouts"]) for one in found if one["numerics"] == "invariant"}
+    assert len(layouts) == 1, layouts
