@@ -50,7 +50,9 @@ class RowByRow:
 class Passes:
     """Runs a model over rows that grow: row r holds the tokens given to it so far, on pages in random order."""
 
-    def __init__(self, model: Decoder, *, rows: int = 4, pages_each: int = 8, page_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, *, rows: int = 4, pages_each: int = 8, page_size: int = 4, seed: int = 0
+    ) -> None:
         self.model = model
         self.pool = KvPool(
             model.layers, rows * pages_each, page_size, model.kv_heads, model.head_dim, model.dtype, model.device

@@ -53,9 +53,9 @@ class CheckpointError(ConfigError):
 class Split:
     """Which part of a tensor a tensor-parallel rank keeps: a run of whole units along `dim`.
 
-        units 4, ranks 2    [ 0 1 | 2 3 ]
-        units 2, ranks 4    [ 0 | 0 | 1 | 1 ]      where `replicate` (kv heads)
-        units None          [ even | even | even, padded ]    for a vocabulary, which no number of ranks need divide
+    units 4, ranks 2    [ 0 1 | 2 3 ]
+    units 2, ranks 4    [ 0 | 0 | 1 | 1 ]      where `replicate` (kv heads)
+    units None          [ even | even | even, padded ]    for a vocabulary, which no number of ranks need divide
     """
 
     dim: int | None = None  # None: every rank keeps all of it
@@ -139,16 +139,18 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the files. Tensors that were read stay."""
+        """Close the files. Tensors that were read stay valid."""
         self._closing.close()
         self._open.clear()
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
-        """A stored tensor on the CPU, or `part` of it along `dim`; only that is read."""
+        """A stored tensor on the CPU, or `part` of it along `dim`: a view of the mapped file, read where it is used."""
         view = self._open[self.stored[name].file].get_slice(name)
         tensor: Tensor = view[(slice(None),) * dim + (part,)] if dim is not None else view[:]
         return tensor
@@ -165,7 +167,9 @@ class Checkpoint:
                 continue
             for name in sorted(found if names is None else found & names):
                 self.stored[name] = Stored(file, tuple(facts[name].get_shape()), facts[name].get_dtype())
-            problems += [f"{name}: {INDEX} says it is in {file}, which lacks it" for name in sorted((names or found) - found)]
+            problems += [
+                f"{name}: {INDEX} says it is in {file}, which lacks it" for name in sorted((names or found) - found)
+            ]
         if problems:
             raise CheckpointError(self.folder, problems, "files that were cut short or mixed up: copy the folder again")
 
@@ -178,7 +182,10 @@ class Checkpoint:
             if pickles:
                 raise CheckpointError(
                     self.folder,
-                    [f"{name} is a pickle, which may run code when it is read; only safetensors are read" for name in pickles],
+                    [
+                        f"{name} is a pickle, which may run code when it is read; only safetensors are read"
+                        for name in pickles
+                    ],
                     "many models also come as safetensors; transformers' `save_pretrained` writes them",
                 )
             raise CheckpointError(self.folder, [f"neither {SINGLE} nor {INDEX} is there"])

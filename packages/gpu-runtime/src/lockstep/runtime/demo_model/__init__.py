@@ -1,0 +1,63 @@
+"""The small model that everything uses that needs one: committed beside this file, and how it was made.
+
+It has the form of Qwen3 (four layers, 2.2 million weights) and continues texts in the manner of Python's documentation;
+asked about a function of the standard library, it answers in that manner. What it says is not true.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import ConfigError
+
+MADE = "made.json"  # says from what a demo model was made; marks a folder as one
+COMMITTED = Path(__file__).with_name("files")
+
+
+def demo_model_folder() -> Path:
+    """The committed demo model, a Hugging Face folder: pass it to `build_model`. Not to be written to."""
+    return COMMITTED
+
+
+def copy_demo_model(folder: Path) -> bool:
+    """Put a copy of the committed demo model into `folder`; False if it was there already.
+
+    Raises: ConfigError if the folder holds anything but a demo model.
+    """
+    check_folder(folder)
+    if read_made(folder) == read_made(COMMITTED):
+        return False
+    replace_folder(folder, lambda part: shutil.copytree(COMMITTED, part, dirs_exist_ok=True))
+    return True
+
+
+def check_folder(folder: Path) -> None:
+    """Raises: ConfigError unless the folder is absent, empty, or holds a demo model, which may be replaced."""
+    if folder.exists() and not (folder.is_dir() and ((folder / MADE).is_file() or not any(folder.iterdir()))):
+        raise ConfigError(f"`{folder}` exists and does not hold a demo model\nhint: name a new folder")
+
+
+def read_made(folder: Path) -> dict[str, Any] | None:
+    """From what the demo model of a folder was made, or None."""
+    try:
+        made = json.loads((folder / MADE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return made if isinstance(made, dict) else None
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a folder beside `folder`, then put it in its place: `folder` never holds half a model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        part = Path(scratch) / "model"
+        part.mkdir(mode=0o755)
+        fill(part)
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)

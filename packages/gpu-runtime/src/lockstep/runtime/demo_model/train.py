@@ -11,18 +11,20 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
+from lockstep.runtime.demo_model import MADE, check_folder, read_made, replace_folder
 from lockstep.runtime.demo_model.corpus import Passage, passages
 from lockstep.runtime.demo_model.tokenizer import (
     END_OF_TEXT,
@@ -35,15 +37,14 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.models import build_model
 from lockstep.runtime.models.decoder import Decoder
 
-VOCAB = 2048
-CONTEXT_TOKENS = 4096  # positions that the settings allow; training sees WINDOW of them at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Everything that decides the weights, beside the text."""
 
     seed: int = 7
+    vocab: int = 2048
+    context_tokens: int = 4096  # that config.json allows; training sees `window` of them at a time
     hidden: int = 192
     intermediate: int = 512
     layers: int = 4
@@ -71,7 +72,7 @@ class Recipe:
             "hidden_size": self.hidden,
             "initializer_range": 0.02,
             "intermediate_size": self.intermediate,
-            "max_position_embeddings": CONTEXT_TOKENS,
+            "max_position_embeddings": self.context_tokens,
             "model_type": "qwen3",
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.layers,
@@ -82,7 +83,7 @@ class Recipe:
             "rope_theta": 10000.0,
             "tie_word_embeddings": True,
             "use_cache": True,
-            "vocab_size": tokenizer.get_vocab_size(),
+            "vocab_size": self.vocab,
         }
 
 
@@ -99,45 +100,59 @@ class WholeRows:
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """[rows * window, heads, head_dim] to the same."""
-        query, key, value = (part.unflatten(0, (-1, self.window)).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (
+            part.view(-1, self.window, *part.shape[1:]).transpose(1, 2) for part in (query, key, value)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
         return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def make_demo_model(folder: Path, recipe: Recipe | None = None, progress: Callable[[str], None] = print) -> float:
-    """Train tokenizer and model and write them to `folder` in the Hugging Face layout; returns the last mean loss.
+def train_demo_model(
+    folder: Path,
+    recipe: Recipe | None = None,
+    *,
+    texts: Sequence[Passage] | None = None,
+    progress: Callable[[str], None] = print,
+) -> bool:
+    """Train tokenizer and model on one thread and write them in the Hugging Face layout.
 
     Args:
+        folder: absent, empty, or with a demo model, which is replaced.
+        texts: what to learn from; None is what this Python carries.
         progress: is told a line now and then.
+    Returns: False if the folder holds the outcome of this very recipe, text and software already.
+    Raises: ConfigError if the folder holds anything but a demo model.
     """
     recipe = recipe or Recipe()
-    texts = passages()
-    tokenizer = train_tokenizer((passage.text for passage in texts if passage.question is None), VOCAB)
+    check_folder(folder)
+    texts = passages() if texts is None else texts
+    tokenizer = train_tokenizer((passage.text for passage in texts if passage.question is None), recipe.vocab)
     tokens = training_tokens(texts, tokenizer, recipe.seed)
-    progress(f"{len(texts):,} passages, {len(tokens):,} tokens, digest {_digest(tokens)}")
-    config = recipe.config(tokenizer)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in one order
-    try:
-        model = build_model(config, torch.float32, random_weights_seed=recipe.seed)
-        loss = _train(model, tokens, recipe, progress)
-    finally:
-        torch.set_num_threads(threads)
-    write_folder(folder, config, tokenizer, model)
     made = {
         "recipe": asdict(recipe),
         "passages": len(texts),
         "tokens": len(tokens),
-        "tokens_digest": _digest(tokens),
-        "loss": round(loss, 4),
+        "tokens_digest": hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=8).hexdigest(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    (folder / "made.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-    return loss
+    there = read_made(folder) or {}
+    if {name: value for name, value in there.items() if name != "loss"} == made:
+        return False
+    progress(f"{made['passages']:,} passages, {made['tokens']:,} tokens, digest {made['tokens_digest']}")
+    config = recipe.config(tokenizer)
+    model = build_model(config, torch.float32, random_weights_seed=recipe.seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in one order
+    try:
+        made["loss"] = round(_train(model, tokens, recipe, progress), 4)
+    finally:
+        torch.set_num_threads(threads)
+    replace_folder(folder, lambda part: _write(part, config, tokenizer, model, made))
+    return True
 
 
-def training_tokens(texts: list[Passage], tokenizer: Tokenizer, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def training_tokens(texts: Sequence[Passage], tokenizer: Tokenizer, seed: int) -> NDArray[np.int64]:
     """All passages in a random order, end to end, each behind an end of text."""
     order = np.random.default_rng(seed).permutation(len(texts))
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -146,25 +161,22 @@ def training_tokens(texts: list[Passage], tokenizer: Tokenizer, seed: int) -> np
     return np.concatenate([np.array([end, *ids[index]], np.int64) for index in order])
 
 
-def write_folder(folder: Path, config: dict[str, Any], tokenizer: Tokenizer, model: Decoder) -> None:
-    """config.json, generation_config.json, tokenizer and weights in bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _write(folder: Path, config: dict[str, Any], tokenizer: Tokenizer, model: Decoder, made: dict[str, Any]) -> None:
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     ends = [config["eos_token_id"], config["pad_token_id"]]
-    generation = {"eos_token_id": ends, "pad_token_id": config["pad_token_id"], "do_sample": False}
     for name, data in {
         "config.json": config,
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokenizer_config(CONTEXT_TOKENS),
+        "generation_config.json": {"do_sample": False, "eos_token_id": ends, "pad_token_id": config["pad_token_id"]},
+        "tokenizer_config.json": tokenizer_config(config["max_position_embeddings"]),
+        MADE: made,
     }.items():
         (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     weights = {want.name: want.into.to(torch.bfloat16).contiguous() for want in model.tensors()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
 
 
-def _train(
-    model: Decoder, tokens: np.ndarray[Any, np.dtype[np.int64]], recipe: Recipe, progress: Callable[[str], None]
-) -> float:
+def _train(model: Decoder, tokens: NDArray[np.int64], recipe: Recipe, progress: Callable[[str], None]) -> float:
     """AdamW over random windows, each drawn once before any is drawn again. Returns the mean loss of the last steps."""
     model.train().requires_grad_(True)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -184,7 +196,7 @@ def _train(
         logits = model.logits(model(batch, attention))
         loss = F.cross_entropy(logits, torch.from_numpy(rows[:, 1:].reshape(-1)))
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         losses.append(loss.item())
@@ -195,7 +207,7 @@ def _train(
     return float(np.mean(losses[-50:]))
 
 
-def _windows(tokens: int, recipe: Recipe) -> Any:
+def _windows(tokens: int, recipe: Recipe) -> Iterator[NDArray[np.int64]]:
     """Starts of the rows of each step, int64 [rows]."""
     random = np.random.default_rng(recipe.seed)
     while True:
@@ -228,7 +240,3 @@ def _whole_rows(rows: int, window: int) -> ForwardBatch:
         starts_host=np.zeros(rows, np.int32),
         lengths_host=np.full(rows, window, np.int32),
     )
-
-
-def _digest(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> str:
-    return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=8).hexdigest()

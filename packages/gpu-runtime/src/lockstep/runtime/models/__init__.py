@@ -1,4 +1,4 @@
-"""Models by architecture. A new one is a file here that registers a function; its name is added to the imports below."""
+"""Models by architecture. A new one is a file here that registers a function, and a line among the imports below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.runtime.models import qwen3_moe as qwen3_moe
 from lockstep.runtime.models.decoder import Decoder as Decoder
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.layers import Parallel as Parallel
-from lockstep.runtime.models.registry import BUILDERS
+from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import DTYPES, ConfigReader
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
 
@@ -58,10 +58,11 @@ def build_model(
             with Checkpoint(folder) as checkpoint:
                 wanted = model.tensors()
                 load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
-    return model.eval()
+    model.eval()
+    return model
 
 
-def _builder(config: Mapping[str, Any]) -> Any:
+def _builder(config: Mapping[str, Any]) -> Builder:
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
     if name not in BUILDERS:

@@ -65,10 +65,11 @@ class Decoder(nn.Module):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
-        self.stack = nn.ModuleList(Layer(make, layer, settings, qk_norm) for layer in range(settings.layers))
+        stack = [Layer(make, layer, settings, qk_norm) for layer in range(settings.layers)]
+        self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
         self.head = self.embeddings if settings.tied else Vocabulary(make, settings.vocab, settings.hidden)
-        query, key, _ = self.stack[0].attention.qkv.sizes
+        query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
 

@@ -65,13 +65,11 @@ class Experts(nn.Module):
         inner = self.settings.intermediate
         yield Wanted(f"{prefix}.gate.weight", tuple(self.router.shape), self.router.data)
         for expert in range(self.settings.experts):
-            gate, up = self.gate_up.data[expert].split(self.local)
+            gate, up = self.gate_up.data[expert].split_with_sizes([self.local, self.local])
             name = f"{prefix}.experts.{expert}"
             yield Wanted(f"{name}.gate_proj.weight", (inner, self.hidden), gate, self.inner)
             yield Wanted(f"{name}.up_proj.weight", (inner, self.hidden), up, self.inner)
-            yield Wanted(
-                f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], Split(1, inner)
-            )
+            yield Wanted(f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], Split(1, inner))
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 class Parallel:
     """This rank among those that split one model, and how they put partial results together.
 
-    `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` lays the ranks' [samples, vocab / ranks] side by side.
+    `all_reduce` sums [tokens, hidden] over the ranks; `all_gather` lays [samples, vocab / ranks] of all side by side.
     """
 
     rank: int = 0
@@ -103,14 +103,18 @@ class ColumnLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """[tokens, inputs] to one [tokens, rows of this rank] for each part."""
-        return F.linear(hidden, self.weight, self.bias).split(self.sizes, dim=-1)
+        return tuple(F.linear(hidden, self.weight, self.bias).split_with_sizes(self.sizes, dim=-1))
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
-        for part, split, weight in zip(self.parts, self.splits, self.weight.data.split(self.sizes), strict=True):
+        for part, split, weight in zip(
+            self.parts, self.splits, self.weight.data.split_with_sizes(self.sizes), strict=True
+        ):
             yield Wanted(f"{prefix}.{part.name}.weight", (part.outputs, self.inputs), weight, split)
         if self.bias is not None:
-            for part, split, bias in zip(self.parts, self.splits, self.bias.data.split(self.sizes), strict=True):
+            for part, split, bias in zip(
+                self.parts, self.splits, self.bias.data.split_with_sizes(self.sizes), strict=True
+            ):
                 yield Wanted(f"{prefix}.{part.name}.bias", (part.outputs,), bias, split)
 
 
@@ -185,7 +189,8 @@ class Mlp(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] to the same shape."""
         gate, up = self.gate_up(hidden)
-        return self.down(F.silu(gate) * up)
+        down: Tensor = self.down(F.silu(gate) * up)
+        return down
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -223,11 +228,12 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """[tokens, hidden] to the same shape."""
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(hidden))
+        query, key, value = (part.view(len(hidden), -1, self.head_dim) for part in self.qkv(hidden))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotation.turn(query), rotation.turn(key)
-        return self.output(attention.run(self.layer, query, key, value, batch).flatten(-2))
+        mixed: Tensor = self.output(attention.run(self.layer, query, key, value, batch).flatten(-2))
+        return mixed
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""

@@ -116,7 +116,9 @@ class ConfigReader:
             raise ConfigError("\n  ".join([f"{self.where} describes a model that cannot be served:", *self.problems]))
 
 
-def read_decoder(config: Mapping[str, Any], *, architecture: str, qkv_bias: bool = False, experts: bool = False) -> ModelSettings:
+def read_decoder(
+    config: Mapping[str, Any], *, architecture: str, qkv_bias: bool = False, experts: bool = False
+) -> ModelSettings:
     """Settings of a Llama-like decoder.
 
     Args:
@@ -133,12 +135,15 @@ def read_decoder(config: Mapping[str, Any], *, architecture: str, qkv_bias: bool
     read.only("partial_rotary_factor", 1.0, None)
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         read.problems.append("`layer_types` may hold only `full_attention`")
-    hidden, heads, layers = read.count("hidden_size"), read.count("num_attention_heads"), read.count("num_hidden_layers")
+    layers, hidden = read.count("num_hidden_layers"), read.count("hidden_size")
+    heads = read.count("num_attention_heads")
     kv_heads = read.count("num_key_value_heads", heads)
     if heads % kv_heads:
-        read.problems.append(f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {heads}, {kv_heads}")
+        read.problems.append(
+            f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {heads} and {kv_heads}"
+        )
     if config.get("head_dim") is None and hidden % heads:
-        read.problems.append(f"`hidden_size` must be a multiple of `num_attention_heads`, got {hidden}, {heads}")
+        read.problems.append(f"`hidden_size` must be a multiple of `num_attention_heads`, got {hidden} and {heads}")
     head_dim = read.count("head_dim", max(hidden // heads, 1))
     if head_dim % 2:
         read.problems.append(f"`head_dim` must be even, got {head_dim}")
@@ -168,7 +173,7 @@ def read_decoder(config: Mapping[str, Any], *, architecture: str, qkv_bias: bool
 def _experts(read: ConfigReader, layers: int) -> ExpertSettings:
     count, per_token = read.count("num_experts", also="num_local_experts"), read.count("num_experts_per_tok")
     if per_token > count:
-        read.problems.append(f"`num_experts_per_tok` must be at most `num_experts`, got {per_token}, {count}")
+        read.problems.append(f"`num_experts_per_tok` must be at most `num_experts`, got {per_token} and {count}")
     every = read.count("decoder_sparse_step", 1)
     named = read.config.get("mlp_only_layers") or []
     dense = {layer for layer in range(layers) if layer in named or (layer + 1) % every}

@@ -1,0 +1,27 @@
+"""`lockstep demo-model`: argument parsing only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.runtime.demo_model import copy_demo_model
+
+
+@click.command("demo-model")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--train", is_flag=True, help="Make it anew from this Python's documentation; takes a few minutes.")
+def demo_model(folder: Path, train: bool) -> None:
+    """Write a small model in the Hugging Face layout to DIR, without any download.
+
+    DIR then holds config, weights in bfloat16, and a tokenizer with a chat template; transformers loads it too. Without
+    --train it is a copy of the one that comes with Lockstep. What DIR holds already is not made again.
+    """
+    if not train:
+        made = copy_demo_model(folder)
+    else:
+        from lockstep.runtime.demo_model.train import train_demo_model
+
+        made = train_demo_model(folder, progress=lambda line: click.echo(line, err=True))
+    click.echo(f"{folder}" if made else f"{folder} (was there already)")
