@@ -216,9 +216,7 @@ class LLM:
         Raises: EngineStopped if the engine ends first; a prompt that cannot be served has `error` in its answer.
         """
         listed = _listed(prompts)
-        return self._await(
-            [self._ask(*pair) for pair in zip(listed, _each(params, len(listed)), strict=True)], progress
-        )
+        return self._await([self.ask(*pair) for pair in zip(listed, _each(params, len(listed)), strict=True)], progress)
 
     def chat(
         self,
@@ -238,7 +236,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Piece]:
         """Answer one prompt piece by piece; the last piece carries the whole answer. Leaving early cancels it."""
-        asked = self._ask(prompt, params or Params(), pieces=SimpleQueue())
+        asked = self.ask(prompt, params or Params(), pieces=SimpleQueue())
         assert asked.pieces is not None
         try:
             while True:
@@ -258,7 +256,54 @@ class LLM:
     ) -> list[Answer]:
         """One vector for each prompt, in `vector`: the mean of the last layer's hidden states over all positions."""
         nothing = Params(max_new_tokens=0)
-        return self._await([self._ask(prompt, nothing, kind="embed") for prompt in _listed(prompts)], progress)
+        return self._await([self.ask(prompt, nothing, kind="embed") for prompt in _listed(prompts)], progress)
+
+    def ask(
+        self,
+        prompt: Prompt,
+        params: Params,
+        *,
+        kind: RequestKind = "generate",
+        pieces: SimpleQueue[Piece | None] | None = None,
+    ) -> Asked:
+        """Send one request without waiting for its answer. With `pieces`, what is new of it is put there."""
+        if isinstance(prompt, str):
+            ids = self._needs_text("a text prompt").encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+        for token in ids:
+            if not 0 <= token < 2**31:
+                raise ConfigError(f"`prompt` holds {token}, which is no token id")
+        with self._lock:
+            number = self._requests
+            self._requests += 1
+        seed = params.seed if params.seed is not None else _seed(self.seed, number)
+        request = RequestArrived(
+            0,
+            request_id=-1,
+            prompt=TokenIds(np.array(ids, np.int32).tobytes()),
+            max_new_tokens=params.max_new_tokens,
+            min_new_tokens=params.min_new_tokens,
+            stop_token_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            stream=pieces is not None,
+            priority=params.priority,
+            kind=kind,
+            sampling=_sampling(params, seed),
+            stop_texts=tuple(params.stop),
+            logprob_start=0 if params.prompt_logprobs else len(ids) if params.logprobs is not None else None,
+            return_hidden_states=params.hidden_states,
+        )
+        asked = Asked(Answer(-1, ids), self.text, params.stop, pieces)
+        asked.answer.request_id = self.host.submit(request, asked)
+        return asked
+
+    def wait(self, asked: Asked) -> Answer:
+        """The answer, once it is whole. Raises EngineStopped if the engine ends first."""
+        asked.over.wait()
+        if asked.failure:
+            raise EngineStopped(asked.failure)
+        return asked.answer
 
     def close(self) -> None:
         """End the engine; whoever waits is told."""
@@ -285,52 +330,11 @@ class LLM:
         except Exception:
             log.exception("the engine failed")  # and everybody who waits was told
 
-    def _ask(
-        self,
-        prompt: Prompt,
-        params: Params,
-        *,
-        kind: RequestKind = "generate",
-        pieces: SimpleQueue[Piece | None] | None = None,
-    ) -> _Asked:
-        """Send one request."""
-        if isinstance(prompt, str):
-            ids = self._needs_text("a text prompt").encode(prompt)
-        else:
-            ids = [int(token) for token in prompt]
-        if any(not 0 <= token < 2**31 for token in ids):
-            raise ConfigError(f"a prompt holds {next(t for t in ids if not 0 <= t < 2**31)}, which is no token id")
-        with self._lock:
-            number = self._requests
-            self._requests += 1
-        seed = params.seed if params.seed is not None else _seed(self.seed, number)
-        request = RequestArrived(
-            0,
-            request_id=-1,
-            prompt=TokenIds(np.array(ids, np.int32).tobytes()),
-            max_new_tokens=params.max_new_tokens,
-            min_new_tokens=params.min_new_tokens,
-            stop_token_ids=tuple(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
-            stream=pieces is not None,
-            priority=params.priority,
-            kind=kind,
-            sampling=_sampling(params, seed),
-            stop_texts=tuple(params.stop),
-            logprob_start=0 if params.prompt_logprobs else len(ids) if params.logprobs is not None else None,
-            return_hidden_states=params.hidden_states,
-        )
-        asked = _Asked(Answer(-1, ids), self.text, params.stop, pieces)
-        asked.answer.request_id = self.host.submit(request, asked)
-        return asked
-
-    def _await(self, asked: Sequence[_Asked], progress: Callable[[int], object] | None) -> list[Answer]:
+    def _await(self, asked: Sequence[Asked], progress: Callable[[int], object] | None) -> list[Answer]:
         """Wait for all, in the order in which they were asked; Ctrl-C cancels what is left."""
         try:
             for ended, one in enumerate(asked):
-                one.over.wait()
-                if one.failure:
-                    raise EngineStopped(one.failure)
+                self.wait(one)
                 if progress is not None:
                     progress(ended + 1)
         except BaseException:
@@ -361,8 +365,8 @@ class LLM:
         return self.text
 
 
-class _Asked:
-    """The sink of one request."""
+class Asked:
+    """A request on its way: `LLM.ask` gives it, `LLM.wait` takes it. It is the request's sink."""
 
     def __init__(
         self, answer: Answer, text: Text | None, stops: Sequence[str], pieces: SimpleQueue[Piece | None] | None
