@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from click.testing import CliRunner  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import BatchFinished, RequestRetracted  # noqa: E402
+from lockstep.core.events import BatchFinished, RequestRetracted, Resume  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.runtime import LLM, Answer, Params  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
@@ -193,7 +194,7 @@ def test_leaving_a_stream_early_cancels_its_request(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert llm.host.drain().result(timeout=30).ok
-    llm.host.ask(__import__("lockstep.core.events", fromlist=["Resume"]).Resume()).result(timeout=30)
+    assert llm.host.ask(Resume()).result(timeout=30).ok
 
 
 def test_a_text_stop_ends_the_answer_in_front_of_it(llm: LLM) -> None:
@@ -242,7 +243,7 @@ def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) 
         llm.generate([[5], [6]], [Params()])
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with LLM(tmp_path, random_weights_seed=1, **SMALL) as wordless:
-        with pytest.raises(ConfigError, match="a text prompt needs a tokenizer.json"):
+        with pytest.raises(ConfigError, match=r"a text prompt needs a tokenizer\.json"):
             wordless.generate("text")
         (stops,) = wordless.generate([[5]], Params(stop=["x"]))
         assert "need a tokenizer" in stops.error
@@ -278,14 +279,14 @@ def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     template = tmp_path / "chat_template.jinja"
     template.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(ConfigError, match="the chat template refuses the conversation: .*unsafe"):
+    with pytest.raises(ConfigError, match=r"the chat template refuses the conversation: .*unsafe"):
         Text(tmp_path).chat([{"role": "user", "content": "x"}])
     template.write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigError, match="roles must alternate"):
         Text(tmp_path).chat([])
     template.write_text("{{ messages | tojson }} {{ strftime_now('%Y') }}{% if tools %}!{% endif %}")
-    now = lambda: __import__("time").gmtime(0)  # noqa: E731
-    assert Text(tmp_path).chat([{"role": "user", "content": "é"}], now=now) == '[{"role": "user", "content": "é"}] 1970'
+    said = Text(tmp_path).chat([{"role": "user", "content": "é"}], now=lambda: time.gmtime(0))
+    assert said == '[{"role": "user", "content": "é"}] 1970'
 
 
 def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from lockstep.core.commands import FinishRequest, RejectRequest, RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
@@ -327,8 +327,10 @@ class LLM:
         """The engine's thread."""
         try:
             self.host.run()
+        except LockstepError as error:
+            log.error("the engine failed: %s", error)  # and everybody who waits was told
         except Exception:
-            log.exception("the engine failed")  # and everybody who waits was told
+            log.exception("the engine failed")  # where, is for whoever mends it
 
     def _await(self, asked: Sequence[Asked], progress: Callable[[int], object] | None) -> list[Answer]:
         """Wait for all, in the order in which they were asked; Ctrl-C cancels what is left."""
