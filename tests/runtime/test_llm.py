@@ -292,7 +292,7 @@ def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
 def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
     text = Text(folder)
     ids = text.encode(TEXTS[1])
-    watch = StopTexts(text, [], ["🙂 toad", "zz"])
+    watch = StopTexts(text, [], ["🙂 tooth", "zz"])
     held = [watch.push(number, token) for number, token in enumerate(ids)]
     assert not any(stopped for stopped, _ in held)
     free = [number + 1 - behind for number, (_, behind) in enumerate(held)]

@@ -186,9 +186,7 @@ def _answer(llm: LLM, lines: Any, out: IO[str], params: Params, show_token_ids: 
             out.flush()
             advance()
     if wrong:
-        click.echo(
-            f"lockstep generate: {wrong} of {len(asked)} lines have an error; see `error` in the output", err=True
-        )
+        click.echo(f"lockstep generate: {wrong} of {len(asked)} lines have an `error` in the output", err=True)
     return 1 if wrong else 0
 
 
