@@ -119,12 +119,14 @@ class StopTexts:
         if self.stopped_at(before) is not None:
             return True, 0
         free = self._free()
-        if free < len(self.decoded):
-            return False, sum(end > free for end in self._ends)
-        held = 0  # newest tokens that completed no character
-        while held < len(self._ends) and self._ends[-1 - held] == (self._ends[-2 - held : -1 - held] or [0])[0]:
-            held += 1
-        return False, held
+        first = next((i for i, end in enumerate(self._ends) if end > free), len(self._ends))
+        while first and self._silent(first - 1):  # tokens that begin the character
+            first -= 1
+        return False, len(self._ends) - first
+
+    def _silent(self, number: int) -> bool:
+        """Whether a token completed no character."""
+        return self._ends[number] == (self._ends[number - 1] if number else 0)
 
     def stopped_at(self, checked: int = 0) -> int | None:
         """Where the first stop begins, if any is in the text; characters before `checked` were seen before."""
