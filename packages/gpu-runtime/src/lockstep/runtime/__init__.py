@@ -3,3 +3,21 @@
 Nothing is decided here. A host (`host.py`) takes in facts and performs commands; an executor (`executor.py`) folds each
 plan into the device's tables and runs it. docs/runtime.md shows how the parts fit together.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.runtime.llm import LLM, Answer, Params, Piece
+
+__all__ = ["LLM", "Params", "Answer", "Piece"]
+
+
+def __getattr__(name: str) -> Any:
+    """The offline API, imported when it is asked for: parts of the runtime are of use without it."""
+    if name in __all__:
+        from lockstep.runtime import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

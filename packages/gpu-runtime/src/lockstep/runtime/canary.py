@@ -1,0 +1,122 @@
+"""A debug mode in which every KV slot has a tag, verified before each pass for every slot that the pass reads.
+
+The tag of a slot says whose KV lies there: which prefix it stands for, at which position, of which version. Requests
+share the KV of equal prefixes, so a tag does not name a request; it is a sum over the prefix, from which any token at
+any place cannot be exchanged for another without being seen, except by a chance of 2**-64.
+
+    tag(request, position) = seed(namespace, version) + sum over j <= position of mix(token j, j)      modulo 2**64
+
+`chains` has by row what its tags must be, position by position: for what a row finds in the radix cache from its
+tokens, which are known on the CPU; for what it computes from the tokens that the pass computes. Both are independent
+of the pool. A pass writes the tags of its new tokens and then compares all that it reads: a page given to two
+requests, freed too early, never written, written by a batch that failed, or left by older weights is found before
+attention reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.commands import BatchPlan
+from lockstep.core.errors import InvariantError
+from lockstep.runtime.forward import ForwardBatch
+
+EMPTY = -1  # the tag of a slot that was never written
+SPOILED = -2  # ... that a failed batch wrote
+
+
+class CanaryError(InvariantError):
+    """A pass was about to read KV that is not its request's."""
+
+
+class Canary:
+    """Tags of all slots of a pool.
+
+    Args:
+        pages: of the pool; its scratch page is tagged as well and never read.
+        context_tokens: longest request.
+    """
+
+    def __init__(self, rows: int, pages: int, page_size: int, context_tokens: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.version = 0  # of what KV depends on beside its prefix: weights, generation
+        self.tags = torch.full(((pages + 1) * page_size,), EMPTY, dtype=torch.int64, device=device)
+        self.chains = torch.zeros((rows + 1, context_tokens + page_size), dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.slots_verified = 0
+
+    def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
+        """A row changes hands: what its tags must be, as far as its tokens are known."""
+        key = f"{self.version} {namespace}".encode()
+        seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
+        self.seeds[row] = seed
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        chain = seed + mix(ids, torch.arange(len(ids))).cumsum(0)
+        self.chains[row, : len(ids)] = chain.to(self.chains.device)
+
+    def check(self, batch: ForwardBatch) -> Tensor:
+        """Tag what the pass is about to write, compare what it is about to read.
+
+        Returns: int64 [1, 4]: how many slots are wrong, and how many of them not just because a failed batch wrote
+            them; of the first such slot its place in the batch's rows, and its position.
+        """
+        rows = batch.rows.to(torch.int64)
+        counts = torch.from_numpy((batch.lengths_host - batch.starts_host).astype(np.int64)).to(rows.device)
+        of_row = torch.arange(batch.count, device=rows.device).repeat_interleave(counts, output_size=batch.tokens)
+        first = batch.indptr[:-1].to(torch.int64)
+        starts = torch.from_numpy(batch.starts_host.astype(np.int64)).to(rows.device)
+
+        new = mix(batch.token_ids, batch.positions)
+        total = new.cumsum(0)
+        behind = self.chains[rows, (starts - 1).clamp(min=0)]
+        base = torch.where(starts > 0, behind, self.seeds[rows])
+        chain = total + (base - total[first] + new[first])[of_row]
+        self.chains[rows[of_row], batch.positions] = chain
+        self.tags[batch.slots] = chain
+
+        positions = torch.arange(batch.longest, device=rows.device)
+        pages = batch.page_table[rows][:, positions // self.page_size].to(torch.int64)
+        found = self.tags[pages * self.page_size + positions % self.page_size]
+        read = positions < batch.lengths.to(torch.int64)[:, None]
+        wrong = (found != self.chains[rows, : batch.longest]) & read
+        foreign = wrong & (found != SPOILED)
+        # What is computed from wrong KV is wrong as well.
+        self.tags[batch.slots] = torch.where(wrong.any(1)[of_row], SPOILED, chain)
+        self.slots_verified += int(batch.lengths_host.sum())
+        seen = torch.where(foreign.any(), foreign, wrong)
+        place = seen.view(-1).to(torch.int8).argmax()
+        return torch.stack((wrong.sum(), foreign.sum(), place // batch.longest, place % batch.longest))[None]
+
+    def spoil(self, slots: Sequence[Tensor]) -> None:
+        """What a batch was to write is not there: it failed."""
+        for some in slots:
+            self.tags[some] = SPOILED
+
+    def judge(self, plan: BatchPlan, found: NDArray[np.int64], *, behind_failure: bool = False) -> None:
+        """Raise CanaryError if any pass of a batch read what is not its own.
+
+        A batch that was launched before it was known that another failed (`behind_failure`) may read what that one
+        left: its rows are dead by then, or are retracted.
+        """
+        for number, (wrong, foreign, i, position) in enumerate(found.tolist()):
+            if foreign or (wrong and not behind_failure):
+                i = int(np.flatnonzero(plan.stops - plan.starts > number)[i]) if plan.steps > 1 else i
+                what = "which is not its KV" if foreign else "which a failed batch wrote"
+                raise CanaryError(
+                    f"batch {plan.batch_id}: r{int(plan.request_ids[i])} in row {int(plan.rows[i])} reads position "
+                    f"{position}, in page {position // self.page_size} of its table, {what} ({wrong} such slots)"
+                )
+
+
+def mix(tokens: Tensor, positions: Tensor) -> Tensor:
+    """64 bits of each (token, position), int64; sums of them stand for sequences."""
+    bits = (tokens + 1) * -7046029254386353131 + (positions + 1) * -4417276706812531889
+    bits = (bits ^ (bits >> 30)) * -4658895280553007687
+    bits = (bits ^ (bits >> 27)) * -7723592293110705685
+    return bits ^ (bits >> 31)

@@ -1,0 +1,17 @@
+"""What can go wrong in the runtime beside what the core refuses."""
+
+from __future__ import annotations
+
+from lockstep.core.errors import ContractError, LockstepError
+
+
+class PlanError(ContractError):
+    """A plan cannot be run: it names rows that nobody holds, pages that there are not, a mode not known here."""
+
+
+class DeviceLost(LockstepError):
+    """The device does not work any more: nothing that is in flight will come back. The engine ends."""
+
+
+class EngineStopped(LockstepError):
+    """The host has ended, on request or by a failure; the message says which, and no request is taken any more."""

@@ -1,0 +1,503 @@
+"""One plan after another on the device: fold, forward, sample, remember the newest token of each row.
+
+The executor decides nothing and knows no scheduler: a recorded list of plans runs just as well. What is launched comes
+back in launch order, each batch once, by `collect`.
+
+    launch(plan) ──pack──> | queue | ──fold, forward──> logits ──(SampleBatch)──> tokens ──copy──> collect()
+
+A batch with deferred sampling keeps its logits until `sample` is called for it. Those behind it stay in the queue
+until then: a decode reads the newest token of its row, and that is not drawn yet.
+
+A model that raises spoils its batch and nothing else: the batch comes back with `error`. What went wrong with the plan
+itself (PlanError) or with the device (DeviceLost) is raised, and ends the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.commands import BatchPlan, HiddenSpan, RowTaken
+from lockstep.core.errors import ContractError
+from lockstep.core.events import BatchId, RequestId, RequestKind
+from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.canary import Canary
+from lockstep.runtime.errors import DeviceLost, PlanError
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.overlap import Download, Lane
+from lockstep.runtime.sampling import Sampled
+from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+MODES = frozenset({"extend", "decode", "mixed"})
+JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
+Pooling = Literal["mean", "last"]
+
+
+# ------------------------------------------------------------------------------------------------ what it is built from
+
+
+class Model(Protocol):
+    """A causal language model over a paged pool."""
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """The last layer's hidden states of the new tokens, normed: [tokens, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [samples, vocabulary] of hidden states [samples, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What the executor may want to know of a row's holder beyond the plan. All of it is in the journal."""
+
+    tokens: Int32s = field(default_factory=lambda: NONE)  # the prompt, and output kept over a retraction
+    prompt_tokens: int = 0  # of these
+    kind: RequestKind = "generate"
+    namespace: str = ""  # requests of different ones share no KV
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+ContextOf = Callable[[RowTaken], RowContext]
+NO_CONTEXT = RowContext()
+
+
+class RowSampler(Protocol):
+    """Draws tokens by row. Its state by row is reset when a row is taken."""
+
+    def take_row(self, taken: RowTaken, context: RowContext) -> None:
+        """A row changes hands: settings, penalties' counts, seed. Called in launch order."""
+
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
+    ) -> Sampled:
+        """Draw a token for each row.
+
+        Args:
+            logits: float32 [samples, vocabulary]; may be overwritten.
+            rows: int32 [samples]; rows_host: the same on the CPU.
+            positions: int64 [samples], of the tokens to draw, in their requests.
+            allowed: int32 [samples, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set where token t may be
+                drawn; None for all.
+        """
+
+
+class Matchers(Protocol):
+    """Grammars at work, by row: the host's. A matcher is at its start when its row is taken."""
+
+    def take_row(self, taken: RowTaken) -> None:
+        """A row changes hands; it may come without a grammar."""
+
+    def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
+        """Move a matcher by tokens; an entry of an older epoch reaches nobody."""
+
+    def allowed(self, rows: Int32s) -> Int32s | None:
+        """int32 [rows, ceil(vocabulary / 32)]: a bit for each token that may come next; None where every one may."""
+
+    def ended(self, row: int, token: int) -> bool:
+        """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
+
+
+# ------------------------------------------------------------------------------------------------------ what comes back
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a request's prompt: logprob i is that of the token at position start + i + 1, given those before it."""
+
+    request_id: RequestId
+    start: int
+    logprobs: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """The last layer's hidden states of a request's positions from `start` on: float32 [positions, hidden]."""
+
+    request_id: RequestId
+    start: int
+    states: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a prompt came to: of kind embed the pooled vector [hidden], of kind score the last logits [vocabulary]."""
+
+    request_id: RequestId
+    kind: RequestKind
+    values: Float32s
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """A batch that came back. Everything is on the CPU."""
+
+    plan: BatchPlan
+    error: str = ""
+    tokens: Int32s = field(default_factory=lambda: NONE)  # by sampling row; with `steps` those of each row end to end
+    logprobs: Float32s | None = None  # of these, where any row asked
+    top_ids: Int32s | None = None  # [tokens, most asked for]
+    top_logprobs: Float32s | None = None
+    invalid: tuple[int, ...] = ()  # sampling rows
+    grammar_ended: tuple[int, ...] = ()  # sampling rows
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    hidden_states: list[HiddenStates] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
+    started_us: int = 0
+    finished_us: int = 0
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A batch in the queue or on the device."""
+
+    plan: BatchPlan
+    packed: PackedPlan
+    contexts: list[RowContext]  # of `plan.rows_taken`
+    may_sample: bool
+    allowed: Int32s | None = None
+    begun: Any = None
+    laid: list[PassTensors] = field(default_factory=list)
+    logits: Tensor | None = None  # of a batch that was computed and may not sample yet
+    wanted: dict[str, Tensor] = field(default_factory=dict)  # to be brought to the CPU
+    download: Download | None = None
+    error: str = ""
+    behind_failure: bool = False  # launched before it was known that a batch in front of it failed
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to do for it on the device."""
+        return self.download is not None or bool(self.error)
+
+
+# --------------------------------------------------------------------------------------------------------- the executor
+
+
+class Executor:
+    """Runs plans on one device.
+
+    Args:
+        pooling: of requests of kind embed.
+        canary: verify the tag of every KV slot before it is read; for debugging.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: RowSampler,
+        tables: Tables,
+        lane: Lane,
+        *,
+        matchers: Matchers | None = None,
+        canary: Canary | None = None,
+        pooling: Pooling = "mean",
+    ) -> None:
+        self.model, self.attention, self.sampler = model, attention, sampler
+        self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
+        self.pooling = pooling
+        self.forwards = 0
+        self._queue: deque[_Launched] = deque()
+        self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
+        self._sums: dict[int, Tensor] = {}  # float32 [hidden] by row of kind embed
+
+    @property
+    def in_flight(self) -> int:
+        """Batches launched and not collected."""
+        return len(self._queue)
+
+    # ------------------------------------------------------------------------------------------------ for the host
+
+    def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
+        """Put a plan behind those launched before. Returns at once.
+
+        With `deferred` it is sampled after `sample` was called for it. `contexts` says more of rows that are taken.
+        Raises: PlanError for what no executor can run; DeviceLost.
+        """
+        refuse_unknown(plan)
+        if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
+            raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
+        packed = self.tables.take_in(plan)
+        told = [NO_CONTEXT if contexts is None else contexts(taken) for taken in plan.rows_taken]
+        launched = _Launched(plan, packed, told, not deferred)
+        if self.matchers is not None:
+            for taken in plan.rows_taken:
+                self.matchers.take_row(taken)
+            if not deferred:
+                launched.allowed = self._allowed(plan)
+        self._queue.append(launched)
+        if self.lane.eager:
+            self._advance(len(self._queue))
+
+    def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
+        """Move the matchers, then let a deferred batch sample. Raises ContractError when none waits for that."""
+        launched = next((one for one in self._queue if one.plan.batch_id == batch_id), None)
+        if launched is None or launched.may_sample:
+            raise ContractError(f"batch {batch_id} is to be sampled, but was not deferred, or was sampled before")
+        if self.matchers is not None:
+            for request_id, epoch, tokens in advance:
+                self.matchers.advance(request_id, epoch, tokens)
+            launched.allowed = self._allowed(launched.plan)
+        launched.may_sample = True
+        if self.lane.eager:
+            self._advance(len(self._queue))
+
+    def ready(self) -> bool:
+        """Whether the oldest batch's results are on the CPU. Raises DeviceLost."""
+        if not self._queue:
+            return False
+        oldest = self._queue[0]
+        return bool(oldest.error) or (oldest.download is not None and oldest.download.ready())
+
+    def collect(self) -> BatchResult:
+        """The oldest batch's results; waits for them. Raises DeviceLost when they will never come."""
+        self._advance(1)
+        launched = self._queue[0]
+        if launched.error:
+            self._queue.popleft()
+            for behind in self._queue:
+                behind.behind_failure = True
+            return BatchResult(launched.plan, error=launched.error)
+        if launched.download is None:
+            raise ContractError(f"batch {launched.plan.batch_id} is asked for, but waits to be sampled")
+        arrays = launched.download.wait()
+        self._queue.popleft()
+        if self.canary is not None:
+            self.canary.judge(launched.plan, arrays["canary"], behind_failure=launched.behind_failure)
+        return self._result(launched, arrays)
+
+    # -------------------------------------------------------------------------------------------------- on the device
+
+    def _advance(self, batches: int) -> None:
+        """Put as much as can be of the first so many batches on the device, in order."""
+        for launched in list(self._queue)[:batches]:
+            if launched.over:
+                continue
+            try:
+                with self.lane.stream(), torch.inference_mode():
+                    if launched.begun is None:
+                        launched.begun = self.lane.begin()
+                        self._compute(launched)
+                    if not launched.may_sample:
+                        return
+                    self._finish(launched)
+            except (DeviceLost, ContractError):
+                raise
+            except Exception as error:  # of the model, a kernel, or memory: whatever it was, the batch is lost
+                self.lane.check()
+                launched.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+                launched.logits, launched.wanted = None, {}
+                if self.canary is not None:
+                    self.canary.spoil([tensors.slots for tensors in launched.laid])
+
+    def _compute(self, launched: _Launched) -> None:
+        """Fold a plan and run its first pass, up to the logits."""
+        plan = launched.plan
+        launched.laid = self.tables.fold(launched.packed, self.lane.upload(launched.packed.flat))
+        for taken, context in zip(plan.rows_taken, launched.contexts, strict=True):
+            self.sampler.take_row(taken, context)
+            self._kinds[taken.row] = context.kind
+            self._sums.pop(taken.row, None)
+            if self.canary is not None:
+                self.canary.take_row(taken.row, context.namespace, context.tokens)
+        launched.logits = self._pass(launched, 0)
+
+    def _pass(self, launched: _Launched, number: int) -> Tensor:
+        """Run one pass; keep what is wanted of its hidden states. Returns the logits of its sampling rows."""
+        one, tensors = launched.packed.passes[number], launched.laid[number]
+        batch = ForwardBatch(
+            token_ids=self.tables.token_ids(tensors),
+            positions=tensors.positions,
+            slots=tensors.slots,
+            rows=tensors.rows,
+            indptr=tensors.indptr,
+            lengths=tensors.lengths,
+            page_table=self.tables.page_table,
+            logits_at=tensors.logits_at,
+            extend_rows=one.extend_rows,
+            starts_host=one.starts,
+            lengths_host=one.stops,
+        )
+        if self.canary is not None:
+            found = self.canary.check(batch)
+            before = launched.wanted.get("canary")
+            launched.wanted["canary"] = found if before is None else torch.cat((before, found))
+        self.attention.plan(batch)
+        hidden = self.model.forward(batch, self.attention)
+        self.forwards += 1
+        samples = len(one.sample_rows)
+        if len(one.logprob_targets):
+            launched.wanted["prompt_logprobs"] = self._judge(
+                hidden, tensors.logits_at[samples:], tensors.logprob_targets
+            )
+        self._keep_hidden(launched, number, hidden)
+        if launched.plan.extend_rows:
+            self._pool(launched, one, hidden)
+        return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
+
+    def _finish(self, launched: _Launched) -> None:
+        """Sample, run the further passes of a plan with several steps, and send the results on their way."""
+        logits, launched.logits = launched.logits, None
+        plan = launched.plan
+        asked = bool(self.tables.with_logprobs[plan.rows[plan.sample_rows]].any())
+        drawn: dict[str, list[Tensor]] = {}
+        for number, (one, tensors) in enumerate(zip(launched.packed.passes, launched.laid, strict=True)):
+            if number:
+                logits = self._pass(launched, number)
+            assert logits is not None
+            if not len(one.sample_rows):
+                continue
+            allowed = None if launched.allowed is None else self.lane.upload(launched.allowed)
+            rows_host = one.rows[one.sample_rows]
+            sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, allowed)
+            self.tables.sampled(tensors, sampled.tokens)
+            drawn.setdefault("tokens", []).append(sampled.tokens)
+            drawn.setdefault("invalid", []).append(sampled.invalid)
+            if asked and sampled.logprobs is not None:
+                drawn.setdefault("logprobs", []).append(sampled.logprobs)
+            if asked and sampled.top_ids is not None and sampled.top_logprobs is not None:
+                drawn.setdefault("top_ids", []).append(sampled.top_ids)
+                drawn.setdefault("top_logprobs", []).append(sampled.top_logprobs)
+        for name, parts in drawn.items():
+            launched.wanted[name] = _joined(parts)
+        launched.download = self.lane.download(launched.wanted, launched.begun)
+        launched.wanted = {}
+
+    def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor) -> Tensor:
+        """Logprobs of given tokens behind given new tokens, float32 [targets], a few positions at a time."""
+        parts = []
+        for first in range(0, len(targets), JUDGED_AT_ONCE):
+            logits = self.model.logits(hidden.index_select(0, at[first : first + JUDGED_AT_ONCE]))
+            chosen = logits.gather(1, targets[first : first + JUDGED_AT_ONCE, None])[:, 0]
+            parts.append(chosen - logits.logsumexp(dim=-1))
+        return torch.cat(parts)
+
+    def _keep_hidden(self, launched: _Launched, number: int, hidden: Tensor) -> None:
+        """Set aside the hidden states that somebody wants of this pass."""
+        for i, first, last in _hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
+            launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32)
+
+    def _pool(self, launched: _Launched, one: Pass, hidden: Tensor) -> None:
+        """Add up what rows of kind embed computed, and set aside what becomes of prompts that end here."""
+        indptr, rows = one.indptr, one.rows.tolist()
+        for i in range(one.extend_rows):
+            if self._kinds[rows[i]] == "embed" and self.pooling == "mean":
+                new = hidden[int(indptr[i]) : int(indptr[i + 1])].to(torch.float32).sum(0)
+                before = self._sums.get(rows[i])
+                self._sums[rows[i]] = new if before is None else before + new
+        for i in launched.plan.pooled_rows.tolist():
+            kind, last = self._kinds[rows[i]], hidden[int(indptr[i + 1]) - 1]
+            if kind == "score":
+                launched.wanted[f"pooled score {i}"] = self.model.logits(last[None])[0]
+            elif kind == "embed":
+                mean = self.pooling == "mean"
+                vector = self._sums.pop(rows[i]) / int(one.stops[i]) if mean else last.to(torch.float32)
+                launched.wanted[f"pooled embed {i}"] = vector
+
+    # ---------------------------------------------------------------------------------------------------- results
+
+    def _allowed(self, plan: BatchPlan) -> Int32s | None:
+        """What the sampling rows of a plan may say next, if any of them is under a grammar."""
+        rows = plan.rows[plan.sample_rows]
+        if self.matchers is None or not self.tables.under_grammar[rows].any():
+            return None
+        if plan.steps > 1:
+            raise PlanError(f"batch {plan.batch_id} decodes {plan.steps} times under a grammar, which sees each token")
+        return self.matchers.allowed(rows)
+
+    def _result(self, launched: _Launched, arrays: dict[str, NDArray[Any]]) -> BatchResult:
+        """Put what came back in order."""
+        assert launched.download is not None
+        plan, passes = launched.plan, launched.packed.passes
+        result = BatchResult(plan)
+        result.started_us, result.finished_us = launched.download.times_us()
+        if "tokens" in arrays:
+            result.tokens, result.logprobs = arrays["tokens"], arrays.get("logprobs")
+            result.top_ids, result.top_logprobs = arrays.get("top_ids"), arrays.get("top_logprobs")
+            result.invalid = tuple(np.flatnonzero(arrays["invalid"]).tolist())
+            if plan.steps > 1:
+                drawn_by = np.concatenate([np.flatnonzero(plan.stops - plan.starts > n) for n in range(len(passes))])
+                by_row = np.argsort(drawn_by, kind="stable")
+                result.tokens = result.tokens[by_row]
+                result.invalid = tuple(np.unique(drawn_by[arrays["invalid"]]).tolist())
+                if result.logprobs is not None:
+                    result.logprobs = result.logprobs[by_row]
+                if result.top_ids is not None and result.top_logprobs is not None:
+                    result.top_ids, result.top_logprobs = result.top_ids[by_row], result.top_logprobs[by_row]
+        if self.matchers is not None:
+            rows = plan.rows[plan.sample_rows]
+            under = np.flatnonzero(self.tables.under_grammar[rows]) if len(result.tokens) == len(rows) else NONE
+            ended = [i for i in under.tolist() if self.matchers.ended(int(rows[i]), int(result.tokens[i]))]
+            result.grammar_ended = tuple(ended)
+        first = 0
+        for span in plan.logprob_spans:
+            stop = first + len(span.targets)
+            logprobs = arrays["prompt_logprobs"][first:stop]
+            result.prompt_logprobs.append(PromptLogprobs(int(plan.request_ids[span.index]), span.start, logprobs))
+            first = stop
+        for name, array in arrays.items():
+            match name.split():
+                case ["hidden", number, i]:
+                    one = passes[int(number)]
+                    whose = int(plan.request_ids[np.flatnonzero(plan.rows == one.rows[int(i)])[0]])
+                    start = int(one.stops[int(i)]) - len(array)
+                    result.hidden_states.append(HiddenStates(whose, start, array))
+                case ["pooled", kind, i]:
+                    result.pooled.append(Pooled(int(plan.request_ids[int(i)]), kind, array))  # type: ignore[arg-type]
+        return result
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Results of several passes, one below the other; narrow ones are filled up with zeros."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dim() > 1:
+        widest = max(part.shape[1] for part in parts)
+        parts = [torch.nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts]
+    return torch.cat(parts)
+
+
+def refuse_unknown(plan: BatchPlan) -> None:
+    """Raise PlanError for a plan with something in it that this executor does not do."""
+    if plan.mode not in MODES:
+        raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
+    for name, given in (
+        ("microbatch", plan.microbatch),
+        ("starts_after", plan.starts_after),
+        ("copies", plan.copies),
+        ("speculation", plan.speculation),
+        ("ranks", plan.ranks),
+        ("layers", plan.layers),
+        ("media_spans", plan.media_spans),
+    ):
+        if given:
+            raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not do")
+    if plan.steps > 1 and plan.mode != "decode":
+        raise PlanError(
+            f"batch {plan.batch_id} has {plan.steps} steps in mode {plan.mode!r}; only decodes have several"
+        )
+
+
+def _hidden_wanted(plan: BatchPlan, one: Pass, tables: Tables) -> list[tuple[int, int, int]]:
+    """Rows of a pass whose hidden states are wanted, with the first and the last of their new tokens: [first:last)."""
+    decoding = tables.with_hidden_states[one.rows[one.extend_rows :]]
+    if not plan.hidden_spans and not decoding.any():
+        return []
+    indptr = one.indptr
+    spans: tuple[HiddenSpan, ...] = plan.hidden_spans
+    found = [
+        (span.index, int(indptr[span.index]) + span.start - int(one.starts[span.index]), int(indptr[span.index + 1]))
+        for span in spans
+    ]
+    found += [(i, int(indptr[i]), int(indptr[i + 1])) for i in (np.flatnonzero(decoding) + one.extend_rows).tolist()]
+    return found

@@ -1,0 +1,267 @@
+"""`lockstep generate`: prompts in, answers out, through the whole engine. Argument parsing, JSONL and the progress bar.
+
+A line of input is an object: `prompt` (text or token ids) or `messages` (a conversation), an `id` of the client's own
+if it likes, and fields of Params, which go before the options of the command line.
+
+    {"id": "a", "prompt": "Returns the", "max_new_tokens": 20}
+    {"messages": [{"role": "user", "content": "What does len do?"}], "temperature": 0.7, "seed": 3}
+
+A line of output answers the line of input with the same number. A line that is wrong is answered with `error`, and the
+others go on; the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lockstep.core.errors import ConfigError
+from lockstep.runtime.errors import EngineStopped
+from lockstep.runtime.llm import LLM, Answer, Asked, Params
+
+
+class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One line of input."""
+
+    id: Any = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool | None = None
+    priority: int | None = None
+
+
+FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__dataclass_fields__]
+
+
+@click.command("generate")
+@click.argument("source", required=False, type=click.File("rb"), metavar="[INPUT.jsonl]")
+@click.option("--prompt", "prompts", multiple=True, help="A prompt, instead of INPUT; may be given again.")
+@click.option("--chat", is_flag=True, help="Each --prompt is what a user says, put into the model's chat template.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Where the answers go, as JSONL; default: stdout.",
+)
+@click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
+@click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
+@click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
+@click.option("--mem-fraction", type=float, default=0.9, show_default=True, help="Of a GPU's memory, all together.")
+@click.option("--max-new-tokens", type=int, default=Params.max_new_tokens, show_default=True)
+@click.option("--temperature", type=float, default=Params.temperature, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=Params.top_p, show_default=True)
+@click.option("--top-k", type=int, default=Params.top_k, show_default=True, help="0: all tokens.")
+@click.option("--stop", multiple=True, help="A text at which an answer ends; may be given again.")
+@click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
+@click.option("--seed", type=int, default=0, show_default=True, help="For requests without one of their own.")
+@click.option("--journal", type=click.Path(path_type=Path), metavar="DIR", help="Record all facts and decisions there.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
+@click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
+@click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
+@click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def generate(
+    source: IO[bytes] | None,
+    prompts: tuple[str, ...],
+    chat: bool,
+    out: Path | None,
+    model: Path | None,
+    device: str,
+    dtype: str,
+    attention_backend: str,
+    numerics: Any,
+    mem_fraction: float,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    seed: int,
+    journal: Path | None,
+    settings: tuple[str, ...],
+    random_weights: int | None,
+    debug: bool,
+    show_token_ids: bool,
+    quiet: bool,
+) -> int:
+    """Answer prompts with a model in this process, from a JSONL file or from --prompt.
+
+    With one --prompt and no --out the answer is printed as text, while it is made. Else answers are JSON, one object
+    per line, in the order of the input.
+    """
+    if (source is None) == (not prompts):
+        raise click.UsageError("give either INPUT.jsonl (- for stdin) or --prompt")
+    params = Params(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    llm = LLM(
+        model,
+        device=device,
+        dtype=dtype,
+        attention_backend=attention_backend,
+        numerics=numerics,
+        mem_fraction=mem_fraction,
+        random_weights_seed=random_weights,
+        seed=seed,
+        journal=journal,
+        debug=debug,
+        **_sched(settings),
+    )
+    try:
+        with llm:
+            if len(prompts) == 1 and out is None:
+                return _print(llm, prompts[0], chat, params)
+            lines = _given(prompts, chat) if source is None else source
+            if out is None:
+                return _answer(llm, lines, sys.stdout, params, show_token_ids, quiet)
+            with out.open("w", encoding="utf-8") as file:
+                return _answer(llm, lines, file, params, show_token_ids, quiet)
+    except EngineStopped as error:
+        click.echo(f"lockstep generate: {error}", err=True)
+        return 1
+
+
+def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:
+    """One answer, as text, while it is made."""
+    said = llm.chat_prompt([{"role": "user", "content": prompt}]) if chat else prompt
+    for piece in llm.stream(said, params):
+        click.echo(piece.text, nl=False)
+        if piece.answer is not None and piece.answer.error:
+            raise ConfigError(piece.answer.error)
+    click.echo()
+    return 0
+
+
+def _answer(llm: LLM, lines: Any, out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
+    """Every line's answer, in order. All are sent first, so that the engine has something to choose from."""
+    asked: list[Asked | str] = []
+    names: list[dict[str, Any]] = []
+    for number, raw in enumerate(lines, 1):
+        if raw.strip():
+            line, error = _read(raw)
+            names.append({"line": number} | ({"id": line.id} if line is not None and line.id is not None else {}))
+            asked.append(error if line is None else _ask(llm, line, params))
+    wrong = 0
+    with _progress(len(asked), quiet) as advance:
+        for one, said in zip(asked, names, strict=True):
+            if isinstance(one, str):
+                said["error"] = one
+            else:
+                said.update(_spoken(llm.wait(one), show_token_ids))
+            wrong += "error" in said
+            out.write(json.dumps(said, ensure_ascii=False) + "\n")
+            out.flush()
+            advance()
+    if wrong:
+        click.echo(f"lockstep generate: {wrong} of {len(asked)} lines have an `error` in the output", err=True)
+    return 1 if wrong else 0
+
+
+def _read(raw: bytes) -> tuple[Line | None, str]:
+    """A line of input, or what is wrong with it."""
+    try:
+        line = msgspec.json.decode(raw, type=Line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return None, str(error)
+    if (line.prompt is None) == (line.messages is None):
+        return None, "give either `prompt` or `messages`"
+    return line, ""
+
+
+def _ask(llm: LLM, line: Line, params: Params) -> Asked | str:
+    """Send a line's request, or say what is wrong with it."""
+    given = {name: value for name in FROM_LINE if (value := getattr(line, name)) is not None}
+    if isinstance(line.stop, str):
+        given["stop"] = [line.stop]
+    try:
+        prompt = llm.chat_prompt(line.messages) if line.messages is not None else line.prompt
+        assert prompt is not None
+        return llm.ask(prompt, replace(params, **given))
+    except ConfigError as error:
+        return str(error)
+
+
+def _spoken(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
+    """An answer as JSON."""
+    if answer.error:
+        return {"error": answer.error}
+    said: dict[str, Any] = {"text": answer.text} if answer.text is not None else {}
+    if show_token_ids or answer.text is None:
+        said["token_ids"] = answer.token_ids
+    said |= {
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": len(answer.prompt_token_ids),
+        "output_tokens": len(answer.token_ids),
+        "cached_tokens": answer.cached_tokens,
+    }
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        if value := getattr(answer, name):
+            said[name] = value
+    return said
+
+
+def _given(prompts: tuple[str, ...], chat: bool) -> list[bytes]:
+    """Prompts of the command line as lines of input."""
+    said = [{"messages": [{"role": "user", "content": one}]} if chat else {"prompt": one} for one in prompts]
+    return [json.dumps(one).encode() for one in said]
+
+
+def _sched(settings: tuple[str, ...]) -> dict[str, Any]:
+    """--set NAME=VALUE: numbers and true, false, null as JSON says them, everything else is text."""
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set needs NAME=VALUE, got `{setting}`")
+        try:
+            read = json.loads(value)
+            found[name] = tuple(read) if isinstance(read, list) else read
+        except ValueError:
+            found[name] = value
+    return found
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("answers", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,674 @@
+"""The loop of the contract with a device in it: take in facts, journal them, step the engine, perform its commands.
+
+    submit, cancel, control ──> inbox ─┐
+    executor.ready() ─────────────────>├─ fold(event): step, journal, perform      one thread: whoever calls `run`
+    wake_at_us ───────────────────────>┘      │
+                                              ├─ LaunchBatch, SampleBatch ──> executor
+                                              └─ StreamTokens, FinishRequest, RejectRequest ──> the request's sink
+
+Any thread may submit, cancel and ask; everything else happens in the thread of `run`. A record leaves the process
+before anything that follows from it is performed.
+
+What may fail, and what becomes of it:
+
+- a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
+- an order for which this host has no hands (weights, adapters, media, grammars without a compiler): answered with the
+  error that the contract has for it;
+- a lost device, a plan that cannot be, a journal that cannot be written, a mistake of host or core: `run` raises, every
+  request still open is told so by its sink, and nothing is accepted any more. Nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.commands import (
+    BatchPlan,
+    Command,
+    CompileGrammar,
+    ControlAnswered,
+    EncodeMedia,
+    FinishRequest,
+    FreezeHeap,
+    LaunchBatch,
+    LoadAdapter,
+    RejectRequest,
+    ReleaseDeviceMemory,
+    ResumeDeviceMemory,
+    RowTaken,
+    SampleBatch,
+    StartProfile,
+    Step,
+    StopProfile,
+    StreamTokens,
+    SwapWeights,
+)
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError, LockstepError
+from lockstep.core.events import (
+    AdapterLoaded,
+    BatchFinished,
+    ClockAdvanced,
+    Control,
+    ControlRequested,
+    Drain,
+    GrammarReady,
+    HostTimeClamped,
+    LaneReady,
+    MediaEncoded,
+    MemorySwitched,
+    ObservedEvent,
+    RequestArrived,
+    RequestCancelled,
+    RequestId,
+    WeightsSwapped,
+)
+from lockstep.core.support import sample_of, samples_asked
+from lockstep.runtime.errors import EngineStopped
+from lockstep.runtime.executor import BatchResult, Executor, Pooled, RowContext
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+POLL_S = 50e-6  # between two looks at the device while something else may come as well
+IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
+
+
+class JournalSink(Protocol):
+    """What the host needs of a journal; `lockstep.core.journal.JournalWriter` is one."""
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Record one event and the digest of its Step."""
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Record an event whose step raised."""
+
+    def flush(self) -> None:
+        """Hand what was appended to the kernel."""
+
+
+class NoJournal:
+    """A journal of nothing, for runs that nobody will look at again."""
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Forget it."""
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Forget it."""
+
+    def flush(self) -> None:
+        """Nothing to hand over."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of output tokens of one request, in order."""
+
+    logprobs: Float32s  # [tokens]
+    top_ids: Int32s | None = None  # [tokens, most asked for]
+    top_logprobs: Float32s | None = None
+
+
+class Sink(Protocol):
+    """Where a request's answer goes. Called in the host's thread; must not block. The last call is one of the ends."""
+
+    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+        """Output tokens from number `offset` on; numbers seen before are repeats. Logprobs for who asked for them."""
+
+    def finished(self, end: FinishRequest, extras: Extras) -> None:
+        """The answer is whole, or as whole as it gets: `end.reason`."""
+
+    def rejected(self, end: RejectRequest) -> None:
+        """It never ran."""
+
+    def failed(self, message: str) -> None:
+        """The engine ended before the request did."""
+
+
+@dataclass(slots=True)
+class Extras:
+    """What a request wanted beside tokens, as it came in."""
+
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each p asked for
+    hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
+    pooled: Pooled | None = None
+
+
+class TextWatch(Protocol):
+    """The text of one request that has stop texts."""
+
+    def push(self, number: int, token: int) -> tuple[bool, int]:
+        """Output token `number` was drawn: whether the text ran into a stop, and how many of the newest tokens may
+        be the beginning of one. A number that was pushed before takes the text back to that place.
+        """
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended, as the host knows it."""
+
+    event: RequestArrived
+    sink: Sink
+    extras: Extras = field(default_factory=Extras)
+    logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]] = field(default_factory=dict)  # by output number
+    watch: TextWatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    event: RequestArrived
+    sinks: tuple[Sink, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    control: Control
+    answer: Future[ControlAnswered]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """An event that another thread brings, without its time."""
+
+    make: Callable[[int], ObservedEvent]
+
+
+class HostClock:
+    """Whole microseconds since it was made; they never fall, whatever the clock below does.
+
+    Args:
+        now_ns: a monotonic clock.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._now_ns = now_ns
+        self._zero_ns = now_ns()
+        self._newest_us = 0
+        self._raw_us = 0
+        self.stepped_back_us = 0  # by how much the clock below fell since `clamped` was last asked
+
+    def __call__(self) -> int:
+        raw_us = (self._now_ns() - self._zero_ns) // 1000
+        if raw_us < self._raw_us:
+            self.stepped_back_us += self._raw_us - raw_us
+        self._raw_us = raw_us
+        self._newest_us = max(self._newest_us, raw_us)
+        return self._newest_us
+
+    def clamped(self) -> int:
+        """By how much the clock below fell since this was last asked, in microseconds."""
+        back_us, self.stepped_back_us = self.stepped_back_us, 0
+        return back_us
+
+
+Observer = Callable[[ObservedEvent, Step], None]
+GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
+"""Compile off the loop, then call back, from any thread, with the error or ""."""
+
+
+class Profiler(Protocol):
+    """Something that watches the device on request."""
+
+    def start(self) -> None:
+        """From the next launch on."""
+
+    def stop(self) -> None:
+        """Behind every batch launched so far; write what was seen."""
+
+
+class RuntimeHost:
+    """One engine, its executor and its journal.
+
+    Args:
+        clock: the one that the executor's lane was given, so that all times are of one kind.
+        check_request: raises ConfigError for what this runtime cannot do for a request; it is rejected with that.
+        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
+        compile_grammar: without it, a request under a grammar is rejected with that reason.
+        observe: called with each event and its Step, e.g. to fold metrics.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        journal: JournalSink,
+        clock: HostClock,
+        *,
+        check_request: Callable[[RequestArrived], None] | None = None,
+        watch_text: Callable[[RequestArrived], TextWatch] | None = None,
+        compile_grammar: GrammarCompiler | None = None,
+        profiler: Profiler | None = None,
+        observe: Observer | None = None,
+    ) -> None:
+        self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
+        self.failure = ""  # why nothing is accepted any more
+        self.batches = 0
+        self._check_request = check_request
+        self._watch_text = watch_text
+        self._compile_grammar = compile_grammar
+        self._profiler = profiler
+        self._observe = observe
+        self._inbox: SimpleQueue[_Submitted | _Cancel | _Ask | _Fact | None] = SimpleQueue()
+        self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end
+        self._next_request_id = engine.last_request_id + 1
+        self._next_control_id = 0
+        self._open: dict[RequestId, _Open] = {}
+        self._asked: dict[int, Future[ControlAnswered]] = {}
+        self._wake_at_us: int | None = None
+        self._nothing_new = False  # since the last LaneReady that launched nothing
+        self._stop = threading.Event()
+
+    # ------------------------------------------------------------------------------------------- from any thread
+
+    def submit(self, request: RequestArrived, *sinks: Sink) -> RequestId:
+        """Send a request; its time and its id are filled in. With n samples it takes n ids and needs n sinks.
+
+        Returns: its id, or that of its first sample. Raises: EngineStopped; ValueError for a wrong number of sinks.
+        """
+        samples = samples_asked(request)
+        if len(sinks) != samples:
+            raise ValueError(f"a request of {samples} samples needs as many sinks, got {len(sinks)}")
+        with self._gate:
+            self._refuse_after_end()
+            request_id = self._next_request_id
+            self._next_request_id += samples
+            self._inbox.put(_Submitted(msgspec.structs.replace(request, request_id=request_id), sinks))
+        return request_id
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client left. Ids that are unknown or have ended are ignored."""
+        self._inbox.put(_Cancel(request_id))
+
+    def ask(self, control: Control) -> Future[ControlAnswered]:
+        """Put a control request; the future has its answer. Raises EngineStopped."""
+        answer: Future[ControlAnswered] = Future()
+        with self._gate:
+            self._refuse_after_end()
+            self._inbox.put(_Ask(control, answer))
+        return answer
+
+    def drain(self) -> Future[ControlAnswered]:
+        """Take no more requests; answered once all that were accepted have ended."""
+        return self.ask(Drain())
+
+    def stop(self) -> None:
+        """End `run` before the next fact. What is open is told that the engine stopped."""
+        self._stop.set()
+        self._inbox.put(None)
+
+    def _refuse_after_end(self) -> None:
+        if self.failure:
+            raise EngineStopped(self.failure)
+
+    # --------------------------------------------------------------------------------------------------- the loop
+
+    def run(self, *, until_idle: bool = False) -> None:
+        """Serve until `stop`, or with `until_idle` until everything submitted so far has ended.
+
+        Raises: whatever ends the engine, after everybody who waits was told. After `stop` or an error the host is
+        over; after `until_idle` it may run again.
+        """
+        try:
+            while not self._stop.is_set():
+                self._take_in()
+                if self._stop.is_set():
+                    break
+                if self._may_launch():
+                    self._launch()
+                elif self.executor.in_flight:
+                    self._await_result()
+                elif until_idle and not self.engine.requests and self._inbox.empty():
+                    return
+                else:
+                    self._sleep()
+        except BaseException as error:
+            self._end(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        self._end("the engine was stopped")
+
+    def _end(self, message: str) -> None:
+        """Accept nothing any more, and tell everybody who waits."""
+        with self._gate:
+            if self.failure:
+                return
+            self.failure = message
+        waiting: list[Sink] = [request.sink for request in self._open.values()]
+        answers = list(self._asked.values())
+        while not self._inbox.empty():
+            match self._inbox.get():
+                case _Submitted(_, sinks):
+                    waiting += sinks
+                case _Ask(_, answer):
+                    answers.append(answer)
+        self._open.clear()
+        self._asked.clear()
+        for sink in waiting:
+            sink.failed(message)
+        for answer in answers:
+            answer.set_exception(EngineStopped(message))
+
+    def _take_in(self) -> None:
+        """Fold every fact there is: what was sent, what the device has done, whether it is time."""
+        while not self._stop.is_set():
+            if not self._inbox.empty():
+                self._receive(self._inbox.get())
+            elif self.executor.ready():
+                self._collect()
+            elif self._wake_at_us is not None and self.clock() >= self._wake_at_us:
+                self._fold(ClockAdvanced(self._now()))
+            else:
+                return
+
+    def _may_launch(self) -> bool:
+        slots = self.engine.config.overlap_depth + 1
+        return not self._nothing_new and len(self.engine.in_flight) < slots
+
+    def _launch(self) -> None:
+        """Offer the slot to the engine."""
+        step = self._fold(LaneReady(self._now()))
+        self._nothing_new = step.launched() is None
+
+    def _await_result(self) -> None:
+        """Nothing to do before the oldest batch comes back, or somebody sends something, or it is time."""
+        while self.executor.lane.device.type != "cpu" and not self.executor.ready():
+            if not self._inbox.empty() or (self._wake_at_us is not None and self.clock() >= self._wake_at_us):
+                return
+            time.sleep(POLL_S)
+        self._collect()
+
+    def _sleep(self) -> None:
+        """Nothing runs: wait for somebody to send something, or until it is time."""
+        timeout_s = IDLE_S
+        if self._wake_at_us is not None:
+            timeout_s = min(timeout_s, max(0, self._wake_at_us - self.clock()) / 1e6)
+        try:
+            self._receive(self._inbox.get(timeout=timeout_s))
+        except Empty:
+            return
+
+    def _now(self) -> int:
+        """The time for an event. A clock that fell is reported first."""
+        now_us = self.clock()
+        back_us = self.clock.clamped()
+        if back_us:
+            self._fold(HostTimeClamped(now_us, back_us))
+        return now_us
+
+    def _fold(self, event: ObservedEvent) -> Step:
+        """Step the engine, record, and perform what follows."""
+        try:
+            step = self.engine.step(event)
+        except LockstepError:
+            self.journal.append_unsealed(event)
+            raise
+        self.journal.append(event, step.digest)
+        if step.commands:
+            self.journal.flush()
+        self._wake_at_us = step.wake_at_us
+        self._nothing_new = False
+        if self._observe is not None:
+            self._observe(event, step)
+        for command in step.commands:
+            self._perform(command)
+        return step
+
+    # ---------------------------------------------------------------------------------------------------- facts
+
+    def _receive(self, item: _Submitted | _Cancel | _Ask | _Fact | None) -> None:
+        match item:
+            case _Submitted(event, sinks):
+                event = msgspec.structs.replace(event, time_us=self._now())
+                for number, sink in enumerate(sinks):
+                    self._open[event.request_id + number] = _Open(sample_of(event, number), sink)
+                refused = self._refusal(event)
+                if refused is None:
+                    self._fold(event)
+                    return
+                for number in range(len(sinks)):
+                    self._reject(RejectRequest(event.request_id + number, *refused))
+            case _Cancel(request_id):
+                self._fold(RequestCancelled(self._now(), request_id))
+            case _Ask(control, answer):
+                control_id = self._next_control_id
+                self._next_control_id += 1
+                self._asked[control_id] = answer
+                self._fold(ControlRequested(self._now(), control_id, control))
+            case _Fact(make):
+                self._fold(make(self._now()))
+
+    def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
+        """Reason and message where this host cannot serve a request; the engine never hears of it."""
+        if event.stop_texts and self._watch_text is None:
+            return "unsupported", "`stop_texts` need a tokenizer, and this engine was started without one"
+        try:
+            if self._check_request is not None:
+                self._check_request(event)
+        except ConfigError as error:
+            return "bad_request", str(error).partition("\nhint: ")[0]
+        return None
+
+    def _collect(self) -> None:
+        """Take the oldest batch's results to the engine."""
+        result = self.executor.collect()
+        plan, now_us = result.plan, self._now()
+        if result.error:
+            self._fold(BatchFinished(now_us, plan.batch_id, generation=plan.generation, error=result.error))
+            return
+        text_stops, text_held = self._watch(result)
+        self._keep(result)
+        finished_us = min(result.finished_us, now_us)
+        self._fold(
+            BatchFinished(
+                now_us,
+                plan.batch_id,
+                result.tokens.astype("<i4", copy=False).tobytes(),
+                min(result.started_us, finished_us),
+                finished_us,
+                plan.generation,
+                invalid=result.invalid,
+                text_stops=text_stops,
+                grammar_ended=result.grammar_ended,
+                logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
+                text_held=text_held,
+            )
+        )
+
+    def _watch(self, result: BatchResult) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Which sampling rows ran into a stop text, and of which how many tokens may be the beginning of one."""
+        plan = result.plan
+        stops: list[int] = []
+        held: list[tuple[int, int]] = []
+        if self._watch_text is None or plan.steps > 1:
+            return (), ()
+        for i, number in enumerate(plan.sample_rows.tolist()):
+            request = self._open.get(int(plan.request_ids[number]))
+            if request is None or not request.event.stop_texts:
+                continue
+            if request.watch is None:
+                request.watch = self._watch_text(request.event)
+            output = int(plan.stops[number]) - self._prompt_tokens(plan, number)
+            stopped, behind = request.watch.push(output, int(result.tokens[i]))
+            if stopped:
+                stops.append(i)
+            elif behind:
+                held.append((i, behind))
+        return tuple(stops), tuple(held)
+
+    def _prompt_tokens(self, plan: BatchPlan, number: int) -> int:
+        return self.engine.requests[int(plan.request_ids[number])].prompt_tokens
+
+    def _keep(self, result: BatchResult) -> None:
+        """Keep by request what came beside tokens, until the request ends or its tokens are sent."""
+        plan = result.plan
+        for judged in result.prompt_logprobs:
+            if (request := self._open.get(judged.request_id)) is not None:
+                for i, logprob in enumerate(judged.logprobs.tolist()):
+                    request.extras.prompt_logprobs[judged.start + i + 1] = logprob
+        for hidden in result.hidden_states:
+            if (request := self._open.get(hidden.request_id)) is not None:
+                for i, state in enumerate(hidden.states):
+                    request.extras.hidden_states[hidden.start + i] = state
+        for pooled in result.pooled:
+            if (request := self._open.get(pooled.request_id)) is not None:
+                request.extras.pooled = pooled
+        if result.logprobs is None:
+            return
+        counts = plan.stops[plan.sample_rows] - plan.starts[plan.sample_rows] if plan.steps > 1 else None
+        at = 0
+        for i, number in enumerate(plan.sample_rows.tolist()):
+            count = 1 if counts is None else int(counts[i])
+            request = self._open.get(int(plan.request_ids[number]))
+            if request is not None and int(plan.request_ids[number]) in self.engine.requests and _asks(request.event):
+                first = int(plan.stops[number]) - count + 1 - self._prompt_tokens(plan, number)
+                most = request.event.sampling.top_logprobs if request.event.sampling is not None else 0
+                for j in range(count):
+                    tops: tuple[Int32s | None, Float32s | None] = (None, None)
+                    if most and result.top_ids is not None and result.top_logprobs is not None:
+                        tops = (result.top_ids[at + j, :most], result.top_logprobs[at + j, :most])
+                    request.logprobs[first + j] = (float(result.logprobs[at + j]), *tops)
+            at += count
+
+    # ------------------------------------------------------------------------------------------------- commands
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case LaunchBatch(plan, sample):
+                self.batches += 1
+                self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
+            case SampleBatch(batch_id, advance):
+                self.executor.sample(batch_id, advance)
+            case StreamTokens():
+                self._stream(command)
+            case FinishRequest(request_id):
+                if (request := self._open.pop(request_id, None)) is not None:
+                    request.sink.finished(command, request.extras)
+            case RejectRequest():
+                self._reject(command)
+            case ControlAnswered(control_id):
+                if (answer := self._asked.pop(control_id, None)) is not None:
+                    answer.set_result(command)
+            case CompileGrammar():
+                self._compile(command)
+            case LoadAdapter(adapter, version):
+                error = "this runtime has no adapters"
+                generation = self.engine.generation
+                self._inbox.put(_Fact(lambda now: AdapterLoaded(now, adapter, version, error, generation)))
+            case EncodeMedia(digest, _, generation):
+                error = "this runtime has no encoder"
+                self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
+            case SwapWeights(version, _, generation):
+                error = "this runtime cannot change its weights while it runs"
+                self._inbox.put(_Fact(lambda now: WeightsSwapped(now, version, error, generation)))
+            case ReleaseDeviceMemory(tags, generation) | ResumeDeviceMemory(tags, generation):
+                released = isinstance(command, ReleaseDeviceMemory)
+                error = "this runtime cannot give its memory back while it runs"
+                self._inbox.put(_Fact(lambda now: MemorySwitched(now, tags, released, error, generation)))
+            case StartProfile():
+                if self._profiler is not None:
+                    self._profiler.start()
+            case StopProfile():
+                if self._profiler is not None:
+                    self._profiler.stop()
+            case FreezeHeap():
+                gc.collect()
+                gc.freeze()
+            case _:
+                raise NotImplementedError(f"the engine ordered {type(command).__name__}, which this host cannot do")
+
+    def _context(self, taken: RowTaken) -> RowContext:
+        """What the executor may want to know of who takes a row."""
+        request = self.engine.requests[taken.request_id]
+        event = self._open[taken.request_id].event
+        return RowContext(
+            tokens=np.frombuffer(request.tokens, np.int32),
+            prompt_tokens=request.prompt_tokens,
+            kind=event.kind,
+            namespace=request.namespace,
+            min_new_tokens=event.min_new_tokens,
+            stop_token_ids=request_stops(event, self.engine.config.eos_token_ids),
+        )
+
+    def _stream(self, command: StreamTokens) -> None:
+        first = 0
+        ids, offsets, counts = command.request_ids.tolist(), command.offsets.tolist(), command.token_counts.tolist()
+        for request_id, offset, count in zip(ids, offsets, counts, strict=True):
+            request = self._open.get(request_id)
+            if request is not None:
+                tokens = command.tokens[first : first + count]
+                request.sink.tokens(offset, tokens, _taken_from(request.logprobs, offset, count))
+            first += count
+
+    def _reject(self, command: RejectRequest) -> None:
+        if (request := self._open.pop(command.request_id, None)) is not None:
+            request.sink.rejected(command)
+
+    def _compile(self, command: CompileGrammar) -> None:
+        digest = command.grammar.digest
+
+        def answer(error: str) -> None:
+            self._inbox.put(_Fact(lambda now: GrammarReady(now, digest, error)))
+
+        if self._compile_grammar is None:
+            answer("this runtime was started without a grammar compiler")
+        else:
+            self._compile_grammar(command, answer)
+
+
+def request_stops(event: RequestArrived, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end a request."""
+    return event.stop_token_ids if event.ignore_eos else (*eos_token_ids, *event.stop_token_ids)
+
+
+def _asks(event: RequestArrived) -> bool:
+    """Whether a request wants logprobs of its output."""
+    return event.logprob_start is not None or (event.sampling is not None and event.sampling.top_logprobs > 0)
+
+
+def _taken_from(
+    kept: dict[int, tuple[float, Int32s | None, Float32s | None]], offset: int, count: int
+) -> TokenLogprobs | None:
+    """The logprobs of output [offset:offset + count), no longer kept; None for who did not ask."""
+    if not kept or not all(number in kept for number in range(offset, offset + count)):
+        return None
+    entries = [kept.pop(number) for number in range(offset, offset + count)]
+    logprobs = np.array([logprob for logprob, _, _ in entries], np.float32)
+    ids = [ids for _, ids, _ in entries if ids is not None]
+    tops = [tops for _, _, tops in entries if tops is not None]
+    if len(ids) < count:
+        return TokenLogprobs(logprobs)
+    return TokenLogprobs(logprobs, np.stack(ids), np.stack(tops))
+
+
+def contexts_of(
+    arrivals: Mapping[RequestId, RequestArrived], outputs: Mapping[RequestId, Int32s]
+) -> Callable[[RowTaken], RowContext]:
+    """What `RuntimeHost` tells the executor, for plans that run without a scheduler: from the requests themselves.
+
+    Args:
+        outputs: what each request has said by the time its row is taken; it may grow between two calls.
+    """
+    from lockstep.core.requests import prompt_bytes
+
+    def context(taken: RowTaken) -> RowContext:
+        event = arrivals[taken.request_id]
+        prompt = np.frombuffer(prompt_bytes(event.prompt), np.int32)
+        tokens = np.concatenate((prompt, outputs.get(taken.request_id, np.empty(0, np.int32))))
+        return RowContext(tokens, len(prompt), event.kind, event.namespace, event.min_new_tokens)
+
+    return context

@@ -1,0 +1,241 @@
+"""Streams, events and pinned memory; and the same without any of them, on the CPU.
+
+Everything that changes or reads what the device keeps runs on one stream, `forward`, in launch order. Results leave on
+a second one, `copy`, so that the next pass does not stand behind a transfer. The CPU waits in one place only,
+`Download.wait`, and only for a batch that it is about to deliver.
+
+    CPU      | pack n | launch n |            | pack n+1 | launch n+1 |  wait n | deliver n | pack n+2 ...
+    forward  |                   | fold n, pass n, sample n | fold n+1, pass n+1, sample n+1 |
+    copy                                                    | tokens n |                      | tokens n+1 |
+
+Hazards, and how each is closed:
+
+1.  The upload of a plan still reads its staging memory when the next plan is packed. Each plan, and each mask, is
+    packed into pinned memory of its own; torch's caching host allocator gives it out again only behind the copy.
+2.  The page table changes while a pass still reads it. Changes are launches on `forward`, behind that pass.
+3.  A wider page table replaces one that a pass still reads. The old one is freed in the order of the stream: its
+    memory is given out again only to what comes behind on `forward`.
+4.  A decode needs a token that is not sampled yet. It reads `Tables.newest` on the device; sampling wrote it before,
+    on the same stream.
+5.  A batch would run before the one in front of it is sampled (deferred sampling). The executor keeps it in its queue
+    until the SampleBatch of the one before has come.
+6.  The copy of results begins before they are computed. `copy` waits for an event recorded on `forward` behind them.
+7.  Results are freed, and `forward` uses their memory again, while `copy` reads them. The download holds them until
+    its event was seen.
+8.  The CPU reads results that are not there yet. `Download.wait` waits for the event recorded behind the copy.
+9.  A shape depends on a value on the device. Shapes come from the plan, which is on the CPU; `ForwardBatch` has twins.
+10. The default stream runs beside ours. Weights and tables are made before the lane, which waits for them once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.runtime.errors import DeviceLost
+
+Clock = Callable[[], int]
+"""Whole microseconds since the journal began."""
+
+WhenToRun = Literal["launch", "collection"]
+
+POLL_S = 20e-6  # between two looks at an event
+ANCHOR_US_MAX = 10_000_000  # events tell time in float32 milliseconds: not over longer stretches than this
+
+
+class Download(Protocol):
+    """Results on their way to the CPU."""
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self) -> dict[str, NDArray[Any]]:
+        """The results, by name. Raises DeviceLost when they will never come."""
+
+    def times_us(self) -> tuple[int, int]:
+        """When the device began the batch and ended it, once `wait` returned."""
+
+
+class Lane(Protocol):
+    """Where a device's work is put, in order."""
+
+    device: torch.device
+    eager: bool  # work is put there at launch; otherwise when its results are asked for
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Inside of it, launches go to the stream of forward passes."""
+
+    def begin(self) -> Any:
+        """Mark the start of a batch. Returns what `download` wants to know of it."""
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """A copy of an array on the device, behind what was put there before. The array may be changed at once."""
+
+    def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
+        """Bring results to the CPU, behind what was put there before."""
+
+    def check(self) -> None:
+        """Raise DeviceLost if the device does not work any more. May wait for it; for use after an error."""
+
+
+class CpuLane:
+    """The CPU as a device that runs work when it is launched or, to shake out mistakes of order, when it is collected.
+
+    Either way a result is not `ready` before somebody waits for it: batches are delivered as late as can be, and as
+    many are in flight as the engine's depth allows.
+    """
+
+    def __init__(self, clock: Clock, *, run_at: WhenToRun = "launch") -> None:
+        self.device = torch.device("cpu")
+        self.eager = run_at == "launch"
+        self._clock = clock
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Nothing to choose."""
+        return nullcontext()
+
+    def begin(self) -> int:
+        """The time."""
+        return self._clock()
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """A copy."""
+        return torch.from_numpy(array.copy())
+
+    def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
+        """Copies, at once."""
+        return _Here({name: tensor.numpy().copy() for name, tensor in tensors.items()}, begun, self._clock())
+
+    def check(self) -> None:
+        """The CPU works."""
+
+
+class _Here:
+    """Results that are there already."""
+
+    def __init__(self, arrays: dict[str, NDArray[Any]], started_us: int, finished_us: int) -> None:
+        self._arrays = arrays
+        self._times = (started_us, finished_us)
+
+    def ready(self) -> bool:
+        return False  # see CpuLane
+
+    def wait(self) -> dict[str, NDArray[Any]]:
+        return self._arrays
+
+    def times_us(self) -> tuple[int, int]:
+        return self._times
+
+
+class CudaLane:
+    """One GPU: a stream for the work and one for what comes back.
+
+    Everything that launches kernels must run inside `stream()`; the executor does.
+    """
+
+    eager = True
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self.device = device
+        self._clock = clock
+        self.forward = torch.cuda.Stream(device)
+        self.copy = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)  # what was made on the default stream is there
+        anchor = torch.cuda.Event(enable_timing=True)
+        anchor.record(self.forward)
+        anchor.synchronize()
+        self._anchor, self._anchor_us = anchor, clock()  # a moment known by both clocks; renewed all the time
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """The stream `forward`."""
+        return torch.cuda.stream(self.forward)
+
+    def begin(self) -> torch.cuda.Event:
+        """An event in front of the batch."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.forward)
+        return event
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """By way of pinned memory, without waiting."""
+        host = torch.from_numpy(array)
+        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        pinned.copy_(host)
+        return pinned.to(self.device, non_blocking=True)
+
+    def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
+        """To pinned memory, on the copy stream."""
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record(self.forward)
+        arrived = torch.cuda.Event()
+        with torch.cuda.stream(self.copy):
+            self.copy.wait_event(ended)
+            pinned = {name: torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for name, one in tensors.items()}
+            for name, tensor in tensors.items():
+                pinned[name].copy_(tensor, non_blocking=True)
+            arrived.record(self.copy)
+        return _Coming(self, dict(tensors), pinned, arrived, begun, ended)
+
+    def check(self) -> None:
+        """Wait for the device; an error that spoiled the context comes out here."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise DeviceLost(f"{self.device} does not work any more: {_first_line(error)}") from error
+
+    def times_us(self, begun: torch.cuda.Event, ended: torch.cuda.Event, *, just_ended: bool) -> tuple[int, int]:
+        """When two events happened, by the clock of the host; of one that was waited for the host knows it itself."""
+        now_us = self._clock()
+        finished_us = min(now_us, self._anchor_us + round(1000.0 * self._anchor.elapsed_time(ended)))
+        if just_ended:
+            finished_us = now_us
+        if just_ended or finished_us - self._anchor_us > ANCHOR_US_MAX:
+            self._anchor, self._anchor_us = ended, finished_us
+        return finished_us - round(1000.0 * begun.elapsed_time(ended)), finished_us
+
+
+class _Coming:
+    """Results on their way through pinned memory."""
+
+    def __init__(
+        self,
+        lane: CudaLane,
+        sources: dict[str, Tensor],
+        pinned: dict[str, Tensor],
+        arrived: torch.cuda.Event,
+        begun: torch.cuda.Event,
+        ended: torch.cuda.Event,
+    ) -> None:
+        self._lane = lane
+        self._sources = sources
+        self._pinned = pinned
+        self._arrived = arrived
+        self._begun, self._ended = begun, ended
+        self._just_ended = False
+
+    def ready(self) -> bool:
+        try:
+            return bool(self._arrived.query())
+        except RuntimeError as error:
+            raise DeviceLost(f"the device does not work any more: {_first_line(error)}") from error
+
+    def wait(self) -> dict[str, NDArray[Any]]:
+        while not self.ready():
+            self._just_ended = True
+            time.sleep(POLL_S)
+        self._sources.clear()
+        return {name: np.array(tensor.numpy()) for name, tensor in self._pinned.items()}
+
+    def times_us(self) -> tuple[int, int]:
+        return self._lane.times_us(self._begun, self._ended, just_ended=self._just_ended)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

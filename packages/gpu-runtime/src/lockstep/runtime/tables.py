@@ -1,0 +1,317 @@
+"""What the device keeps by request row, as a fold over plans: page tables and newest tokens.
+
+    rows_taken   a row changes hands: its page table and newest token are reset
+    deltas       table[rows, index] = pages; of two entries for one place the later wins
+    sampled      newest[row] = token
+
+A plan comes to the device in one copy of packed integers, `PackedPlan`. What is folded from it takes a launch for the
+rows taken, one for the pages and none for what does not change. Everything here runs on the stream of the forward
+passes, so that a table is changed behind the batches that read what was there before.
+
+    flat     | taken | places | page places | offsets | tokens | ... |  rows | indptr | lengths | pages |
+             |<----------- used as int64, converted in one launch --->|<----- used as int32 ----------->|
+
+Whose rows are is known on the CPU as well (`holders`): with `debug`, each plan is checked against that and against a
+copy of the page tables before it is launched, and what cannot be is refused with a PlanError that says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.commands import BatchPlan, PageDeltas, RowTaken
+from lockstep.core.delivery import step_numbers
+from lockstep.runtime.errors import PlanError
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+FIRST_WIDTH = 16  # pages of a row before the table grows
+NOBODY = -1
+NONE: Int32s = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward pass of a plan, as the CPU knows it. A plan has one, or one for each of its `steps`.
+
+    `token_rows` and what follows have an entry for each new token, extend rows first.
+    """
+
+    rows: Int32s  # [rows] rows of the tables
+    starts: Int32s  # [rows]
+    stops: Int32s  # [rows]
+    extend_rows: int
+    token_ids: Int32s  # of the extend rows, end to end
+    sample_rows: Int32s  # positions in `rows`
+    logprob_at: Int32s = field(default_factory=lambda: NONE)  # new tokens behind which a given token is judged ...
+    logprob_targets: Int32s = field(default_factory=lambda: NONE)  # ... and these tokens
+
+    @property
+    def indptr(self) -> Int32s:
+        """First new token of each row, and their number."""
+        return np.concatenate((np.zeros(1, np.int32), np.cumsum(self.stops - self.starts, dtype=np.int32)))
+
+
+@dataclass(slots=True)
+class PassTensors:
+    """The same on the device."""
+
+    rows: Tensor  # int32 [rows]
+    indptr: Tensor  # int32 [rows + 1]
+    lengths: Tensor  # int32 [rows]
+    positions: Tensor  # int64 [tokens]
+    slots: Tensor  # int64 [tokens]
+    given_ids: Tensor  # int64 [tokens of extend rows]
+    decode_rows: Tensor  # int64 [decode rows], each of which computes its newest token
+    logits_at: Tensor  # int64 [samples + logprobs]
+    sample_rows: Tensor  # int32 [samples], rows
+    sampled_rows: Tensor  # int64, the same
+    sampled_positions: Tensor  # int64 [samples], of the tokens to draw
+    logprob_targets: Tensor  # int64 [logprobs]
+
+
+@dataclass(slots=True)
+class PackedPlan:
+    """A plan as one array of integers, with where each part of it lies."""
+
+    flat: Int32s
+    longs: int  # so many from the left are used as int64
+    sizes: list[int]  # of the parts, in order
+    passes: list[Pass]
+    taken: int  # rows that change hands
+    width: int  # of the page table that the places are meant for
+
+
+def passes_of(plan: BatchPlan) -> list[Pass]:
+    """The forward passes of a plan: one, or one for each step of a plan that decodes several times."""
+    if plan.steps == 1:
+        at, targets = _judged(plan)
+        return [
+            Pass(plan.rows, plan.starts, plan.stops, plan.extend_rows, plan.token_ids, plan.sample_rows, at, targets)
+        ]
+    counts = plan.stops - plan.starts
+    passes = []
+    for step in range(int(counts.max(initial=0))):
+        going = np.flatnonzero(counts > step)
+        starts = plan.starts[going] + np.int32(step)
+        everybody = np.arange(going.size, dtype=np.int32)
+        passes.append(Pass(plan.rows[going], starts, starts + np.int32(1), 0, NONE, everybody))
+    return passes
+
+
+def _judged(plan: BatchPlan) -> tuple[Int32s, Int32s]:
+    """Of a plan's logprob spans: the new tokens behind which a token is judged, and these tokens, end to end."""
+    if not plan.logprob_spans:
+        return NONE, NONE
+    first = np.concatenate((np.zeros(1, np.int32), np.cumsum(plan.stops - plan.starts, dtype=np.int32)))
+    at = [
+        np.arange(len(span.targets), dtype=np.int32) + (first[span.index] + span.start - plan.starts[span.index])
+        for span in plan.logprob_spans
+    ]
+    return np.concatenate(at), np.concatenate([span.targets for span in plan.logprob_spans])
+
+
+class Tables:
+    """Page table and newest token of every request row.
+
+    Args:
+        rows: of the engine, `SchedConfig.rows_max`. One more is kept for the padding of CUDA graphs.
+        pages: of the pool; the page behind the last is scratch.
+        context_tokens: with it, tables are as wide as they can ever need to be; without they grow by doubling.
+        debug: check every plan against what the rows hold.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        context_tokens: int | None = None,
+        debug: bool = False,
+    ) -> None:
+        self.count, self.page_count, self.page_size = rows, pages, page_size
+        self.page_shift = page_size.bit_length() - 1
+        self.width = FIRST_WIDTH if context_tokens is None else -(-context_tokens // page_size)
+        self.device = device
+        self.debug = debug
+        self.page_table = torch.full((rows + 1, self.width), pages, dtype=torch.int32, device=device)
+        self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        # What the CPU knows of the rows, as of the last plan launched.
+        self.holders: Int64s = np.full(rows, NOBODY, np.int64)
+        self.taken: list[RowTaken | None] = [None] * rows
+        self.with_logprobs = np.zeros(rows, np.bool_)
+        self.with_hidden_states = np.zeros(rows, np.bool_)
+        self.under_grammar = np.zeros(rows, np.bool_)
+        self._mirror: Int32s = np.full((rows, self.width), NOBODY, np.int32)  # of the page table; kept with `debug`
+
+    # -------------------------------------------------------------------------------------------- at launch, on the CPU
+
+    def take_in(self, plan: BatchPlan) -> PackedPlan:
+        """Note whose rows are whose from this plan on, and pack what the device needs of it.
+
+        Raises: PlanError, with `debug`, for a plan that cannot be.
+        """
+        for taken in plan.rows_taken:
+            if not 0 <= taken.row < self.count:
+                raise PlanError(
+                    f"batch {plan.batch_id} takes row {taken.row}, but there are rows 0 to {self.count - 1}"
+                )
+            self.holders[taken.row] = taken.request_id
+            self.taken[taken.row] = taken
+            self.with_logprobs[taken.row] = taken.logprobs
+            self.with_hidden_states[taken.row] = taken.hidden_states
+            self.under_grammar[taken.row] = taken.grammar is not None
+        rows, index, pages = last_entries(plan.deltas)
+        needed = max(int(index.max(initial=0)), (int(plan.stops.max(initial=1)) - 1) >> self.page_shift) + 1
+        while self.width < needed:
+            self.width *= 2
+        if self.debug:
+            self._check(plan, rows, index, pages)
+        return self._packed(plan, rows, index, pages)
+
+    def _packed(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> PackedPlan:
+        width, mask = np.int32(self.width), np.int32(self.page_size - 1)
+        passes = passes_of(plan)
+        longs: list[Int32s] = [np.array([taken.row for taken in plan.rows_taken], np.int32), rows * width + index]
+        ints: list[Int32s] = [pages]
+        for one in passes:
+            counts = one.stops - one.starts
+            token_rows = one.rows.repeat(counts)
+            positions = one.starts.repeat(counts) + step_numbers(counts)
+            indptr = one.indptr
+            longs += (
+                positions,
+                token_rows * width + (positions >> self.page_shift),
+                positions & mask,
+                one.token_ids,
+                one.rows[one.extend_rows :],
+                np.concatenate((indptr[one.sample_rows + 1] - np.int32(1), one.logprob_at)),
+                one.rows[one.sample_rows],
+                one.stops[one.sample_rows],
+                one.logprob_targets,
+            )
+            ints += (one.rows, indptr, one.stops, one.rows[one.sample_rows])
+        parts = longs + ints
+        return PackedPlan(
+            np.concatenate(parts).astype(np.int32, copy=False),
+            sum(map(len, longs)),
+            [len(part) for part in parts],
+            passes,
+            len(plan.rows_taken),
+            self.width,
+        )
+
+    def _check(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> None:
+        """Refuse a plan that names rows nobody holds, pages that there are not, or positions without a page."""
+        name = f"batch {plan.batch_id}"
+        everybody = np.concatenate((plan.rows, rows))
+        if everybody.size and (int(everybody.min()) < 0 or int(everybody.max()) >= self.count):
+            raise PlanError(f"{name} names rows outside 0 to {self.count - 1}: {_few(everybody)}")
+        for i in np.flatnonzero(self.holders[plan.rows] != plan.request_ids).tolist():
+            row, holder = int(plan.rows[i]), int(self.holders[plan.rows[i]])
+            whose = "nobody holds" if holder == NOBODY else f"r{holder} holds"
+            raise PlanError(f"{name} runs r{int(plan.request_ids[i])} in row {row}, which {whose}")
+        if np.unique(plan.rows).size != plan.rows.size:
+            raise PlanError(f"{name} names a row twice: {_few(plan.rows)}")
+        for row in rows[self.holders[rows] == NOBODY].tolist():
+            raise PlanError(f"{name} changes the page table of row {row}, which nobody holds")
+        wrong = (pages < 0) | (pages >= self.page_count)
+        if wrong.any():
+            raise PlanError(f"{name} gives out pages outside 0 to {self.page_count - 1}: {_few(pages[wrong])}")
+        spans = plan.stops - plan.starts
+        if (spans <= 0).any() or (plan.starts < 0).any():
+            raise PlanError(f"{name} has an empty span: {_few(plan.starts)} to {_few(plan.stops)}")
+        if (spans[plan.extend_rows :] > plan.steps).any():
+            raise PlanError(f"{name} decodes more than {plan.steps} tokens of a row: {_few(spans[plan.extend_rows :])}")
+        if int(spans[: plan.extend_rows].sum()) != len(plan.token_ids):
+            raise PlanError(
+                f"{name} has {len(plan.token_ids)} token ids for {int(spans[: plan.extend_rows].sum())} new tokens"
+            )
+        if self._mirror.shape[1] < self.width:
+            wider: Int32s = np.full((self.count, self.width), NOBODY, np.int32)
+            wider[:, : self._mirror.shape[1]] = self._mirror
+            self._mirror = wider
+        for taken in plan.rows_taken:
+            self._mirror[taken.row] = NOBODY
+        self._mirror[rows, index] = pages
+        for row, stop in zip(plan.rows.tolist(), plan.stops.tolist(), strict=True):
+            if (self._mirror[row, : -(-stop // self.page_size)] == NOBODY).any():
+                raise PlanError(f"{name} reads row {row} up to position {stop}, where its table has no page")
+
+    # ------------------------------------------------------------------------------------------------- on the device
+
+    def fold(self, packed: PackedPlan, flat: Tensor) -> list[PassTensors]:
+        """Apply a plan's changes, and lay out what its passes are given. To be called once, in launch order.
+
+        Args:
+            flat: int32, `packed.flat` on the device.
+        Returns: for each pass its tensors. What its decode rows compute is asked for pass by pass, see `token_ids`.
+        """
+        longs = flat[: packed.longs].to(torch.int64)
+        parts = list(torch.split(longs, packed.sizes[: 2 + 9 * len(packed.passes)]))
+        parts += torch.split(flat[packed.longs :], packed.sizes[2 + 9 * len(packed.passes) :])
+        if packed.width > self.page_table.shape[1]:
+            wider = torch.full((self.count + 1, packed.width), self.page_count, dtype=torch.int32, device=self.device)
+            wider[:, : self.page_table.shape[1]] = self.page_table
+            self.page_table = wider
+        taken, places, pages = parts[0], parts[1], parts[2 + 9 * len(packed.passes)]
+        if packed.taken:
+            self.page_table.index_fill_(0, taken, self.page_count)
+            self.newest.index_fill_(0, taken, 0)
+        if len(places):
+            self.page_table.view(-1).index_copy_(0, places, pages)
+        table = self.page_table.view(-1)
+        laid = []
+        for number in range(len(packed.passes)):
+            at = 2 + 9 * number
+            positions, page_places, offsets, ids, decoding, logits_at, rows, drawn, targets = parts[at : at + 9]
+            at = 3 + 9 * len(packed.passes) + 4 * number
+            of_rows, indptr, lengths, sample_rows = parts[at : at + 4]
+            slots = table.index_select(0, page_places).to(torch.int64) * self.page_size + offsets
+            given = (of_rows, indptr, lengths, positions, slots, ids, decoding, logits_at)
+            laid.append(PassTensors(*given, sample_rows, rows, drawn, targets))
+        return laid
+
+    def token_ids(self, tensors: PassTensors) -> Tensor:
+        """The new tokens of a pass, int64 [tokens]: given ones first, then the newest of each decode row.
+
+        To be called right before the pass, behind the sampling of everything before it: future tokens are known here.
+        """
+        if not len(tensors.decode_rows):
+            return tensors.given_ids
+        newest = self.newest.index_select(0, tensors.decode_rows)
+        return torch.cat((tensors.given_ids, newest)) if len(tensors.given_ids) else newest
+
+    def sampled(self, tensors: PassTensors, tokens: Tensor) -> None:
+        """Keep each token, int32 [samples], as the newest of its row."""
+        self.newest.index_copy_(0, tensors.sampled_rows, tokens.to(torch.int64))
+
+
+def last_entries(deltas: PageDeltas) -> tuple[Int32s, Int32s, Int32s]:
+    """Rows, places and pages of a plan's changes, without those that a later entry of the same plan overwrites.
+
+    A scatter with two entries for one place may keep either; so there must not be two.
+    """
+    rows, index, pages = deltas.rows, deltas.index, deltas.pages
+    if len(deltas.runs) > 3 or (len(deltas.runs) and len(deltas.opened_rows)):
+        places = rows.astype(np.int64) << 32 | index
+        _, last = np.unique(places[::-1], return_index=True)
+        if last.size < places.size:
+            keep = np.sort(places.size - 1 - last)
+            rows, index, pages = rows[keep], index[keep], pages[keep]
+    return rows, index, pages
+
+
+def _few(values: Sequence[int] | Int32s) -> str:
+    """Some numbers in a message."""
+    listed = [int(value) for value in values[:8]]
+    return ", ".join(map(str, listed)) + (", ..." if len(values) > 8 else "")

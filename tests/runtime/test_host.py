@@ -1,0 +1,405 @@
+"""The loop with a device in it: what comes out is what each request alone would be answered."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.core.commands import RejectRequest, RowTaken
+from lockstep.core.events import (
+    BatchFinished,
+    GetState,
+    Grammar,
+    HostTimeClamped,
+    LoadAdapterControl,
+    Pause,
+    ReleaseMemory,
+    RequestRetracted,
+    SamplingParams,
+    UpdateWeights,
+)
+from lockstep.core.journal import JournalError, JournalHeader, JournalWriter
+from lockstep.core.replay import fold, replay
+from lockstep.runtime.errors import DeviceLost, EngineStopped
+from lockstep.runtime.host import HostClock, Int32s
+from lockstep.runtime.overlap import CpuLane
+from tests.support.small_runtime import (
+    VOCABULARY,
+    Answer,
+    Ends,
+    SmallRuntime,
+    alone,
+    make_executor,
+    next_token,
+    request,
+    small_config,
+)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "depth 0": {"overlap_depth": 0},
+    "depth 2": {"overlap_depth": 2},
+    "no cache": {"radix_cache": False},
+    "shared in the same step": {"same_step_sharing": True},
+    "mixed": {"batching": "mixed", "chunked_prefill_size": 8},
+    "running first": {"batching": "running_first", "chunked_prefill_size": 8, "overlap_depth": 2},
+    "retractions": {"retract_every": 3, "overlap_depth": 2},
+    "short of pages": {"pages": 20, "reserve": "on_demand"},
+    "several steps": {"decode_steps_per_launch": 3},
+    "several steps, depth 0": {"decode_steps_per_launch": 4, "overlap_depth": 0, "retract_every": 2},
+    "small pages": {"page_size": 1, "pages": 200, "chunked_prefill_size": 5},
+}
+
+STIRRED: dict[str, Any] = {"retract_every": 4, "overlap_depth": 1, "same_step_sharing": True, "batching": "mixed"}
+RETRACTING = ("retractions", "short of pages", "several steps, depth 0")
+
+
+def random_requests(seed: int, count: int) -> list[tuple[list[int], int]]:
+    """Prompts that begin alike, in groups, and lengths."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(97) for _ in range(rng.randrange(20))] for _ in range(3)]
+    return [
+        (rng.choice(beginnings) + [rng.randrange(97) for _ in range(rng.randrange(1, 24))], rng.randrange(1, 20))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_request_is_answered_as_if_it_were_alone(name: str, run_at: Any) -> None:
+    runtime = SmallRuntime(run_at=run_at, eos_token_ids=(5,), **SETTINGS[name])
+    requests = random_requests(len(name), 14)
+    answers = [runtime.submit(prompt, count) for prompt, count in requests]
+    runtime.run()
+    for answer, (prompt, count) in zip(answers, requests, strict=True):
+        assert answer.tokens == alone(prompt, count, stops=(5,))
+        assert answer.reason == ("stop" if answer.tokens[-1] == 5 else "length")
+    assert runtime.deepest == runtime.config.overlap_depth + 1
+    assert bool(runtime.decided(RequestRetracted)) == (name in RETRACTING)
+
+
+def test_a_run_is_replayed_by_the_core_with_equal_digests(tmp_path: Path) -> None:
+    header = JournalHeader(config=small_config(**STIRRED))
+    with JournalWriter.create(tmp_path, header) as journal:
+        runtime = SmallRuntime(journal=journal, **STIRRED)
+        for prompt, count in random_requests(7, 12):
+            runtime.submit(prompt, count)
+        runtime.run()
+    replayed = replay(tmp_path)
+    assert replayed.digest == runtime.engine.digest
+    assert replayed.batches == runtime.host.batches == len(runtime.plans)
+
+
+def test_a_recorded_run_needs_no_scheduler(tmp_path: Path) -> None:
+    """Its plans give the same tokens on another executor, batch by batch."""
+    with JournalWriter.create(tmp_path, JournalHeader(config=small_config(**STIRRED))) as journal:
+        runtime = SmallRuntime(journal=journal, **STIRRED)
+        for prompt, count in random_requests(8, 12):
+            runtime.submit(prompt, count)
+        runtime.run()
+    plans, results = [], {}
+    for event, step in fold(tmp_path):
+        plans += [plan] if (plan := step.launched()) is not None else []
+        if isinstance(event, BatchFinished):
+            results[event.batch_id] = event.tokens
+    executor = make_executor(small_config(**STIRRED), CpuLane(HostClock()), canary=False)
+    for plan in plans:
+        executor.launch(plan)
+    for plan in plans:
+        assert executor.collect().tokens.tobytes() == results[plan.batch_id]
+    assert len(plans) > 20
+
+
+def test_time_is_held_when_the_clock_falls() -> None:
+    ticks = iter([0, 5_000_000, 3_000_000, 4_000_000, 5_500_000])
+    clock = HostClock(lambda: next(ticks))
+    assert clock() == 5_000
+    assert clock() == 5_000
+    assert clock.clamped() == 2_000
+    assert clock() == 5_000
+    assert clock.clamped() == 0
+    assert clock() == 5_500
+
+
+def test_a_clock_that_fell_is_in_the_journal() -> None:
+    now_ns = 10**9
+    runtime = SmallRuntime(clock=HostClock(lambda: now_ns))
+    now_ns += 10**6
+    first = runtime.submit([1, 2, 3], 2)
+    runtime.run()
+    now_ns -= 10**5
+    second = runtime.submit([1, 2, 4], 2)
+    runtime.run()
+    assert [event.back_us for event, _ in runtime.steps if isinstance(event, HostTimeClamped)] == [100]
+    assert first.tokens == alone([1, 2, 3], 2)
+    assert second.tokens == alone([1, 2, 4], 2)
+
+
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+def test_a_cancel_in_flight_ends_the_stream_and_nobody_else_notices(run_at: Any) -> None:
+    runtime = SmallRuntime(run_at=run_at, overlap_depth=2)
+    leaving, staying = runtime.submit([1, 2, 3], 40), runtime.submit([4, 5, 6, 7, 8], 40)
+    leaves_at = 5
+
+    def take(offset: int, tokens: Int32s, logprobs: Any) -> None:
+        Answer.take(leaving, offset, tokens, logprobs)
+        if len(leaving.tokens) == leaves_at:
+            runtime.host.cancel(leaving.request_id)
+
+    leaving.on_tokens = take
+    runtime.run()
+    assert leaving.reason == "cancelled"
+    assert leaving.tokens == alone([1, 2, 3], 40)[: len(leaving.tokens)]
+    assert leaves_at <= len(leaving.tokens) <= leaves_at + 1
+    assert staying.tokens == alone([4, 5, 6, 7, 8], 40)
+
+
+def test_a_deadline_ends_a_request_that_runs() -> None:
+    now_ns = 0
+
+    def tick() -> int:
+        nonlocal now_ns
+        now_ns += 50_000
+        return now_ns
+
+    runtime = SmallRuntime(clock=HostClock(tick), overlap_depth=2, running_timeout_us=4_000)
+    late = runtime.submit([1, 2, 3], 80)
+    runtime.run()
+    assert late.reason == "timeout"
+    assert 0 < len(late.tokens) < 80
+    assert late.tokens == alone([1, 2, 3], 80)[: len(late.tokens)]
+
+
+def test_a_deadline_passes_while_nothing_runs() -> None:
+    """The host wakes by itself: nobody sends anything any more."""
+    runtime = SmallRuntime(max_running_requests=1, waiting_timeout_us=20_000)
+    runtime.host.ask(Pause())
+    answer = runtime.submit([1, 2, 3], 4)
+    began = time.monotonic()
+    runtime.run()
+    assert answer.reason == "deadline"
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+def test_a_model_that_raises_ends_its_batch_only(run_at: Any) -> None:
+    runtime = SmallRuntime(run_at=run_at, overlap_depth=2, radix_cache=False, max_running_requests=1)
+    runtime.model.fail_at = lambda batch: (
+        RuntimeError("no such kernel\nsecond line") if batch.lengths_host.tolist() == [13] else None
+    )
+    answers = {n: runtime.submit([9] * n, 6) for n in (6, 13, 14)}
+    runtime.run()
+    assert [answer.reason for answer in answers.values()] == ["length", "error", "length"]
+    assert answers[14].tokens == alone([9] * 14, 6)
+    assert not answers[13].tokens
+    failed = [event.error for event, _ in runtime.steps if isinstance(event, BatchFinished) and event.error]
+    assert failed == ["RuntimeError: no such kernel"]
+
+
+def test_what_is_no_number_ends_its_request() -> None:
+    runtime = SmallRuntime(overlap_depth=1)
+    broken = alone([3, 1, 4], 8)[4]
+    runtime.model.not_a_number = {broken}
+    answer, other = runtime.submit([3, 1, 4], 8), runtime.submit([2, 7, 1, 8], 3)
+    runtime.run()
+    assert answer.reason == "invalid"
+    assert answer.tokens == alone([3, 1, 4], 8, stops=(broken,))
+    assert broken in alone([2, 7, 1, 8], 3) or other.tokens == alone([2, 7, 1, 8], 3)
+
+
+def test_a_lost_device_ends_the_engine_and_tells_everybody() -> None:
+    runtime = SmallRuntime(overlap_depth=2)
+    runtime.model.fail_at = lambda batch: DeviceLost("the device is gone") if batch.longest > 6 else None
+    answers = [runtime.submit([1, 2, 3], 20), runtime.submit([4, 5], 20)]
+    with pytest.raises(DeviceLost, match="gone"):
+        runtime.run()
+    assert [answer.reason for answer in answers] == ["the engine failed: DeviceLost: the device is gone"] * 2
+    with pytest.raises(EngineStopped, match="gone"):
+        runtime.submit([1], 1)
+    with pytest.raises(EngineStopped, match="gone"):
+        runtime.host.ask(GetState())
+
+
+def test_a_journal_that_cannot_be_written_ends_the_engine_before_anything_is_sent(tmp_path: Path) -> None:
+    writer = JournalWriter.create(tmp_path, JournalHeader(config=small_config(**STIRRED)))
+    runtime = SmallRuntime(journal=writer)
+    answer = runtime.submit([1, 2, 3], 20)
+    writer._os_write = lambda file, data: (_ for _ in ()).throw(OSError(28, "no space left"))  # type: ignore[method-assign,assignment]
+    with pytest.raises(JournalError, match="no space left"):
+        runtime.run()
+    assert not answer.tokens
+    assert "no space left" in answer.reason
+
+
+def test_ctrl_c_tells_everybody_and_is_passed_on() -> None:
+    runtime = SmallRuntime()
+
+    def interrupt(batch: Any) -> None:
+        raise KeyboardInterrupt
+
+    runtime.model.fail_at = interrupt
+    answer = runtime.submit([1, 2, 3], 20)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.run()
+    assert answer.reason.startswith("the engine failed: KeyboardInterrupt")
+
+
+def test_a_thread_of_its_own_serves_others_until_it_is_drained_and_stopped() -> None:
+    runtime = SmallRuntime(check=False, overlap_depth=1)
+    thread = threading.Thread(target=runtime.host.run)
+    thread.start()
+    requests = random_requests(3, 8)
+    answers = [runtime.submit(prompt, count) for prompt, count in requests]
+    assert runtime.host.drain().result(timeout=30).ok
+    refused = runtime.submit([1, 2], 3)
+    assert refused.over.wait(30)
+    assert refused.reason == "draining"
+    runtime.host.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [answer.tokens for answer in answers] == [alone(prompt, count) for prompt, count in requests]
+    with pytest.raises(EngineStopped, match="was stopped"):
+        runtime.submit([1], 1)
+
+
+def test_a_stop_leaves_nobody_waiting() -> None:
+    runtime = SmallRuntime()
+    answer, asked = runtime.submit([1, 2, 3], 50), runtime.host.ask(GetState())
+    runtime.host.stop()
+    runtime.host.run()
+    assert answer.reason == "the engine was stopped"
+    with pytest.raises(EngineStopped):
+        asked.result(timeout=0)
+
+
+def test_orders_that_this_host_has_no_hands_for_are_answered() -> None:
+    runtime = SmallRuntime(max_loras=1)
+    refused = [
+        runtime.host.ask(UpdateWeights(2, "elsewhere")),
+        runtime.host.ask(ReleaseMemory(("kv_cache",))),
+    ]
+    runtime.host.ask(LoadAdapterControl("tone", 1))
+    spoken = runtime.submit([1, 2], 3, adapter="tone")
+    grammar = Grammar("regex", "a*", b"digest of sixteen")
+    bound = runtime.submit([1, 2], 3, grammar=grammar)
+    stops = runtime.submit([1, 2], 3, stop_texts=("end",))
+    runtime.run()
+    answers = [answer.result(timeout=0) for answer in refused]
+    assert [answer.ok for answer in answers] == [False, False]
+    assert "cannot change its weights" in answers[0].message
+    assert spoken.reason == "error"
+    assert isinstance(bound.end, RejectRequest)
+    assert "without a grammar compiler" in bound.end.message
+    assert isinstance(stops.end, RejectRequest)
+    assert "need a tokenizer" in stops.end.message
+
+
+def test_samples_of_one_prompt_have_a_stream_each() -> None:
+    runtime = SmallRuntime()
+    answers = [Answer(), Answer(), Answer()]
+    runtime.host.submit(request([1, 2, 3], 4, parallel_samples=3), *map(Ends, answers))
+    runtime.run()
+    assert [answer.tokens for answer in answers] == [alone([1, 2, 3], 4)] * 3
+    with pytest.raises(ValueError, match="3 samples needs as many sinks, got 1"):
+        runtime.host.submit(request([1, 2, 3], 4, parallel_samples=3), Ends(Answer()))
+
+
+def test_what_a_request_wants_beside_tokens_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over chunks, retractions and batches in flight: each position once, and equal to what it is alone."""
+    prompt = list(range(20))
+    served = []
+    for settings in ({}, {"retract_every": 2, "overlap_depth": 2, "chunked_prefill_size": 8}):
+        runtime = SmallRuntime(radix_cache=False, **settings)
+        others = [runtime.submit([50 + n, 1, 2], 12) for n in range(3)]
+        more = {"logprob_start": 3, "sampling": SamplingParams(top_logprobs=2), "return_hidden_states": True}
+        answer = runtime.submit(prompt, 9, **more)
+        runtime.run()
+        assert all(other.reason == "length" for other in others)
+        assert answer.extras is not None
+        assert answer.tokens == alone(prompt, 9)
+        assert len(answer.logprobs) == 9
+        assert sorted(answer.extras.prompt_logprobs) == list(range(4, 20))
+        assert sorted(answer.extras.hidden_states) == list(range(28))
+        states = np.stack([answer.extras.hidden_states[p] for p in range(28)])
+        assert states[:, 1].tolist() == [*prompt, *answer.tokens[:8]]
+        served.append((answer.tokens, answer.logprobs, answer.extras.prompt_logprobs, states.tolist()))
+    assert served[0] == served[1]
+
+
+def test_prompts_alone_are_pooled_or_judged() -> None:
+    runtime = SmallRuntime(chunked_prefill_size=8)
+    prompt = list(range(30))
+    pooled = runtime.submit(prompt, 0, kind="embed")
+    scored = runtime.submit(prompt, 0, kind="score")
+    plain = runtime.submit(prompt, 0)
+    runtime.run()
+    assert [one.reason for one in (pooled, scored, plain)] == ["computed"] * 3
+    assert pooled.extras is not None
+    assert scored.extras is not None
+    assert plain.extras is not None
+    assert pooled.extras.pooled is not None
+    assert scored.extras.pooled is not None
+    assert plain.extras.pooled is None
+    assert pooled.extras.pooled.values[1] == np.mean(prompt)
+    assert int(scored.extras.pooled.values.argmax()) == next_token(prompt)
+
+
+class Alternating:
+    """A grammar of even tokens behind odd ones and odd behind even, that ends with a multiple of ten."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = {}
+        self.whose: dict[int, tuple[int, int]] = {}
+
+    def take_row(self, taken: RowTaken) -> None:
+        self.seen.pop(taken.row, None)
+        self.whose[taken.row] = (taken.request_id, taken.epoch)
+        if taken.grammar is not None:
+            self.seen[taken.row] = []
+
+    def advance(self, request_id: int, epoch: int, tokens: Sequence[int]) -> None:
+        for row, whose in self.whose.items():
+            if whose == (request_id, epoch):
+                self.seen[row] += tokens
+
+    def allowed(self, rows: Int32s) -> Int32s:
+        masks = np.ones((len(rows), VOCABULARY), np.bool_)
+        for i, row in enumerate(rows.tolist()):
+            if row in self.seen:
+                masks[i] = np.arange(VOCABULARY) % 2 == len(self.seen[row]) % 2
+        padded = np.pad(masks, ((0, 0), (0, -VOCABULARY % 32)))
+        return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+
+    def ended(self, row: int, token: int) -> bool:
+        return token % 10 == 0
+
+
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any) -> None:
+    served = []
+    for settings in ({}, {"retract_every": 3}):
+        runtime = SmallRuntime(
+            run_at=run_at,
+            overlap_depth=depth,
+            matchers=Alternating(),
+            host_options={"compile_grammar": lambda command, answer: answer("")},
+            **settings,
+        )
+        grammar = Grammar("regex", "alternating", b"digest of sixteen")
+        bound = [runtime.submit([n, 2, 3], 12, grammar=grammar) for n in range(4)]
+        free = runtime.submit([9, 9], 12)
+        runtime.run()
+        assert free.tokens == alone([9, 9], 12)
+        for answer in bound:
+            assert [token % 2 for token in answer.tokens] == [n % 2 for n in range(len(answer.tokens))]
+            assert answer.reason == ("grammar" if answer.tokens[-1] % 10 == 0 else "length")
+        served.append([answer.tokens for answer in bound])
+    assert served[0] == served[1]

@@ -1,0 +1,351 @@
+"""Real models through the whole engine: their tokens are those of transformers, one request at a time."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from click.testing import CliRunner  # noqa: E402
+
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.events import BatchFinished, RequestRetracted, Resume  # noqa: E402
+from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.runtime import LLM, Answer, Params  # noqa: E402
+from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
+from lockstep.runtime.errors import EngineStopped  # noqa: E402
+from lockstep.runtime.generate import generate  # noqa: E402
+from lockstep.runtime.host import HostClock  # noqa: E402
+from lockstep.runtime.llm import make_executor  # noqa: E402
+from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from lockstep.runtime.text import StopTexts, Text  # noqa: E402
+
+VOCABULARY = 300
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+SMALL: dict[str, Any] = {"page_size": 4, "pages": 160, "chunked_prefill_size": 16, "max_running_requests": 12}
+
+TEXTS = ["the quick brown fox jumps over the lazy dog, and the dog sleeps on", "naïve cafés — 漢字 and 🙂 too"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's settings and a tokenizer; weights are drawn by whoever loads it."""
+    path: Path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    train_tokenizer(TEXTS, VOCABULARY).save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(128)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder that transformers saved, with its model: random weights, large enough that tokens differ."""
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    torch.manual_seed(11)
+    config = transformers.Qwen3Config(**CONFIG, initializer_range=0.3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    path: Path = tmp_path_factory.mktemp("trained")
+    model.save_pretrained(path)
+    return path, model
+
+
+def random_requests(count: int) -> list[tuple[list[int], int]]:
+    """Prompts that begin alike, in groups, and lengths."""
+    rng = random.Random(5)
+    beginnings = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(24))] for _ in range(6)]
+    return [
+        (
+            rng.choice(beginnings) + [rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 20))],
+            rng.randrange(1, 13),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(trained: tuple[Path, Any]) -> list[list[int]]:
+    """What transformers generates greedily for each request, one by one."""
+    _, model = trained
+    answers = []
+    for prompt, count in random_requests(64):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            said = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+            )
+        answers.append(said[0, len(prompt) :].tolist())
+    return answers
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "depth 0": {"overlap_depth": 0},
+    "depth 1, retractions, shared in the same step": {
+        "overlap_depth": 1,
+        "retract_every": 3,
+        "same_step_sharing": True,
+    },
+    "depth 2, mixed, retractions": {"overlap_depth": 2, "batching": "mixed", "retract_every": 4},
+    "depth 2, several steps, short of pages": {
+        "overlap_depth": 2,
+        "decode_steps_per_launch": 3,
+        "pages": 40,
+        "reserve": "on_demand",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_greedy_tokens_are_those_of_transformers(
+    trained: tuple[Path, Any], expected: list[list[int]], name: str, tmp_path: Path
+) -> None:
+    with LLM(trained[0], journal=tmp_path, debug=True, **{**SMALL, **ENGINES[name]}) as llm:
+        requests = random_requests(64)
+        params = [Params(max_new_tokens=count) for _, count in requests]
+        answers = llm.generate([prompt for prompt, _ in requests], params)
+    assert [answer.token_ids for answer in answers] == expected
+    assert {answer.finish_reason for answer in answers} <= {"length", "stop"}
+    assert any(answer.cached_tokens for answer in answers)
+    assert replay(tmp_path).digest
+    retracted = [event for _, step in fold(tmp_path) for event in step.decided if isinstance(event, RequestRetracted)]
+    assert bool(retracted) == ("retractions" in name or "short" in name)
+
+
+def test_a_recorded_run_needs_no_scheduler(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    with LLM(trained[0], journal=tmp_path, overlap_depth=1, **SMALL) as llm:
+        llm.generate([prompt for prompt, _ in random_requests(10)], Params(max_new_tokens=6))
+        executor = make_executor(llm.model, llm.config, HostClock(), lane=CpuLane(HostClock(), run_at="collection"))
+    results, plans = {}, []
+    for event, step in fold(tmp_path):
+        plans += [plan] if (plan := step.launched()) is not None else []
+        if isinstance(event, BatchFinished):
+            results[event.batch_id] = event.tokens
+    for plan in plans:
+        executor.launch(plan)
+        assert executor.collect().tokens.tobytes() == results[plan.batch_id]
+    assert len(plans) > 5
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, random_weights_seed=3, **SMALL) as made:
+        yield made
+
+
+def test_a_seed_draws_the_same_whatever_else_runs(llm: LLM) -> None:
+    drawn = Params(max_new_tokens=12, temperature=1.0, top_p=0.95, seed=7, ignore_eos=True)
+    (alone,) = llm.generate([[5, 6, 7]], drawn)
+    others = [Params(max_new_tokens=9, temperature=0.7, ignore_eos=True) for _ in range(5)]
+    answers = llm.generate([[5, 6, 7]] * 6, [*others, drawn])
+    assert answers[-1].token_ids == alone.token_ids
+    assert len({tuple(answer.token_ids[:9]) for answer in answers}) == 6
+
+
+def test_penalties_see_prompt_and_kept_output_over_retractions(folder: Path) -> None:
+    """With a retraction every other decode, tokens are those of an engine without any."""
+    params = Params(
+        max_new_tokens=14, temperature=0.9, seed=1, frequency_penalty=1.5, repetition_penalty=1.7, ignore_eos=True
+    )
+    prompts = [[9, 9, 9, 10 + n] for n in range(5)]
+    with LLM(folder, random_weights_seed=3, overlap_depth=0, radix_cache=False, **SMALL) as llm:
+        calm = llm.generate(prompts, params)
+    with LLM(folder, random_weights_seed=3, overlap_depth=2, retract_every=2, **SMALL) as llm:
+        stirred = llm.generate(prompts, params)
+    assert [answer.token_ids for answer in stirred] == [answer.token_ids for answer in calm]
+
+
+def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
+    params = Params(max_new_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
+    (whole,) = llm.generate("the quick", params)
+    pieces = list(llm.stream("the quick", params))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert isinstance(pieces[-1].answer, Answer)
+    assert len(pieces) > 5
+    assert whole.text
+
+
+def test_leaving_a_stream_early_cancels_its_request(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], Params(max_new_tokens=100, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert llm.host.drain().result(timeout=30).ok
+    assert llm.host.ask(Resume()).result(timeout=30).ok
+
+
+def test_a_text_stop_ends_the_answer_in_front_of_it(llm: LLM) -> None:
+    params = Params(max_new_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+    (whole,) = llm.generate("over the", params)
+    assert whole.text is not None
+    stop = whole.text[8:11]
+    (cut,) = llm.generate("over the", Params(**{**params.__dict__, "stop": [stop]}))
+    assert cut.finish_reason == "text_stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    pieces = list(llm.stream("over the", Params(**{**params.__dict__, "stop": [stop]})))
+    assert "".join(piece.text for piece in pieces) == cut.text
+
+
+def test_logprobs_and_vectors_come_with_answers(llm: LLM) -> None:
+    (answer,) = llm.generate([[5, 6, 7, 8]], Params(max_new_tokens=3, logprobs=2, prompt_logprobs=True))
+    assert len(answer.logprobs) == len(answer.top_logprobs) == len(answer.token_ids)
+    for token, logprob, tops in zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True):
+        assert tops[token] == max(tops.values()) == logprob
+    assert sorted(answer.prompt_logprobs) == [1, 2, 3]
+    (plain,) = llm.generate([[5, 6, 7, 8]], Params(max_new_tokens=3, logprobs=0))
+    assert plain.logprobs == pytest.approx(answer.logprobs)
+    assert not plain.prompt_logprobs
+    (embedded,) = llm.embed([[5, 6, 7, 8]])
+    assert embedded.vector.shape == (32,)
+
+
+def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    too_long, wrong, fine = llm.generate(
+        [[5] * 200, [5], [5, 6]], [Params(), Params(top_p=2.0), Params(max_new_tokens=1)]
+    )
+    assert too_long.finish_reason == "too_long"
+    assert "context of 128 tokens" in too_long.error
+    assert wrong.error == "`top_p` must be in [0, 1], got `2.0`"
+    assert fine.finish_reason in ("length", "stop")
+    (unknown,) = llm.generate([[5, 300]])
+    assert unknown.error == "`prompt` holds token 300, but the model has 300"
+    with pytest.raises(ConfigError, match="`prompt` holds -1, which is no token id"):
+        llm.generate([[-1]])
+    with pytest.raises(ConfigError, match="there is no setting `page_sise`\nhint: did you mean page_size"):
+        LLM(folder, random_weights_seed=1, page_sise=4)
+    with pytest.raises(ConfigError, match="`context_tokens_max` 999 is more than the model's 128"):
+        LLM(folder, random_weights_seed=1, context_tokens_max=999)
+    with pytest.raises(ConfigError, match="one for each of 2 prompts, got 1"):
+        llm.generate([[5], [6]], [Params()])
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with LLM(tmp_path, random_weights_seed=1, **SMALL) as wordless:
+        with pytest.raises(ConfigError, match=r"a text prompt needs a tokenizer\.json"):
+            wordless.generate("text")
+        (stops,) = wordless.generate([[5]], Params(stop=["x"]))
+        assert "need a tokenizer" in stops.error
+
+
+def test_an_engine_that_fails_tells_who_waits(folder: Path) -> None:
+    llm = LLM(folder, random_weights_seed=3, **SMALL)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    llm.host.executor.tables.take_in = fail  # type: ignore[assignment]
+    with pytest.raises(EngineStopped, match="the engine failed: MemoryError: no more"):
+        llm.generate([[5, 6]])
+    with pytest.raises(EngineStopped, match="no more"):
+        list(llm.stream([5, 6]))
+    llm.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-host" and thread is llm._thread]
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+def test_a_conversation_is_written_as_transformers_writes_it(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    messages = [{"role": "user", "content": "the dog?"}, {"role": "assistant", "content": "sleeps"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    said = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert Text(folder).chat(messages) == said
+
+
+def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ConfigError, match=r"the chat template refuses the conversation: .*unsafe"):
+        Text(tmp_path).chat([{"role": "user", "content": "x"}])
+    template.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        Text(tmp_path).chat([])
+    template.write_text("{{ messages | tojson }} {{ strftime_now('%Y') }}{% if tools %}!{% endif %}")
+    said = Text(tmp_path).chat([{"role": "user", "content": "é"}], now=lambda: time.gmtime(0))
+    assert said == '[{"role": "user", "content": "é"}] 1970'
+
+
+def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
+    text = Text(folder)
+    ids = text.encode(TEXTS[1])
+    watch = StopTexts(text, [], ["🙂 tooth", "zz"])
+    held = [watch.push(number, token) for number, token in enumerate(ids)]
+    assert not any(stopped for stopped, _ in held)
+    free = [number + 1 - behind for number, (_, behind) in enumerate(held)]
+    assert free == sorted(free), "what was free stays free"
+    first = len(text.encode(TEXTS[1].partition("🙂")[0]))
+    assert free[-1] <= first
+    assert watch.decoded == TEXTS[1]
+    again = StopTexts(text, [], ["and 🙂"])
+    stopped = [again.push(number, token)[0] for number, token in enumerate(ids)]
+    assert stopped.index(True) == max(i for i in range(len(ids)) if not text.decode(ids[:i]).count("and 🙂"))
+    assert again.push(3, ids[3]) == (False, again.push(3, ids[3])[1]), "a number from before takes the text back"
+    assert again.decoded == text.decode(ids[:4])
+
+
+# ------------------------------------------------------------------------------------------------------------------ CLI
+
+
+def run(folder: Path, *args: str, stdin: str = "") -> Any:
+    common = ("--model", str(folder), "--random-weights", "3", "--set", "pages=64", "--set", "page_size=4")
+    return CliRunner().invoke(generate, [*common, *args], input=stdin, standalone_mode=False)
+
+
+def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
+    lines = [
+        json.dumps({"id": "a", "prompt": "the quick", "max_new_tokens": 3, "ignore_eos": True}),
+        "{no json",
+        "",
+        json.dumps({"prompt": [5, 6], "colour": "red"}),
+        json.dumps({"messages": [{"role": "user", "content": "dog"}], "logprobs": 1, "stop": "zzz"}),
+        json.dumps({"prompt": [5, 999]}),
+        json.dumps({"id": 7}),
+    ]
+    result = run(folder, "-", "--max-new-tokens", "2", "--show-token-ids", stdin="\n".join(lines))
+    assert result.return_value == 1
+    said = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7]
+    assert said[0]["id"] == "a"
+    assert said[0]["finish_reason"] == "length"
+    assert said[0]["output_tokens"] == len(said[0]["token_ids"]) == 3
+    assert "malformed" in said[1]["error"]
+    assert said[2]["error"] == "Object contains unknown field `colour`"
+    assert len(said[3]["logprobs"]) == said[3]["output_tokens"]
+    assert said[4]["error"] == "`prompt` holds token 999, but the model has 300"
+    assert said[5]["error"] == "give either `prompt` or `messages`"
+    assert "4 of 6 lines have an `error`" in result.stderr
+
+
+def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:
+    result = run(
+        folder, "--prompt", "the dog", "--max-new-tokens", "8", "--ignore-eos", "--journal", str(tmp_path / "run")
+    )
+    assert result.return_value == 0, result.output
+    with LLM(folder, random_weights_seed=3, page_size=4, pages=64) as llm:
+        (answer,) = llm.generate("the dog", Params(max_new_tokens=8, ignore_eos=True))
+    assert result.stdout == f"{answer.text}\n"
+    assert replay(tmp_path / "run").batches == 8

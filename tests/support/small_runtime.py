@@ -1,0 +1,259 @@
+"""A runtime with a model so small that its arithmetic is exact, and every token depends on every one before it.
+
+The model's "attention" adds up the values that lie in the KV pool for all positions of a row, weighted by position, as
+whole numbers in float64. The next token is that sum modulo the vocabulary. So whoever reads a wrong page, or the right
+page too early, draws another token, and no rounding depends on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core import invariants
+from lockstep.core.commands import BatchPlan, FinishRequest, RejectRequest, RowTaken, Step
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
+from lockstep.runtime.canary import Canary
+from lockstep.runtime.executor import Executor, Matchers, RowContext
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.overlap import CpuLane, WhenToRun
+from lockstep.runtime.sampling import Sampled
+from lockstep.runtime.tables import Tables
+
+VOCABULARY = 97
+CPU = torch.device("cpu")
+
+
+class SumAttention:
+    """Adds up all values of a row up to each new token's position."""
+
+    name = "sum"
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+
+    def plan(self, batch: ForwardBatch) -> None:
+        positions = torch.arange(batch.longest)
+        pages = batch.page_table[batch.rows.long()][:, positions // self.pool.page_size].long()
+        self._slots = pages * self.pool.page_size + positions % self.pool.page_size
+        counts = torch.from_numpy((batch.lengths_host - batch.starts_host).astype(np.int64))
+        self._of_row = torch.arange(batch.count).repeat_interleave(counts)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
+        self.pool.write(layer, key, value, batch)
+        values = self.pool.values[layer].view(-1)[self._slots]
+        weights = torch.arange(batch.longest) % 31 + 1
+        upto = (values * weights).cumsum(1)
+        return upto[self._of_row, batch.positions][:, None, None]
+
+
+class SumModel:
+    """The next token is the sum over all values before it, modulo the vocabulary."""
+
+    def __init__(self) -> None:
+        self.fail_at: Callable[[ForwardBatch], Exception | None] = lambda batch: None
+        self.not_a_number: set[int] = set()  # tokens behind which the logits are no numbers
+        self.batches: list[ForwardBatch] = []
+
+    def forward(self, batch: ForwardBatch, attention: Any) -> Tensor:
+        self.batches.append(batch)
+        if (error := self.fail_at(batch)) is not None:
+            raise error
+        values = (batch.token_ids * 7919 + batch.positions * 104729 + 13) % 65537
+        new = values.to(torch.float64)[:, None, None]
+        total = attention.run(0, new, new, new, batch)
+        return torch.cat((total[:, :, 0], batch.token_ids[:, None].to(torch.float64)), 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        best = hidden[:, :1] % VOCABULARY
+        logits = -((torch.arange(VOCABULARY) - best).abs()).to(torch.float32)
+        for token in self.not_a_number:
+            logits[hidden[:, 1] == token] = torch.nan
+        return logits
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What `SumModel` says behind these tokens."""
+    total = sum((token * 7919 + p * 104729 + 13) % 65537 * (p % 31 + 1) for p, token in enumerate(tokens))
+    return total % VOCABULARY
+
+
+def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[int]:
+    """What a request is answered when it is the only one, without any cache: greedy, up to a stop."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+class GreedySampler:
+    """The likeliest token that is allowed; ties go to the lowest id."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[RowTaken, RowContext]] = []
+
+    def take_row(self, taken: RowTaken, context: RowContext) -> None:
+        self.taken.append((taken, context))
+
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
+    ) -> Sampled:
+        if allowed is not None:
+            ids = torch.arange(VOCABULARY)
+            logits = logits.masked_fill(allowed[:, ids // 32] >> ids % 32 & 1 == 0, -torch.inf)
+        tokens = logits.nan_to_num().argmax(1)
+        logprobs = logits.log_softmax(1)
+        tops = logprobs.topk(2)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        return Sampled(tokens.int(), logits.isnan().any(1), chosen, tops.indices.int(), tops.values)
+
+
+@dataclass
+class Answer:
+    """A sink that keeps everything, and refuses what no client should see."""
+
+    request_id: int = -1
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: int = 0
+    end: FinishRequest | RejectRequest | None = None
+    extras: Extras | None = None
+    failure: str = ""
+    on_tokens: Callable[[int, Int32s, TokenLogprobs | None], None] | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+        assert offset == len(self.tokens), "a gap or a repeat"
+        assert not self.over.is_set(), "tokens behind the end"
+        self.tokens += tokens.tolist()
+        self.messages += 1
+        if logprobs is not None:
+            self.logprobs += logprobs.logprobs.tolist()
+
+    def finished(self, end: FinishRequest, extras: Extras) -> None:
+        self._ends()
+        self.end, self.extras = end, extras
+
+    def rejected(self, end: RejectRequest) -> None:
+        self._ends()
+        self.end = end
+
+    def failed(self, message: str) -> None:
+        self._ends()
+        self.failure = message
+
+    def _ends(self) -> None:
+        assert not self.over.is_set(), "a second end"
+        self.over.set()
+
+    @property
+    def reason(self) -> str:
+        return self.failure or (self.end.reason if self.end is not None else "open")
+
+
+def request(prompt: Sequence[int], count: int, **more: Any) -> RequestArrived:
+    """A request for so many tokens behind this prompt."""
+    return RequestArrived(
+        0, request_id=-1, prompt=TokenIds(np.array(prompt, np.int32).tobytes()), max_new_tokens=count, **more
+    )
+
+
+def small_config(**settings: Any) -> SchedConfig:
+    """Settings over small ones."""
+    small = {"page_size": 4, "pages": 64, "context_tokens_max": 96, "max_running_requests": 8}
+    return SchedConfig(**{**small, "chunked_prefill_size": 16, **settings})
+
+
+class SmallRuntime:
+    """Engine, executor and host over the small model.
+
+    Args:
+        settings: of SchedConfig, over small ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_at: WhenToRun = "launch",
+        canary: bool = True,
+        journal: Any = None,
+        matchers: Matchers | None = None,
+        clock: HostClock | None = None,
+        check: bool = True,
+        host_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = small_config(**settings)
+        self.engine = Engine(self.config)
+        self.clock = clock or HostClock()
+        self.executor = make_executor(self.config, CpuLane(self.clock, run_at=run_at), canary=canary, matchers=matchers)
+        self.model: SumModel = self.executor.model  # type: ignore[assignment]
+        self.steps: list[tuple[ObservedEvent, Step]] = []
+        self.plans: list[BatchPlan] = []
+        self._check = check
+        self.host = RuntimeHost(
+            self.engine,
+            self.executor,
+            NoJournal() if journal is None else journal,
+            self.clock,
+            observe=self._observe,
+            **(host_options or {}),
+        )
+        self.deepest = 0  # batches in flight at once
+
+    def _observe(self, event: ObservedEvent, step: Step) -> None:
+        self.steps.append((event, step))
+        plan = step.launched()
+        if plan is not None:
+            self.plans.append(plan)
+        self.deepest = max(self.deepest, len(self.engine.in_flight))
+        if self._check:
+            invariants.check(self.engine)
+
+    def submit(self, prompt: Sequence[int], count: int, **more: Any) -> Answer:
+        answer = Answer()
+        answer.request_id = self.host.submit(request(prompt, count, **more), Ends(answer))
+        return answer
+
+    def run(self) -> None:
+        self.host.run(until_idle=True)
+
+    def decided(self, kind: type) -> list[Any]:
+        return [event for _, step in self.steps for event in step.decided if isinstance(event, kind)]
+
+
+class Ends:
+    """`host.Sink` of an Answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.tokens = lambda *what: (answer.on_tokens or answer.take)(*what)
+        self.finished = answer.finished
+        self.rejected = answer.rejected
+        self.failed = answer.failed
+
+
+def make_executor(
+    config: SchedConfig, lane: CpuLane, *, canary: bool = True, matchers: Matchers | None = None
+) -> Executor:
+    """The executor over the small model."""
+    pool = KvPool(1, config.pages, config.page_size, 1, 1, torch.float64, CPU)
+    tables = Tables(config.rows_max, config.pages, config.page_size, CPU, debug=True)
+    watching = None
+    if canary:
+        watching = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, CPU)
+    return Executor(SumModel(), SumAttention(pool), GreedySampler(), tables, lane, matchers=matchers, canary=watching)
+
+
+SAMPLED = SamplingParams(top_logprobs=1)
