@@ -7,25 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
-from lockstep.core.commands import (
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from lockstep.core.commands import (  # noqa: E402
     AfterBatch,
     BatchPlan,
     PageCopies,
     PageDeltas,
     RowTaken,
 )
-from lockstep.core.errors import ContractError
-from lockstep.core.events import Grammar, RequestArrived, RequestId
-from lockstep.runtime.canary import Canary, CanaryError, mix
-from lockstep.runtime.errors import PlanError
-from lockstep.runtime.executor import Executor
-from lockstep.runtime.host import HostClock, contexts_of
-from lockstep.runtime.overlap import CpuLane, WhenToRun
-from lockstep.runtime.tables import FIRST_WIDTH, Tables, last_entries
-from tests.support.small_runtime import CPU, SmallRuntime, alone, make_executor, request, small_config
+from lockstep.core.errors import ContractError  # noqa: E402
+from lockstep.core.events import Grammar, RequestArrived, RequestId  # noqa: E402
+from lockstep.runtime.canary import Canary, CanaryError, mix  # noqa: E402
+from lockstep.runtime.errors import PlanError  # noqa: E402
+from lockstep.runtime.executor import Executor  # noqa: E402
+from lockstep.runtime.host import HostClock, contexts_of  # noqa: E402
+from lockstep.runtime.overlap import CpuLane, WhenToRun  # noqa: E402
+from lockstep.runtime.tables import FIRST_WIDTH, Tables, last_entries  # noqa: E402
+from tests.support.small_runtime import CPU, SmallRuntime, alone, make_executor, request, small_config  # noqa: E402
 
 PROMPTS: dict[RequestId, list[int]] = {0: [5, 6, 7, 8, 9], 1: [11, 12], 2: [5, 6, 7, 8, 1, 2]}
 ARRIVALS: dict[RequestId, RequestArrived] = {number: request(prompt, 9) for number, prompt in PROMPTS.items()}

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.commands import RejectRequest, RowTaken
-from lockstep.core.events import (
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+
+from lockstep.core.commands import RejectRequest, RowTaken  # noqa: E402
+from lockstep.core.events import (  # noqa: E402
     BatchFinished,
     GetState,
     Grammar,
@@ -25,12 +28,12 @@ from lockstep.core.events import (
     SamplingParams,
     UpdateWeights,
 )
-from lockstep.core.journal import JournalError, JournalHeader, JournalWriter
-from lockstep.core.replay import fold, replay
-from lockstep.runtime.errors import DeviceLost, EngineStopped
-from lockstep.runtime.host import HostClock, Int32s
-from lockstep.runtime.overlap import CpuLane
-from tests.support.small_runtime import (
+from lockstep.core.journal import JournalError, JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.runtime.errors import DeviceLost, EngineStopped  # noqa: E402
+from lockstep.runtime.host import HostClock, Int32s  # noqa: E402
+from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from tests.support.small_runtime import (  # noqa: E402
     VOCABULARY,
     Answer,
     Ends,
