@@ -58,6 +58,7 @@ from lockstep.sim.simulate import (
     Setup,
     arrivals_of,
     assemble,
+    collecting_seldom,
     number_word,
     option_of,
     stopping_on_interrupt,
@@ -379,7 +380,7 @@ def simulate_cluster(
             journals = [NoJournal()] * len(setup.engines)
         cluster = Cluster(setup, journals, router_journal, check_every=check_every, on_finish=on_finish, eager=eager)
         began_s = time.process_time()
-        with stopping_on_interrupt(cluster):
+        with stopping_on_interrupt(cluster), collecting_seldom():
             stopped_early = cluster.run(give_up)
         run = cluster.result(stopped_early, began_s)
         for sink in journals:

@@ -13,6 +13,7 @@ runs/0192/journal/           every observed event and the digest of its Step; `l
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shlex
@@ -635,7 +636,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         device_type=device_type_of(setup.cost),
     )
     began_s = time.process_time()
-    with stopping_on_interrupt(host):
+    with stopping_on_interrupt(host), collecting_seldom():
         host.env.process(host.run())
         host.env.run()
     data = with_stages(metrics.result(setup.scenario.slos), host.device)
@@ -649,6 +650,20 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         interrupted=host.stop_requested,
         cpu_s=time.process_time() - began_s,
     )
+
+
+GARBAGE_THRESHOLD = 100_000  # more objects than before: then cycles are looked for; Python's own is 700
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Look for cycles of garbage seldom: a run makes none worth it, and each search goes over much that it keeps."""
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Stoppable(Protocol):
