@@ -12,16 +12,15 @@ Requests = list[tuple[int, int]]  # tokens left to sample, tokens held
 
 
 def least_left_over(requests: Requests, free: int) -> int:
-    """Tokens over at the scarcest end, less one for each still there: what was written on the way never comes back."""
+    """Tokens over at the scarcest end, less one for each still there: all write a token at a time, and free it all."""
     running = [[left, held] for left, held in requests if left > 0]
     least = free
     while running:
-        soonest = min(left for left, _ in running)
-        free -= soonest * len(running)
-        least = min(least, free - IGNORE_EOS_RESERVE_TOKENS * len(running))
-        for one in running:
-            one[0] -= soonest
-        free += sum(held for left, held in running if not left)
+        free -= len(running)
+        running = [[left - 1, held + 1] for left, held in running]
+        if any(left == 0 for left, _ in running):
+            least = min(least, free - IGNORE_EOS_RESERVE_TOKENS * len(running))
+        free += sum(held for left, held in running if left == 0)
         running = [one for one in running if one[0]]
     return least
 
@@ -29,6 +28,7 @@ def least_left_over(requests: Requests, free: int) -> int:
 @given(st.lists(st.tuples(st.integers(-2, 12), st.integers(0, 12)), min_size=1, max_size=8), st.integers(-5, 120))
 @example([(0, 7)], -3)
 @example([(3, 1), (3, 1), (9, 4)], 20)
+@example([(1, 0), (9, 0), (9, 0)], 21)  # what the first wrote comes back, too
 def test_memory_lasts_if_every_end_leaves_a_token_each_over(requests: Requests, free: int) -> None:
     left = np.array([left for left, _ in requests], np.float64)
     held = np.array([held for _, held in requests], np.int32)

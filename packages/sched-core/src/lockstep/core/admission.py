@@ -13,7 +13,7 @@ of both. The reserve is a policy:
     ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
                because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
                showed it was too low. Requests admitted in the pass itself are charged in full. SGLang's PrefillAdder.
-               Who ignores end tokens, with nothing cached, is admitted by when the others end instead: `lasts`.
+               Who ignores end tokens, with nothing cached, is admitted by when the others end instead: `lasts_with`.
     on_demand  the pages that the next decode needs: whoever's whole prompt fits beside them starts, and who outgrows
                the pool is retracted. vLLM.
     full       every page that anybody active will still open: nobody is ever retracted for pages. mini-sglang.
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.config import SchedConfig
-from lockstep.core.requests import Request
+from lockstep.core.requests import Cohort, Int32s, Request
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
@@ -76,7 +76,7 @@ def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool
 
     Args:
         left: [n], tokens that each will still sample; who has none left does not count.
-        held: [n], tokens that each holds now, and gives back at its end. What it writes until then is not counted.
+        held: [n], tokens that each holds now, and gives back at its end, with what it wrote until then.
     """
     order = left.argsort(kind="stable")
     order = order[left[order] > 0]
@@ -84,6 +84,21 @@ def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool
     running = np.arange(len(left), 0, -1)  # at the end of each, itself among them
     before = held.cumsum() - held  # what those that ended earlier gave back
     return bool((free + before - left * running > IGNORE_EOS_RESERVE_TOKENS * running).all())
+
+
+def lasts_with(cohort: Cohort, positions: Int32s, joining: list[Request], ratio: float, free: int) -> bool:
+    """Whether `free` tokens of KV last for a cohort and those who join it, see `lasts`.
+
+    Who ignores end tokens runs to its limit; of all others' outputs the share `ratio` is expected.
+
+    Args:
+        positions: int32 [members], where each member of the cohort decodes next.
+    """
+    outputs = positions + np.int32(1) - cohort.prompts
+    expected = (cohort.limits - cohort.prompts) * np.where(cohort.ignores_eos, 1.0, ratio)
+    left = [one.max_new_tokens * (1.0 if one.ignore_eos else ratio) - one.outputs for one in joining]
+    held = np.array([len(one.tokens) // 4 for one in joining], np.int32)
+    return lasts(np.concatenate((expected - outputs, left)), np.concatenate((cohort.prompts + outputs, held)), free)
 
 
 class PrefillBudget:

@@ -40,9 +40,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pages: int = 4096  # KV pages in the pool
     radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
     same_step_sharing: bool = False  # share a prompt's KV with whoever is launched behind it, before it is computed
-    waiting_prefix_refresh: int = (
-        0  # launches between two times that cached prefixes of who waits count as used; 0: never
-    )
+    waiting_prefix_refresh: int = 0  # launches after which cached prefixes of who waits count as used again; 0: never
     radix_capacity_pages: int | None = None  # cap on pages the radix cache may keep when nothing needs them
 
     # limits

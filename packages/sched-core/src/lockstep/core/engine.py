@@ -24,7 +24,7 @@ from lockstep.core.admission import (
     aligned,
     ceil_to,
     chunk_tokens,
-    lasts,
+    lasts_with,
     reserve_by_ratio,
 )
 from lockstep.core.batching import InFlight, Part, new_tokens_of
@@ -269,8 +269,7 @@ class Engine:
             return False
         if self.config.enable_priority_preemption:
             self.batch_is_full = False  # whoever came since, and whoever grew, may change that
-        refreshes = self.waiting and self.config.waiting_prefix_refresh and self.launches_to_refresh() <= 0
-        if refreshes and self.memory.radix is not None:
+        if self.config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
             self.refreshed_at = self.next_batch_id
             refresh_prefixes(self.waiting, self.memory.radix)
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
@@ -656,22 +655,6 @@ class Engine:
         """Whether a request is admitted by when everybody will end: it ignores end tokens, and nothing is cached."""
         return request.ignore_eos and self.memory.radix is None and self.config.reserve == "ratio"
 
-    def lasts_with(
-        self, request: Request, newcomers: list[Request], cohort: Cohort, positions: Int32s, free: int
-    ) -> bool:
-        """Whether `free` tokens suffice until all of these have ended: a cohort, who comes with it, and the request."""
-        outputs = positions + ONE - cohort.prompts
-        share = np.where(cohort.ignores_eos, 1.0, self.ratio.value)
-        joining = [*newcomers, request]
-        shares = [1.0 if one.ignore_eos else self.ratio.value for one in joining]
-        left = [one.max_new_tokens * share - one.outputs for one, share in zip(joining, shares, strict=True)]
-        held = np.array([len(one.tokens) // 4 for one in joining], np.int32)
-        return lasts(
-            np.concatenate(((cohort.limits - cohort.prompts) * share - outputs, left)),
-            np.concatenate((cohort.prompts + outputs, held)),
-            free,
-        )
-
     def set_aside(self, cohort: Cohort, positions: Int32s) -> int:
         """Pages that the decodes of a cohort get before any prompt of the same pass does."""
         return self.next_pages(cohort, positions) if self.config.batching == "running_first" and cohort.size else 0
@@ -737,7 +720,8 @@ class Engine:
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
         if not alone and self.counts_on_ends(request):
             free = budget.current - ceil_to(new_tokens, page_size)
-            if not self.lasts_with(request, budget.newcomers, self.cohort, self.positions, free):
+            joining = [*budget.newcomers, request]
+            if not lasts_with(self.cohort, self.positions, joining, self.ratio.value, free):
                 return Obstacle("kv_budget", wanted, max(free, 0))
         elif not alone and not budget.has(wanted, locking * page_size):
             return Obstacle("kv_budget", wanted, budget.total - locking * page_size)

@@ -181,12 +181,14 @@ def matched(request: Request, radix: RadixCache) -> Found:
     return found
 
 
-def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
+def refresh_prefixes(waiting: list[Request], radix: RadixCache | None) -> None:
     """Count the cached prefixes of those first in the line as used just now, the head's last of all.
 
     So they outlive what nobody waits for, however long the line moves on nothing else. SGLang does so for policies that
     do not look at the cache; here it is for any.
     """
+    if radix is None:
+        return
     for request in reversed(waiting[:REFRESHED_REQUESTS]):
         radix.touch(matched(request, radix).node)
 

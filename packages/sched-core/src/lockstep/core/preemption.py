@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lockstep.core.admission import PrefillBudget, chunk_tokens
+from lockstep.core.admission import PrefillBudget, chunk_tokens, lasts_with
 from lockstep.core.commands import Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import DeferReason
@@ -159,7 +159,7 @@ class Need(NamedTuple):
         locking = self.matched_pages + back.matched
         if active and engine.counts_on_ends(self.request):
             free = budget.current + pages * page_size - self.new_pages * page_size
-            if not engine.lasts_with(self.request, budget.newcomers, staying, then, free):
+            if not lasts_with(staying, then, [*budget.newcomers, self.request], engine.ratio.value, free):
                 return False
         elif active and not budget.has(self.wanted, locking * page_size - gained):
             return False

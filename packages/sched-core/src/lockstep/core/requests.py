@@ -515,11 +515,11 @@ def _trimmed(stops: Int32s) -> Int32s:
 
 def _stops(requests: list[Request]) -> Int32s:
     widest = max((len(r.stop_token_ids) for r in requests), default=0)
-    stops = np.empty((len(requests), widest), np.int32)
-    if widest:
-        stops.fill(NO_TOKEN)
-        for i, request in enumerate(requests):
-            stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
+    if not widest:
+        return np.empty((len(requests), 0), np.int32)
+    stops = np.full((len(requests), widest), NO_TOKEN, np.int32)
+    for i, request in enumerate(requests):
+        stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
     return stops
 
 
