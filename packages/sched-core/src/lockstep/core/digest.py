@@ -11,6 +11,7 @@ A field added to a decided event later leaves old digests alone as long as it ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from struct import Struct
 from typing import Any, get_args
@@ -45,33 +46,36 @@ _stream_head = Struct("<cii").pack
 
 def step_digest(previous: bytes, step: Step) -> bytes:
     """The chain value after this Step: BLAKE2b-128 of the one before and the Step's decisions. 16 bytes."""
-    parts: list[Any] = [previous]  # bytes and arrays, as they are
+    chain = blake2b(previous, digest_size=DIGEST_BYTES)
+    add: Callable[[Any], None] = chain.update  # bytes and arrays, as they are
     for event in step.decided:
-        parts.append(_decided_bytes(event))
+        add(_decided_bytes(event))
     for command in step.commands:
         if type(command) is StreamTokens:
             count, tokens = len(command.offsets), len(command.tokens)
             ids = command.request_ids if count < MANY else command.ids_digest or ids_digest(command.request_ids)
-            parts += (_stream_head(b"s", count, tokens), ids, command.offsets)
+            add(_stream_head(b"s", count, tokens))
+            add(ids)
+            add(command.offsets)
             if tokens != count:
-                parts.append(command.token_counts)
+                add(command.token_counts)
         elif type(command) is LaunchBatch:
-            _add_plan(parts, command.plan)
+            _add_plan(add, command.plan)
             if command.sample == "deferred":
-                parts.append(_encode(("deferred", command.plan.sample_after)))
+                add(_encode(("deferred", command.plan.sample_after)))
         elif type(command) is SampleBatch:
             moves = [(request_id, epoch, len(tokens)) for request_id, epoch, tokens in command.grammar_advance]
-            parts.append(_encode(("sample", command.batch_id, moves)))
+            add(_encode(("sample", command.batch_id, moves)))
         elif type(command) is CompileGrammar:
-            parts.append(_encode(("compile", command.grammar.digest)))
+            add(_encode(("compile", command.grammar.digest)))
         elif type(command) is ControlAnswered:
-            parts.append(_encode(("answer", command.control_id, command.ok)))
+            add(_encode(("answer", command.control_id, command.ok)))
         elif type(command) is LoadAdapter:
-            parts.append(_encode(("load", command.adapter, command.version, command.slot)))
-    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+            add(_encode(("load", command.adapter, command.version, command.slot)))
+    return chain.digest()
 
 
-def _add_plan(parts: list[Any], plan: BatchPlan) -> None:
+def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     deltas = plan.deltas
     rows, sampling, changes = len(plan.rows), len(plan.sample_rows), len(deltas.pages)
     head = _plan_head(
@@ -86,18 +90,22 @@ def _add_plan(parts: list[Any], plan: BatchPlan) -> None:
         changes,
     )
     ids = plan.request_ids if rows < MANY else plan.ids_digest or ids_digest(plan.request_ids)
-    parts += (head, ids, plan.starts)
+    add(head)
+    add(ids)
+    add(plan.starts)
     if plan.extend_rows or plan.steps > 1:
-        parts.append(plan.stops)
+        add(plan.stops)
     if sampling != rows:
-        parts.append(plan.sample_rows)
+        add(plan.sample_rows)
     if changes:
-        parts += (deltas.runs, deltas.pages)
+        add(deltas.runs)
+        add(deltas.pages)
     if plan.pooled_rows.size:
-        parts += (b"pooled", plan.pooled_rows)
+        add(b"pooled")
+        add(plan.pooled_rows)
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
-        parts.append(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
+        add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
