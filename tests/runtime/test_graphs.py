@@ -1,7 +1,7 @@
 """Decodes padded to the sizes of graphs give what unpadded ones give, and a replay depends on nothing but its buffers.
 
-There is no GPU here. `EagerGraphs` runs the padded pass; `TracedGraphs` goes further: it records the tensor operations of
-one pass, with the tensors at their places, and replays those. Whatever Python computed then is frozen, as in a graph.
+There is no GPU here. `EagerGraphs` runs the padded pass; `TracedGraphs` goes further: it records the tensor operations
+of one pass, with the tensors at their places, and replays those. Whatever Python computed is frozen, as in a graph.
 """
 
 from __future__ import annotations
