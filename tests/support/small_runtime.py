@@ -24,6 +24,7 @@ from lockstep.core.events import ObservedEvent, RequestArrived, SamplingParams, 
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.executor import Executor, Matchers, RowContext
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.graphs import DecodeGraphs, Recorder
 from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.overlap import CpuLane, WhenToRun
@@ -38,22 +39,23 @@ class SumAttention:
     """Adds up all values of a row up to each new token's position."""
 
     name = "sum"
+    graphs = True
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
 
-    def plan(self, batch: ForwardBatch) -> None:
-        positions = torch.arange(batch.longest)
-        pages = batch.page_table[batch.rows.long()][:, positions // self.pool.page_size].long()
-        self._slots = pages * self.pool.page_size + positions % self.pool.page_size
+    def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
+        """In a graph every row reads its whole page table: only tensors may tell one replay from another."""
+        self._longest = batch.page_table.shape[1] * self.pool.page_size if graph else batch.longest
         counts = torch.from_numpy((batch.lengths_host - batch.starts_host).astype(np.int64))
         self._of_row = torch.arange(batch.count).repeat_interleave(counts)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         self.pool.write(layer, key, value, batch)
-        values = self.pool.values[layer].view(-1)[self._slots]
-        weights = torch.arange(batch.longest) % 31 + 1
-        upto = (values * weights).cumsum(1)
+        positions = torch.arange(self._longest)
+        pages = batch.page_table[batch.rows.long()][:, positions // self.pool.page_size].long()
+        values = self.pool.values[layer].view(-1)[pages * self.pool.page_size + positions % self.pool.page_size]
+        upto = (values * (positions % 31 + 1)).cumsum(1)
         return upto[self._of_row, batch.positions][:, None, None]
 
 
@@ -192,13 +194,18 @@ class SmallRuntime:
         matchers: Matchers | None = None,
         clock: HostClock | None = None,
         check: bool = True,
+        graphs: Recorder | None = None,
+        graph_sizes: Sequence[int] = (1, 2, 4, 8),
         host_options: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.config = small_config(**settings)
         self.engine = Engine(self.config)
         self.clock = clock or HostClock()
-        self.executor = make_executor(self.config, CpuLane(self.clock, run_at=run_at), canary=canary, matchers=matchers)
+        lane = CpuLane(self.clock, run_at=run_at)
+        self.executor = make_executor(
+            self.config, lane, canary=canary, matchers=matchers, graphs=graphs, graph_sizes=graph_sizes
+        )
         self.model: SumModel = self.executor.model  # type: ignore[assignment]
         self.steps: list[tuple[ObservedEvent, Step]] = []
         self.plans: list[BatchPlan] = []
@@ -245,15 +252,26 @@ class Ends:
 
 
 def make_executor(
-    config: SchedConfig, lane: CpuLane, *, canary: bool = True, matchers: Matchers | None = None
+    config: SchedConfig,
+    lane: CpuLane,
+    *,
+    canary: bool = True,
+    matchers: Matchers | None = None,
+    graphs: Recorder | None = None,
+    graph_sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> Executor:
-    """The executor over the small model."""
+    """The executor over the small model. With `graphs` its decodes are padded to `graph_sizes` rows and recorded."""
     pool = KvPool(1, config.pages, config.page_size, 1, 1, torch.float64, CPU)
-    tables = Tables(config.rows_max, config.pages, config.page_size, CPU, debug=True)
+    context = config.context_tokens_max if graphs is not None else None
+    tables = Tables(config.rows_max, config.pages, config.page_size, CPU, context_tokens=context, debug=True)
     watching = None
     if canary:
         watching = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, CPU)
-    return Executor(SumModel(), SumAttention(pool), GreedySampler(), tables, lane, matchers=matchers, canary=watching)
+    model, attention, decodes = SumModel(), SumAttention(pool), None
+    if graphs is not None:
+        decodes = DecodeGraphs(model, attention, tables, graph_sizes, graphs)
+        decodes.prepare(lane)
+    return Executor(model, attention, GreedySampler(), tables, lane, matchers=matchers, canary=watching, graphs=decodes)
 
 
 SAMPLED = SamplingParams(top_logprobs=1)

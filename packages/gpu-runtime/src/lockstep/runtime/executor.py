@@ -31,6 +31,7 @@ from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.overlap import Download, Lane
 from lockstep.runtime.sampling import Sampled
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
@@ -189,6 +190,7 @@ class Executor:
     Args:
         pooling: of requests of kind embed.
         canary: verify the tag of every KV slot before it is read; for debugging.
+        graphs: prepared; decodes that they hold are replayed.
     """
 
     def __init__(
@@ -201,10 +203,11 @@ class Executor:
         *,
         matchers: Matchers | None = None,
         canary: Canary | None = None,
+        graphs: DecodeGraphs | None = None,
         pooling: Pooling = "mean",
     ) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
-        self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
+        self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
         self.pooling = pooling
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
@@ -315,7 +318,30 @@ class Executor:
     def _pass(self, launched: _Launched, number: int) -> Tensor:
         """Run one pass; keep what is wanted of its hidden states. Returns the logits of its sampling rows."""
         one, tensors = launched.packed.passes[number], launched.laid[number]
-        batch = ForwardBatch(
+        if self.canary is not None:
+            found = self.canary.check(self._batch(one, tensors))
+            before = launched.wanted.get("canary")
+            launched.wanted["canary"] = found if before is None else torch.cat((before, found))
+        if self.graphs is not None and self.graphs.holds(one):
+            hidden = self.graphs.run(one, tensors)
+        else:
+            batch = self._batch(one, tensors)
+            self.attention.plan(batch)
+            hidden = self.model.forward(batch, self.attention)
+        self.forwards += 1
+        samples = len(one.sample_rows)
+        if len(one.logprob_targets):
+            launched.wanted["prompt_logprobs"] = self._judge(
+                hidden, tensors.logits_at[samples:], tensors.logprob_targets
+            )
+        self._keep_hidden(launched, number, hidden)
+        if launched.plan.extend_rows:
+            self._pool(launched, one, hidden)
+        return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
+
+    def _batch(self, one: Pass, tensors: PassTensors) -> ForwardBatch:
+        """A pass as models and backends are given it."""
+        return ForwardBatch(
             token_ids=self.tables.token_ids(tensors),
             positions=tensors.positions,
             slots=tensors.slots,
@@ -328,22 +354,6 @@ class Executor:
             starts_host=one.starts,
             lengths_host=one.stops,
         )
-        if self.canary is not None:
-            found = self.canary.check(batch)
-            before = launched.wanted.get("canary")
-            launched.wanted["canary"] = found if before is None else torch.cat((before, found))
-        self.attention.plan(batch)
-        hidden = self.model.forward(batch, self.attention)
-        self.forwards += 1
-        samples = len(one.sample_rows)
-        if len(one.logprob_targets):
-            launched.wanted["prompt_logprobs"] = self._judge(
-                hidden, tensors.logits_at[samples:], tensors.logprob_targets
-            )
-        self._keep_hidden(launched, number, hidden)
-        if launched.plan.extend_rows:
-            self._pool(launched, one, hidden)
-        return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
 
     def _finish(self, launched: _Launched) -> None:
         """Sample, run the further passes of a plan with several steps, and send the results on their way."""
@@ -385,7 +395,8 @@ class Executor:
     def _keep_hidden(self, launched: _Launched, number: int, hidden: Tensor) -> None:
         """Set aside the hidden states that somebody wants of this pass."""
         for i, first, last in _hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
-            launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32)
+            # A copy even of float32: a graph's hidden states are gone with its next replay.
+            launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32, copy=True)
 
     def _pool(self, launched: _Launched, one: Pass, hidden: Tensor) -> None:
         """Add up what rows of kind embed computed, and set aside what becomes of prompts that end here."""

@@ -74,6 +74,8 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
 @click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
 @click.option("--mem-fraction", type=float, default=0.9, show_default=True, help="Of a GPU's memory, all together.")
+@click.option("--no-cuda-graphs", is_flag=True, help="Launch the kernels of every decode one by one.")
+@click.option("--cuda-graph-max-batch", type=int, metavar="ROWS", help="Of the largest graph; default: as many as run.")
 @click.option("--max-new-tokens", type=int, default=Params.max_new_tokens, show_default=True)
 @click.option("--temperature", type=float, default=Params.temperature, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=Params.top_p, show_default=True)
@@ -98,6 +100,8 @@ def generate(
     attention_backend: str,
     numerics: Any,
     mem_fraction: float,
+    no_cuda_graphs: bool,
+    cuda_graph_max_batch: int | None,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -134,6 +138,8 @@ def generate(
         attention_backend=attention_backend,
         numerics=numerics,
         mem_fraction=mem_fraction,
+        cuda_graphs="off" if no_cuda_graphs else "auto",
+        cuda_graph_max_batch=cuda_graph_max_batch,
         random_weights_seed=random_weights,
         seed=seed,
         journal=journal,

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,15 +39,25 @@ from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
-from lockstep.runtime.attention import choose, make
+from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import EngineStopped
 from lockstep.runtime.executor import Executor, RowContext
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.graphs import (
+    ROWS_MAX,
+    CudaGraphs,
+    DecodeGraphs,
+    EagerGraphs,
+    GraphMode,
+    check_graph_mode,
+    expected_bytes,
+    graph_sizes,
+)
 from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
-from lockstep.runtime.memory import MemoryBudget, size_pool
+from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, build_model
 from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
@@ -144,7 +155,9 @@ class LLM:
         dtype: of weights and KV: bfloat16, float16, float32; auto takes that of the folder, on the CPU float32.
         attention_backend, numerics: see `attention.choose`.
         random_weights_seed: fill the model with small random values; only the folder's config.json is read.
-        mem_fraction: of a GPU's memory; what weights and activations leave of it is for KV.
+        mem_fraction: of a GPU's memory; what weights, activations and graphs leave of it is for KV.
+        cuda_graphs: whether decodes are replayed from CUDA graphs: auto, on, off, eager (graphs.GraphMode).
+        cuda_graph_max_batch: rows of the largest graph; None: max_running_requests, at most 512.
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
@@ -162,6 +175,8 @@ class LLM:
         numerics: Numerics = "fast",
         random_weights_seed: int | None = None,
         mem_fraction: float = 0.9,
+        cuda_graphs: GraphMode = "auto",
+        cuda_graph_max_batch: int | None = None,
         seed: int = 0,
         journal: str | Path | None = None,
         debug: bool = False,
@@ -170,17 +185,23 @@ class LLM:
         _refuse_unknown(sched)
         folder = demo_folder() if model is None else Path(model)
         where = _device(device)
-        self.model = build_model(folder, _dtype(dtype, where), where, random_weights_seed=random_weights_seed)
+        check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
+        with explained("the weights", where, "a smaller model, a narrower dtype, or a GPU with less on it"):
+            self.model = build_model(folder, _dtype(dtype, where), where, random_weights_seed=random_weights_seed)
         self.text = Text(folder) if (folder / "tokenizer.json").is_file() else None
         self.seed = seed
-        self.config, self.memory = _sized(self.model, where, mem_fraction, sched)
-        choice = choose(
-            attention_backend, where, self.model.dtype, self.model.head_dim, self.config.page_size, numerics=numerics
-        )
+        pick = partial(_backend, self.model, attention_backend, numerics, cuda_graphs, cuda_graph_max_batch)
+        self.config, self.memory, choice, sizes = _sized(self.model, where, mem_fraction, numerics, pick, sched)
         self.attention_backend = choice.name
         clock = HostClock()
         executor = make_executor(
-            self.model, self.config, clock, attention_backend=choice.name, numerics=numerics, debug=debug
+            self.model,
+            self.config,
+            clock,
+            attention_backend=choice.name,
+            numerics=numerics,
+            debug=debug,
+            graph_sizes=sizes,
         )
         self._journal: JournalWriter | None = None
         if journal is not None:
@@ -446,19 +467,36 @@ def make_executor(
     numerics: Numerics = "fast",
     debug: bool = False,
     lane: Lane | None = None,
+    graph_sizes: Sequence[int] = (),
 ) -> Executor:
-    """The executor of a model under these settings, with its pool, tables and sampler."""
+    """The executor of a model under these settings, with its pool, tables and sampler.
+
+    Args:
+        graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
+    """
     device = model.device
-    pool = make_pool(model, config.pages, config.page_size)
-    attention = make(attention_backend, pool, model.heads, scale=model.scale, numerics=numerics)
+    with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
+        pool = make_pool(model, config.pages, config.page_size)
+    attention = make(
+        attention_backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=bool(graph_sizes)
+    )
     table = SamplingTable(config.rows_max, model.settings.vocab, device)
-    tables = Tables(config.rows_max, config.pages, config.page_size, device, debug=debug)
+    context = config.context_tokens_max if graph_sizes else None
+    tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
     canary = None
     if debug:
         canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
+    gpu = device.type == "cuda"
     if lane is None:
-        lane = CudaLane(device, clock) if device.type == "cuda" else CpuLane(clock)
-    return Executor(model, attention, TableSampler(table, Sampler(table)), tables, lane, canary=canary)
+        lane = CudaLane(device, clock) if gpu else CpuLane(clock)
+    graphs = None
+    if graph_sizes:
+        graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
+        graphs.prepare(lane)
+        log.info(
+            "%d graphs for decodes of up to %d rows, %.0f MiB", len(graph_sizes), graph_sizes[-1], graphs.bytes / MIB
+        )
+    return Executor(model, attention, TableSampler(table, Sampler(table)), tables, lane, canary=canary, graphs=graphs)
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
@@ -473,9 +511,43 @@ def demo_folder() -> Path:
     return demo_model_folder()
 
 
+Picked = tuple[Choice, tuple[int, ...]]
+"""The attention backend, and the numbers of rows that get graphs."""
+
+
+def _backend(
+    model: Decoder,
+    requested: str,
+    numerics: Numerics,
+    mode: GraphMode,
+    graph_rows_max: int | None,
+    config: SchedConfig,
+) -> Picked:
+    """An attention backend that can run in graphs, if there are to be any."""
+    ask = partial(choose, requested, model.device, model.dtype, model.head_dim, config.page_size, numerics=numerics)
+    sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
+    if mode == "eager":
+        return ask(), sizes
+    if mode == "off" or model.device.type != "cuda":
+        return ask(), ()
+    try:
+        return ask(graphs=True), sizes
+    except ConfigError as error:
+        if mode == "on":
+            raise
+        choice = ask()  # raises if graphs are not what is wrong
+        log.info("no CUDA graphs: %s", str(error).partition("\n")[0])
+        return choice, ()
+
+
 def _sized(
-    model: Decoder, device: torch.device, mem_fraction: float, sched: dict[str, Any]
-) -> tuple[SchedConfig, MemoryBudget]:
+    model: Decoder,
+    device: torch.device,
+    mem_fraction: float,
+    numerics: Numerics,
+    pick: Callable[[SchedConfig], Picked],
+    sched: dict[str, Any],
+) -> tuple[SchedConfig, MemoryBudget, Choice, tuple[int, ...]]:
     """Scheduler settings, with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
@@ -494,28 +566,43 @@ def _sized(
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
+    choice, sizes = pick(without_pages)
     if "pages" in given:
-        budget = MemoryBudget(0, 0, model.weight_bytes, 0, page_bytes, without_pages.pages)
-        return without_pages, budget
+        budget = MemoryBudget(0, 0, model.weight_bytes, 0, 0, page_bytes, without_pages.pages)
+        return without_pages, budget, choice, sizes
     chunk = min(without_pages.chunked_prefill_size or context, without_pages.max_prefill_tokens, context)
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes,
         device=device,
         mem_fraction=mem_fraction,
-        largest_pass=lambda: _run_once(model, chunk, page_size, without_pages.max_running_requests),
+        largest_pass=lambda: _run_once(model, choice.name, chunk, page_size, without_pages.max_running_requests),
+        graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
     )
     log.info("memory\n%s", budget.table())
-    return SchedConfig(**{**given, "pages": budget.pages}), budget
+    return SchedConfig(**{**given, "pages": budget.pages}), budget, choice, sizes
 
 
-def _run_once(model: Decoder, tokens: int, page_size: int, samples: int) -> None:
+def _graph_bytes(
+    model: Decoder, backend: str, numerics: Numerics, sizes: tuple[int, ...], page_size: int, context: int
+) -> int:
+    """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
+    if not sizes:
+        return 0
+    attention = make(
+        backend, make_pool(model, 1, page_size), model.heads, scale=model.scale, numerics=numerics, graphs=True
+    )
+    tables = Tables(1, 1, page_size, model.device, context_tokens=context)
+    graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
+    return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
+
+
+def _run_once(model: Decoder, backend: str, tokens: int, page_size: int, samples: int) -> None:
     """One extend of so many tokens over a pool of its own, with logits of so many rows."""
     device, pages = model.device, -(-tokens // page_size)
     pool = make_pool(model, pages, page_size)
-    choice = choose("auto", device, model.dtype, model.head_dim, page_size)
-    attention = make(choice.name, pool, model.heads, scale=model.scale)
+    attention = make(backend, pool, model.heads, scale=model.scale)
     positions = torch.arange(tokens, device=device)
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),

@@ -1,12 +1,13 @@
-"""What weights, activations and KV take of a device, and how many pages the pool gets.
+"""What weights, activations, graphs and KV take of a device, and how many pages the pool gets.
 
-| other processes | weights | activations of the largest pass |       KV pages        |  left alone  |
-|<-------------------------- mem_fraction of the device --------------------------->|
+| other processes | weights | activations of the largest pass | CUDA graphs |       KV pages        |  left alone  |
+|<--------------------------------- mem_fraction of the device ----------------------------------->|
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,10 @@ class MemoryBudget:
     """Bytes on one device."""
 
     total: int  # of the device; 0 for the CPU
-    others: int  # in use before anything of ours
+    others: int  # in use before anything of ours, with the driver's own
     weights: int
-    activations: int  # of the largest pass, as measured
+    activations: int  # of the largest pass, as measured; with the attention backend's workspace
+    graphs: int  # CUDA graphs, expected from the two largest
     page: int  # of one KV page, in all layers
     pages: int
 
@@ -35,12 +37,46 @@ class MemoryBudget:
 
     def table(self) -> str:
         """For a person, at start."""
-        rows = [("weights", self.weights), ("activations", self.activations), ("KV pages", self.kv)]
+        rows = [("weights", self.weights), ("activations", self.activations), ("CUDA graphs", self.graphs)]
+        rows.append(("KV pages", self.kv))
         if self.total:
             left = self.total - self.others - sum(size for _, size in rows)
-            rows = [("other processes", self.others), *rows, ("left alone", left)]
+            rows = [("other processes", self.others), *rows, ("left alone", left), ("the device", self.total)]
         lines = [f"{name:16}{size / MIB:10,.0f} MiB" for name, size in rows]
         return "\n".join([*lines, f"{self.pages:,} pages of {self.page / 1024:,.1f} KiB"])
+
+
+def taken_bytes(device: torch.device) -> int:
+    """What is in use of a GPU, by anybody, with nothing kept for later; 0 for the CPU. Waits for the device."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+@contextmanager
+def explained(what: str, device: torch.device, hint: str) -> Iterator[None]:
+    """Turn running out of memory at start into a ConfigError with the numbers.
+
+    Args:
+        what: there was no room for, e.g. `the weights`.
+        hint: what to change.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        numbers = ""
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            ours = torch.cuda.memory_allocated(device)
+            numbers = (
+                f": of {total / MIB:,.0f} MiB of {device}, {ours / MIB:,.0f} were ours by then and "
+                f"{free / MIB:,.0f} free; the rest is other processes' and kept by the allocator"
+            )
+        asked = str(error).partition("\n")[0]
+        raise ConfigError(f"there is no room for {what}{numbers}\n{asked}\nhint: {hint}") from error
 
 
 def size_pool(
@@ -50,36 +86,41 @@ def size_pool(
     device: torch.device,
     mem_fraction: float,
     largest_pass: Callable[[], object],
+    graphs: Callable[[], int],
     pages_least: int,
 ) -> MemoryBudget:
     """How many pages fit.
 
     Args:
         mem_fraction: of the device's memory that may be taken in all, other processes included.
-        largest_pass: runs one, so that its peak can be seen; called on CUDA devices only.
+        largest_pass: runs one, so that its peak can be seen; called on CUDA devices only, like the next.
+        graphs: bytes that CUDA graphs are going to take.
         pages_least: what one request of the longest kind needs.
     Raises: ConfigError with the numbers if not even that fits.
     """
     if not 0.0 < mem_fraction <= 1.0:
         raise ConfigError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`\nhint: 0.9 is usual")
     if device.type != "cuda":
-        return MemoryBudget(0, 0, weight_bytes, 0, page_bytes, max(pages_least, CPU_KV_BYTES // page_bytes - 1))
+        return MemoryBudget(0, 0, weight_bytes, 0, 0, page_bytes, max(pages_least, CPU_KV_BYTES // page_bytes - 1))
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    largest_pass()
-    torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    ours = torch.cuda.memory_reserved(device)
-    others = total - free - ours
-    room = int(total * mem_fraction) - others - ours - activations
-    budget = MemoryBudget(total, others, weight_bytes, activations, page_bytes, max(room // page_bytes - 1, 0))
+    with explained("the largest pass", device, "a smaller chunked_prefill_size or max_running_requests"):
+        largest_pass()
+        torch.cuda.synchronize(device)
+        activations = torch.cuda.max_memory_allocated(device) - before
+        graph_bytes = graphs()
+    taken = taken_bytes(device)
+    _, total = torch.cuda.mem_get_info(device)
+    others = taken - torch.cuda.memory_reserved(device)
+    room = int(total * mem_fraction) - taken - activations - graph_bytes
+    pages = max(room // page_bytes - 1, 0)
+    budget = MemoryBudget(total, others, weight_bytes, activations, graph_bytes, page_bytes, pages)
     if budget.pages < pages_least:
         raise ConfigError(
             f"`mem_fraction` {mem_fraction} of {device} leaves {budget.pages:,} KV pages, but the longest request "
             f"needs {pages_least:,}\n{budget.table()}\n"
-            "hint: a larger mem_fraction, a shorter context_tokens_max, or a smaller model"
+            "hint: a larger mem_fraction, a shorter context_tokens_max, fewer graphs (cuda_graph_max_batch), or a "
+            "smaller model"
         )
     return budget

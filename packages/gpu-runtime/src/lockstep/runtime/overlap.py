@@ -25,6 +25,10 @@ Hazards, and how each is closed:
 8.  The CPU reads results that are not there yet. `Download.wait` waits for the event recorded behind the copy.
 9.  A shape depends on a value on the device. Shapes come from the plan, which is on the CPU; `ForwardBatch` has twins.
 10. The default stream runs beside ours. Weights and tables are made before the lane, which waits for them once.
+11. The inputs of a CUDA graph are filled for batch n + 1 while n is replayed. They are filled by launches on `forward`,
+    behind the replay; so is every copy that a backend's plan makes.
+12. A replay overwrites what the one before computed. Logits are taken from its hidden states on `forward`, in front of
+    the next replay, and whatever leaves on `copy` is a copy outside of the graphs' memory.
 """
 
 from __future__ import annotations
