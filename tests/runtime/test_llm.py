@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from click.testing import CliRunner  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import BatchFinished, GetState, RequestRetracted, Resume  # noqa: E402
+from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
+from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.runtime import LLM, Answer, Params, attention  # noqa: E402
 from lockstep.runtime import llm as llm_module  # noqa: E402
@@ -31,6 +32,7 @@ from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.text import StopTexts, Text  # noqa: E402
+from tests.support import guide  # noqa: E402
 
 VOCABULARY = 300
 CONFIG: dict[str, Any] = {
@@ -414,6 +416,63 @@ def test_no_sequence_of_tokens_is_too_odd_for_a_stream_of_text(tmp_path: Path) -
     plain = [text.tokenizer.token_to_id(word) for word in ("▁a", "b", "<0xC3>", "<0xA9>", "▁a", "▁", "a")]
     step = text.stream([text.tokenizer.token_to_id("b")])
     assert "".join(map(step, plain)) == " abé a a"
+
+
+# ---------------------------------------------------------------------------------------------------- logit processors
+
+SAMPLING_PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
+
+
+@pytest.fixture
+def band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor that docs/sampling.md shows, installed."""
+    guide.install(tmp_path / "site", page=SAMPLING_PAGE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+@pytest.mark.usefixtures("band")
+def test_a_request_names_processors_with_arguments(folder: Path, tmp_path: Path) -> None:
+    """The example of docs/sampling.md, with retractions, through journal and replay."""
+    narrow, wide = {"band": {"first": 20, "stop": 25}}, {"band": {"first": 100, "stop": 200}}
+    common: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    stirred = {**SMALL, "overlap_depth": 2, "retract_every": 2}
+    with LLM(folder, random_weights_seed=3, journal=tmp_path / "run", logit_processors=["band"], **stirred) as llm:
+        inside, outside, free = llm.generate(
+            [[5, 6], [5, 6, 7], [8]],
+            [Params(**common, logit_processors=narrow), Params(**common, logit_processors=wide), Params(**common)],
+        )
+        refusals: dict[str, str] = {
+            "bond": "names `bond`, which is not enabled here; enabled: band",
+            "band": "refuses its arguments: `first` and `stop` must be token ids up to 300, got {}",
+        }
+        for name, said in refusals.items():
+            (refused,) = llm.generate([[5]], Params(logit_processors={name: {}}))
+            assert refused.finish_reason == "bad_request"
+            assert refused.error.startswith("`logit_processors`")
+            assert refused.error.endswith(said)
+        with pytest.raises(
+            ConfigError, match=r"the arguments of `band` must be a JSON object: .*not JSON serializable"
+        ):
+            llm.generate([[5]], Params(logit_processors={"band": {"first": {1, 2}}}))
+        with pytest.raises(ConfigError, match=r"`logit_processors` is \{'band': 5\}: expected `object`"):
+            llm.generate([[5]], Params(logit_processors={"band": 5}))  # type: ignore[dict-item]
+    assert set(inside.token_ids) <= set(range(20, 25))
+    assert set(outside.token_ids) <= set(range(100, 200))
+    assert not set(free.token_ids) <= set(range(100, 200))
+    journal = read_journal(tmp_path / "run")
+    assert journal.header.host["logit_processors"] == "band (lockstep-band 1.0)"
+    asked = [event.sampling for event, _ in fold(tmp_path / "run") if isinstance(event, RequestArrived)]
+    assert next(one.logit_processors for one in asked if one is not None) == (("band", '{"first": 20, "stop": 25}'),)
+
+
+@pytest.mark.usefixtures("band")
+def test_a_line_names_processors_that_the_operator_enabled(folder: Path) -> None:
+    line = json.dumps({"prompt": "the dog", "logit_processors": {"band": {"first": 20, "stop": 25}}})
+    result = run(folder, "-", "--show-token-ids", "--max-new-tokens", "6", "--logit-processor", "band", stdin=line)
+    assert result.return_value == 0
+    assert set(json.loads(result.stdout)["token_ids"]) <= set(range(20, 25))
+    assert "names `band`, which is not enabled here; enabled: none" in run(folder, "-", stdin=line).stdout
+    assert "got `bond`; installed: band" in str(run(folder, "-", "--logit-processor", "bond", stdin=line).exception)
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI

@@ -54,6 +54,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: bool | None = None
     priority: int | None = None
+    logit_processors: dict[str, dict[str, Any]] | None = None
 
 
 FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__dataclass_fields__]
@@ -83,6 +84,13 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For requests without one of their own.")
 @click.option("--journal", type=click.Path(path_type=Path), metavar="DIR", help="Record all facts and decisions there.")
+@click.option(
+    "--logit-processor",
+    "logit_processors",
+    multiple=True,
+    metavar="NAME",
+    help="Of an installed package; lines of INPUT may then ask for it. May be given again.",
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
 @click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
@@ -107,6 +115,7 @@ def generate(
     ignore_eos: bool,
     seed: int,
     journal: Path | None,
+    logit_processors: tuple[str, ...],
     settings: tuple[str, ...],
     random_weights: int | None,
     debug: bool,
@@ -139,6 +148,7 @@ def generate(
             random_weights_seed=random_weights,
             seed=seed,
             journal=journal,
+            logit_processors=logit_processors,
             debug=debug,
             **_sched(settings),
         )

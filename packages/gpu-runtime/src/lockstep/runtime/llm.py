@@ -15,10 +15,11 @@ thread of its own, so any number of threads may ask at once. With `journal` ever
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from numbers import Integral
@@ -52,7 +53,8 @@ from lockstep.runtime.memory import MemoryBudget, size_pool
 from lockstep.runtime.models import Decoder, build_model
 from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
-from lockstep.runtime.sampling import Sampled, Sampler, SamplingTable, check_sampling
+from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
+from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
 from lockstep.runtime.text import Message, StopTexts, Text
 
@@ -87,6 +89,7 @@ class Params:
     prompt_logprobs: bool = False
     hidden_states: bool = False
     priority: Int64 | None = None
+    logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
 
 
 @dataclass(slots=True)
@@ -153,6 +156,7 @@ class LLM:
         mem_fraction: of a GPU's memory; what weights and activations leave of it is for KV.
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
+        logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         sched: fields of SchedConfig. Sizes not given follow from the model and the device.
     Raises: ConfigError.
@@ -170,6 +174,7 @@ class LLM:
         mem_fraction: float = 0.9,
         seed: int = 0,
         journal: str | Path | None = None,
+        logit_processors: Sequence[str] = (),
         debug: bool = False,
         **sched: Any,
     ) -> None:
@@ -187,12 +192,22 @@ class LLM:
         )
         self.attention_backend = choice.name
         clock = HostClock()
+        self.logit_processors = processors.load(logit_processors, self.model.settings.vocab, where)
         executor = make_executor(
-            self.model, self.config, clock, attention_backend=choice.name, numerics=numerics, debug=debug
+            self.model,
+            self.config,
+            clock,
+            attention_backend=choice.name,
+            numerics=numerics,
+            logit_processors=self.logit_processors,
+            debug=debug,
         )
         self._journal: JournalWriter | None = None
         if journal is not None:
-            header = JournalHeader(config=self.config, seed=seed, host={"kind": "runtime", "model": folder.name})
+            host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name}
+            if logit_processors:
+                host["logit_processors"] = processors.versions(logit_processors)
+            header = JournalHeader(config=self.config, seed=seed, host=host)
             self._journal = JournalWriter.create(journal, header)
         self.host = RuntimeHost(
             Engine(self.config),
@@ -331,6 +346,7 @@ class LLM:
             stream=stream,
             priority=params.priority,
             kind=kind,
+            sampling=_sampling(params),
             stop_texts=tuple(params.stop),
             logprob_start=0 if params.prompt_logprobs else len(ids) if params.logprobs is not None else None,
             return_hidden_states=params.hidden_states,
@@ -343,8 +359,9 @@ class LLM:
         with self._lock:
             number = self._requests
             self._requests += 1
-        seed = params.seed if params.seed is not None else _seed(self.seed, number)
-        request = msgspec.structs.replace(request, sampling=_sampling(params, seed))
+        if params.seed is None:
+            params = replace(params, seed=_seed(self.seed, number))
+            request = msgspec.structs.replace(request, sampling=_sampling(params))
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
         asked = Asked(Answer(-1, ids), self.text, request.stop_texts, tokens)
         asked.answer.request_id = self.host.submit(request, asked)
@@ -378,6 +395,7 @@ class LLM:
         vocabulary = self.model.settings.vocab
         if request.sampling is not None:
             check_sampling(request.sampling, vocabulary)
+            processors.check_asked(request.sampling, self.logit_processors)
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
         for name, token in (("prompt", largest), *(("stop_token_ids", one) for one in request.stop_token_ids)):
             if token >= vocabulary:
@@ -492,6 +510,7 @@ def make_executor(
     *,
     attention_backend: str = "reference",
     numerics: Numerics = "fast",
+    logit_processors: Mapping[str, LogitProcessor] | None = None,
     debug: bool = False,
     lane: Lane | None = None,
 ) -> Executor:
@@ -499,14 +518,16 @@ def make_executor(
     device = model.device
     pool = make_pool(model, config.pages, config.page_size)
     attention = make(attention_backend, pool, model.heads, scale=model.scale, numerics=numerics)
-    table = SamplingTable(config.rows_max, model.settings.vocab, device)
+    enabled = logit_processors or {}
+    table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
     tables = Tables(config.rows_max, config.pages, config.page_size, device, debug=debug)
     canary = None
     if debug:
         canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
     if lane is None:
         lane = CudaLane(device, clock) if device.type == "cuda" else CpuLane(clock)
-    return Executor(model, attention, TableSampler(table, Sampler(table)), tables, lane, canary=canary)
+    sampler = TableSampler(table, Sampler(table, processors=enabled))
+    return Executor(model, attention, sampler, tables, lane, canary=canary)
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
@@ -628,7 +649,7 @@ def _seed(seed: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _sampling(params: Params, seed: int) -> SamplingParams:
+def _sampling(params: Params) -> SamplingParams:
     return SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -637,10 +658,19 @@ def _sampling(params: Params, seed: int) -> SamplingParams:
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         repetition_penalty=params.repetition_penalty,
-        seed=seed,
+        seed=params.seed or 0,
         logit_bias=tuple(sorted(params.logit_bias.items())),
         top_logprobs=params.logprobs or 0,
+        logit_processors=tuple((name, _json(name, given)) for name, given in sorted(params.logit_processors.items())),
     )
+
+
+def _json(name: str, arguments: Arguments) -> str:
+    """Arguments of a logit processor as a journal holds them."""
+    try:
+        return json.dumps(arguments, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`logit_processors`: the arguments of `{name}` must be a JSON object: {error}") from error
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
