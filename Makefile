@@ -13,7 +13,7 @@ help:       ## list these targets
 demo:       ## how many requests a second one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
 
-check:      ## ruff, its formatter, and mypy --strict on core and simulator
+check:      ## ruff, its formatter, and mypy --strict on core, simulator and runtime
 	@$(PYTHON) dev.py check $(ARGS)
 
 test:       ## the whole test suite

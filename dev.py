@@ -4,7 +4,7 @@
     python3 dev.py demo               how many requests a second one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest
-    python3 dev.py check              ruff, its formatter, and mypy --strict on core and simulator
+    python3 dev.py check              ruff, its formatter, and mypy --strict on core, simulator and runtime
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py bench ARGS         the benchmarks

@@ -15,7 +15,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.commands import RejectRequest, RowTaken  # noqa: E402
+from lockstep.core.commands import CancelTransfer, RejectRequest, RowTaken  # noqa: E402
+from lockstep.core.errors import ContractError  # noqa: E402
 from lockstep.core.events import (  # noqa: E402
     BatchFinished,
     GetState,
@@ -406,3 +407,36 @@ def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any
             assert answer.reason == ("grammar" if answer.tokens[-1] % 10 == 0 else "length")
         served.append([answer.tokens for answer in bound])
     assert served[0] == served[1]
+
+
+def test_who_no_longer_waits_for_an_answer_ends_nothing() -> None:
+    """A future that was cancelled cannot take an answer; the control is not performed."""
+    runtime = SmallRuntime()
+    gone, there = runtime.host.ask(Pause()), runtime.host.ask(GetState())
+    assert gone.cancel()
+    answer = runtime.submit([1, 2, 3], 4)
+    runtime.run()
+    assert there.result(timeout=0).ok
+    assert answer.tokens == alone([1, 2, 3], 4)
+    stopped = SmallRuntime()
+    gone, there = stopped.host.ask(GetState()), stopped.host.ask(GetState())
+    assert gone.cancel()
+    stopped.host.stop()
+    stopped.host.run()
+    assert isinstance(there.exception(timeout=0), EngineStopped)
+
+
+def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None:
+    runtime = SmallRuntime()
+    answer = runtime.submit([1, 2, 3], 4)
+    step = runtime.engine.step
+
+    def ordering(event: Any) -> Any:
+        made = step(event)
+        made.commands.append(CancelTransfer(7))
+        return made
+
+    runtime.engine.step = ordering  # type: ignore[method-assign]
+    with pytest.raises(ContractError, match="ordered CancelTransfer, for which this host has no hands"):
+        runtime.run()
+    assert "CancelTransfer" in answer.failure

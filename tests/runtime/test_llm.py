@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
@@ -17,16 +18,21 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from click.testing import CliRunner  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import BatchFinished, RequestRetracted, Resume  # noqa: E402
+from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
+from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
-from lockstep.runtime import LLM, Answer, Params  # noqa: E402
+from lockstep.runtime import LLM, Answer, Params, attention  # noqa: E402
+from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.host import HostClock  # noqa: E402
 from lockstep.runtime.llm import make_executor  # noqa: E402
+from lockstep.runtime.memory import MemoryBudget  # noqa: E402
+from lockstep.runtime.models import Decoder  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.text import StopTexts, Text  # noqa: E402
+from tests.support import guide  # noqa: E402
 
 VOCABULARY = 300
 CONFIG: dict[str, Any] = {
@@ -264,6 +270,84 @@ def test_an_engine_that_fails_tells_who_waits(folder: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-host" and thread is llm._thread]
 
 
+def admitted(llm: LLM) -> int:
+    """Requests that the engine took in so far."""
+    answered = llm.host.ask(GetState()).result(timeout=30)
+    assert answered.stats is not None
+    return answered.stats.counts.admitted
+
+
+def test_nothing_is_sent_before_all_of_it_is_known_to_be_a_request(llm: LLM) -> None:
+    before = admitted(llm)
+    with pytest.raises(ConfigError, match="`prompt` holds -1"):
+        llm.generate([[5, 6], [-1]])
+    with pytest.raises(ConfigError, match=r"`prompt` holds 5\.5, which is no token id"):
+        llm.embed([[5, 6], [5.5]])  # type: ignore[list-item]
+    assert admitted(llm) == before
+    assert llm.host.drain().result(timeout=30).ok
+    assert llm.host.ask(Resume()).result(timeout=30).ok
+
+
+def test_parameters_that_no_journal_can_hold_are_refused_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "seed": ({"seed": 2**70}, "`seed` is 1180591620717411303424: expected `int` <= 9223372036854775807"),
+        "priority": (
+            {"priority": -(2**70)},
+            "`priority` is -1180591620717411303424: expected `int` >= -9223372036854775808",
+        ),
+        "a text": ({"max_new_tokens": "5"}, "`max_new_tokens` is '5': expected `int`, got `str`"),
+        "one stop": ({"stop": "x"}, "`stop` is 'x': expected `array`, got `str`"),
+        "a large id": ({"logit_bias": {2**70: 1.0}}, "`logit_bias` is {1180591620717411303424: 1.0}: "),
+    }
+    with LLM(folder, random_weights_seed=3, journal=tmp_path, **SMALL) as llm:
+        for given, said in wrong.values():
+            with pytest.raises(ConfigError) as caught:
+                llm.generate([[5, 6]], Params(**given))
+            assert str(caught.value).startswith(said)
+        (answer,) = llm.generate([np.array([5, 6])], Params(max_new_tokens=2, ignore_eos=True))  # type: ignore[list-item]
+    assert len(answer.token_ids) == 2
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest.MonkeyPatch, numerics: Any) -> None:
+    """That which measures memory included: what it runs must be what will run."""
+    made: list[tuple[str, Any]] = []
+
+    def recording(name: str, *args: Any, **kwargs: Any) -> Any:
+        made.append((name, kwargs["numerics"]))
+        return attention.make(name, *args, **kwargs)
+
+    monkeypatch.setattr(llm_module, "make", recording)
+    monkeypatch.setattr(llm_module, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
+    options = ["--prompt", "the quick", "--max-new-tokens", "2", "--model", str(folder), "--random-weights", "3"]
+    result = CliRunner().invoke(
+        generate, [*options, "--numerics", numerics, "--attention-backend", "reference"], standalone_mode=False
+    )
+    assert result.exception is None
+    assert made == [("reference", numerics)] * 2
+
+
+def memory(**sizes: Any) -> MemoryBudget:
+    """So much as the longest request needs."""
+    return MemoryBudget(0, 0, 0, 0, 0, sizes["page_bytes"], sizes["pages_least"])
+
+
+def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the engine's thread, where every other request would wait as well."""
+    threads = set()
+    stream = Text.stream
+
+    def watched(self: Text, prompt_ids: Any) -> Any:
+        step = stream(self, prompt_ids)
+        return lambda token: threads.add(threading.current_thread().name) or step(token)
+
+    monkeypatch.setattr(Text, "stream", watched)
+    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+        llm.generate([[5, 6], [7]], Params(max_new_tokens=4, ignore_eos=True))
+        list(llm.stream([5, 6], Params(max_new_tokens=4, ignore_eos=True)))
+    assert threads == {threading.current_thread().name}
+
+
 # ----------------------------------------------------------------------------------------------------------------- text
 
 
@@ -305,6 +389,90 @@ def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
     assert stopped.index(True) == max(i for i in range(len(ids)) if not text.decode(ids[:i]).count("and 🙂"))
     assert again.push(3, ids[3]) == (False, again.push(3, ids[3])[1]), "a number from before takes the text back"
     assert again.decoded == text.decode(ids[:4])
+
+
+def byte_fallback(folder: Path) -> Text:
+    """A tokenizer as Llama 2 has one: bytes stand for what has no token, and the first space is stripped."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Text(folder)
+
+
+def test_no_sequence_of_tokens_is_too_odd_for_a_stream_of_text(tmp_path: Path) -> None:
+    """Bytes that were a character may be none with what follows: tokenizers' own stream gives up there."""
+    text = byte_fallback(tmp_path)
+    for seed in range(40):
+        rng = random.Random(seed)
+        watch = StopTexts(text, [rng.randrange(262) for _ in range(seed % 5)], ["no such text"])
+        for number in range(60):
+            watch.push(number, rng.randrange(262))
+    plain = [text.tokenizer.token_to_id(word) for word in ("▁a", "b", "<0xC3>", "<0xA9>", "▁a", "▁", "a")]
+    step = text.stream([text.tokenizer.token_to_id("b")])
+    assert "".join(map(step, plain)) == " abé a a"
+
+
+# ---------------------------------------------------------------------------------------------------- logit processors
+
+SAMPLING_PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
+
+
+@pytest.fixture
+def band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor that docs/sampling.md shows, installed."""
+    guide.install(tmp_path / "site", page=SAMPLING_PAGE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+@pytest.mark.usefixtures("band")
+def test_a_request_names_processors_with_arguments(folder: Path, tmp_path: Path) -> None:
+    """The example of docs/sampling.md, with retractions, through journal and replay."""
+    narrow, wide = {"band": {"first": 20, "stop": 25}}, {"band": {"first": 100, "stop": 200}}
+    common: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    stirred = {**SMALL, "overlap_depth": 2, "retract_every": 2}
+    with LLM(folder, random_weights_seed=3, journal=tmp_path / "run", logit_processors=["band"], **stirred) as llm:
+        inside, outside, free = llm.generate(
+            [[5, 6], [5, 6, 7], [8]],
+            [Params(**common, logit_processors=narrow), Params(**common, logit_processors=wide), Params(**common)],
+        )
+        refusals: dict[str, str] = {
+            "bond": "names `bond`, which is not enabled here; enabled: band",
+            "band": "refuses its arguments: `first` and `stop` must be token ids up to 300, got {}",
+        }
+        for name, said in refusals.items():
+            (refused,) = llm.generate([[5]], Params(logit_processors={name: {}}))
+            assert refused.finish_reason == "bad_request"
+            assert refused.error.startswith("`logit_processors`")
+            assert refused.error.endswith(said)
+        with pytest.raises(
+            ConfigError, match=r"the arguments of `band` must be a JSON object: .*not JSON serializable"
+        ):
+            llm.generate([[5]], Params(logit_processors={"band": {"first": {1, 2}}}))
+        with pytest.raises(ConfigError, match=r"`logit_processors` is \{'band': 5\}: expected `object`"):
+            llm.generate([[5]], Params(logit_processors={"band": 5}))  # type: ignore[dict-item]
+    assert set(inside.token_ids) <= set(range(20, 25))
+    assert set(outside.token_ids) <= set(range(100, 200))
+    assert not set(free.token_ids) <= set(range(100, 200))
+    journal = read_journal(tmp_path / "run")
+    assert journal.header.host["logit_processors"] == "band (lockstep-band 1.0)"
+    asked = [event.sampling for event, _ in fold(tmp_path / "run") if isinstance(event, RequestArrived)]
+    assert next(one.logit_processors for one in asked if one is not None) == (("band", '{"first": 20, "stop": 25}'),)
+
+
+@pytest.mark.usefixtures("band")
+def test_a_line_names_processors_that_the_operator_enabled(folder: Path) -> None:
+    line = json.dumps({"prompt": "the dog", "logit_processors": {"band": {"first": 20, "stop": 25}}})
+    result = run(folder, "-", "--show-token-ids", "--max-new-tokens", "6", "--logit-processor", "band", stdin=line)
+    assert result.return_value == 0
+    assert set(json.loads(result.stdout)["token_ids"]) <= set(range(20, 25))
+    assert "names `band`, which is not enabled here; enabled: none" in run(folder, "-", stdin=line).stdout
+    assert "got `bond`; installed: band" in str(run(folder, "-", "--logit-processor", "bond", stdin=line).exception)
 
 
 # ------------------------------------------------------------------------------------------------------------------ CLI
@@ -349,3 +517,37 @@ def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:
         (answer,) = llm.generate("the dog", Params(max_new_tokens=8, ignore_eos=True))
     assert result.stdout == f"{answer.text}\n"
     assert replay(tmp_path / "run").batches == 8
+
+
+def test_an_answer_that_failed_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that raises is no empty answer with exit status 0."""
+
+    def fail(self: Any, *_: Any) -> Any:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    monkeypatch.setattr(Decoder, "logits", fail)
+    result = run(folder, "--prompt", "the dog")
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == "RuntimeError: no such kernel"
+    result = run(folder, "--prompt", "the dog", "--prompt", "the fox")
+    assert result.return_value == 1
+    assert [json.loads(line)["error"] for line in result.stdout.splitlines()] == ["RuntimeError: no such kernel"] * 2
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: torch.full((len(hidden), VOCABULARY), torch.nan))
+    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+        (answer,) = llm.generate([[5, 6]])
+    assert answer.error == "the model's logits were no numbers, or nothing was allowed to be said"
+
+
+def test_a_journal_that_is_there_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    assert run(folder, "--prompt", "the dog", "--max-new-tokens", "1", "--journal", str(tmp_path)).return_value == 0
+    monkeypatch.setattr(llm_module, "build_model", lambda *_, **__: pytest.fail("a model is loaded in vain"))
+    result = run(folder, "--prompt", "the dog", "--journal", str(tmp_path))
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"`journal`: {tmp_path} already holds a journal\nhint: choose another run folder"
+
+
+def test_a_journal_that_cannot_be_written_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run(folder, "--prompt", "the dog", "--journal", str(tmp_path / "file"))
+    assert result.return_value == 1
+    assert result.stderr.startswith(f"lockstep generate: cannot make {tmp_path / 'file' / 'journal'}: ")

@@ -601,7 +601,12 @@ class OnlyOdd:
     def __init__(self, vocab: int, device: Any) -> None:
         self.even = torch.arange(vocab, device=device) % 2 == 0
 
-    def __call__(self, logits: Any, rows: Any, positions: Any) -> Any:
+    def check(self, arguments: Any) -> None:
+        if arguments:
+            raise ValueError("it takes no arguments")
+
+    def __call__(self, logits: Any, rows: Any, positions: Any, arguments: Any) -> Any:
+        assert arguments == [{}] * len(logits)
         return logits.masked_fill(self.even, -INF)
 
 
@@ -619,10 +624,10 @@ def test_processors_are_found_by_name_and_reach_only_who_asked(monkeypatch: pyte
 
     enabled = registry.load(["only-odd"], VOCAB, torch.device("cpu"))
     table = SamplingTable(3, VOCAB, "cpu", enabled)
-    table.take_row(0, SamplingParams(temperature=9), processors=("only-odd",))
+    table.take_row(0, SamplingParams(temperature=9, logit_processors=(("only-odd", ""),)))
     table.take_row(1, SamplingParams())
     with pytest.raises(ConfigError, match="`logit_processors` must be enabled by the operator, got `other`"):
-        table.take_row(2, None, processors=("other",))
+        table.take_row(2, SamplingParams(logit_processors=(("other", "{}"),)))
     with pytest.raises(ConfigError, match="must be those of the table"):
         Sampler(table)
     even_best = torch.zeros(VOCAB)
@@ -633,3 +638,19 @@ def test_processors_are_found_by_name_and_reach_only_who_asked(monkeypatch: pyte
     assert all(token % 2 for token in tokens[1:])
     table.take_row(0, None)
     assert sample(table, even_best, [0], 0, processors=enabled).tokens.tolist() == [4]
+
+
+@pytest.mark.parametrize("wrong", ["raises", "is of another shape"])
+def test_a_processor_that_fails_spoils_the_rows_that_named_it_and_no_others(wrong: str, caplog: Any) -> None:
+    class Broken(OnlyOdd):
+        def __call__(self, logits: Any, rows: Any, positions: Any, arguments: Any) -> Any:
+            return logits[:, :3] if wrong == "is of another shape" else 1 / 0
+
+    enabled: dict[str, Any] = {"broken": Broken(VOCAB, torch.device("cpu"))}
+    table = SamplingTable(3, VOCAB, "cpu", enabled)
+    table.take_row(0, SamplingParams(logit_processors=(("broken", ""),)))
+    table.take_row(1, SamplingParams())
+    drawn = sample(table, torch.arange(VOCAB), [0, 1], 0, processors=enabled)
+    assert drawn.invalid.tolist() == [True, False]
+    assert drawn.tokens.tolist() == [0, VOCAB - 1]
+    assert "logit processor `broken` failed: the 1 requests that named it end as invalid" in caplog.text

@@ -463,8 +463,10 @@ class Executor:
                     whose = int(plan.request_ids[np.flatnonzero(plan.rows == one.rows[int(i)])[0]])
                     start = int(one.stops[int(i)]) - len(array)
                     result.hidden_states.append(HiddenStates(whose, start, array))
-                case ["pooled", kind, i]:
-                    result.pooled.append(Pooled(int(plan.request_ids[int(i)]), kind, array))  # type: ignore[arg-type]
+                case ["pooled", "score", i]:
+                    result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "score", array))
+                case ["pooled", _, i]:
+                    result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
 
 

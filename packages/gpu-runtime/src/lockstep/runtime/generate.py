@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.journal import JournalError
 from lockstep.runtime.errors import EngineStopped
 from lockstep.runtime.llm import LLM, Answer, Asked, Params
 
@@ -53,6 +54,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: bool | None = None
     priority: int | None = None
+    logit_processors: dict[str, dict[str, Any]] | None = None
 
 
 FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__dataclass_fields__]
@@ -84,6 +86,13 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For requests without one of their own.")
 @click.option("--journal", type=click.Path(path_type=Path), metavar="DIR", help="Record all facts and decisions there.")
+@click.option(
+    "--logit-processor",
+    "logit_processors",
+    multiple=True,
+    metavar="NAME",
+    help="Of an installed package; lines of INPUT may then ask for it. May be given again.",
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
 @click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
@@ -110,6 +119,7 @@ def generate(
     ignore_eos: bool,
     seed: int,
     journal: Path | None,
+    logit_processors: tuple[str, ...],
     settings: tuple[str, ...],
     random_weights: int | None,
     debug: bool,
@@ -131,22 +141,23 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    llm = LLM(
-        model,
-        device=device,
-        dtype=dtype,
-        attention_backend=attention_backend,
-        numerics=numerics,
-        mem_fraction=mem_fraction,
-        cuda_graphs="off" if no_cuda_graphs else "auto",
-        cuda_graph_max_batch=cuda_graph_max_batch,
-        random_weights_seed=random_weights,
-        seed=seed,
-        journal=journal,
-        debug=debug,
-        **_sched(settings),
-    )
     try:
+        llm = LLM(
+            model,
+            device=device,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            numerics=numerics,
+            mem_fraction=mem_fraction,
+            cuda_graphs="off" if no_cuda_graphs else "auto",
+            cuda_graph_max_batch=cuda_graph_max_batch,
+            random_weights_seed=random_weights,
+            seed=seed,
+            journal=journal,
+            logit_processors=logit_processors,
+            debug=debug,
+            **_sched(settings),
+        )
         with llm:
             if len(prompts) == 1 and out is None:
                 return _print(llm, prompts[0], chat, params)
@@ -155,7 +166,7 @@ def generate(
                 return _answer(llm, lines, sys.stdout, params, show_token_ids, quiet)
             with out.open("w", encoding="utf-8") as file:
                 return _answer(llm, lines, file, params, show_token_ids, quiet)
-    except EngineStopped as error:
+    except (EngineStopped, JournalError) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return 1
 
@@ -163,12 +174,17 @@ def generate(
 def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:
     """One answer, as text, while it is made."""
     said = llm.chat_prompt([{"role": "user", "content": prompt}]) if chat else prompt
+    answer = None
     for piece in llm.stream(said, params):
         click.echo(piece.text, nl=False)
-        if piece.answer is not None and piece.answer.error:
-            raise ConfigError(piece.answer.error)
+        answer = piece.answer
+    assert answer is not None
+    if answer.error and not answer.token_ids:
+        raise ConfigError(answer.error)
     click.echo()
-    return 0
+    if answer.error:
+        click.echo(f"lockstep generate: {answer.error}", err=True)
+    return 1 if answer.error else 0
 
 
 def _answer(llm: LLM, lines: Any, out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
@@ -200,8 +216,10 @@ def _read(raw: bytes) -> tuple[Line | None, str]:
     """A line of input, or what is wrong with it."""
     try:
         line = msgspec.json.decode(raw, type=Line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
         return None, str(error)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return None, f"this line is no JSON object: {error}"
     if (line.prompt is None) == (line.messages is None):
         return None, "give either `prompt` or `messages`"
     return line, ""

@@ -55,7 +55,7 @@ from lockstep.core.commands import (
     SwapWeights,
 )
 from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, LockstepError
+from lockstep.core.errors import ConfigError, ContractError, LockstepError
 from lockstep.core.events import (
     AdapterLoaded,
     BatchFinished,
@@ -138,11 +138,12 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Extras:
-    """What a request wanted beside tokens, as it came in."""
+    """What there is to say of a request beside tokens, as it came in."""
 
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each p asked for
     hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
     pooled: Pooled | None = None
+    error: str = ""  # of the batch that failed, where the request ends with reason "error"
 
 
 class TextWatch(Protocol):
@@ -354,7 +355,7 @@ class RuntimeHost:
             match self._inbox.get():
                 case _Submitted(_, sinks):
                     waiting += sinks
-                case _Ask(_, answer):
+                case _Ask(_, answer) if answer.set_running_or_notify_cancel():
                     answers.append(answer)
         self._open.clear()
         self._asked.clear()
@@ -445,6 +446,8 @@ class RuntimeHost:
             case _Cancel(request_id):
                 self._fold(RequestCancelled(self._now(), request_id))
             case _Ask(control, answer):
+                if not answer.set_running_or_notify_cancel():  # from here on nobody can cancel it
+                    return
                 control_id = self._next_control_id
                 self._next_control_id += 1
                 self._asked[control_id] = answer
@@ -468,6 +471,9 @@ class RuntimeHost:
         result = self.executor.collect()
         plan, now_us = result.plan, self._now()
         if result.error:
+            for request_id in plan.request_ids.tolist():
+                if (request := self._open.get(request_id)) is not None:
+                    request.extras.error = result.error
             self._fold(BatchFinished(now_us, plan.batch_id, generation=plan.generation, error=result.error))
             return
         text_stops, text_held = self._watch(result)
@@ -589,7 +595,8 @@ class RuntimeHost:
                 gc.collect()
                 gc.freeze()
             case _:
-                raise NotImplementedError(f"the engine ordered {type(command).__name__}, which this host cannot do")
+                # Of features that the engine refuses by name, docs/contract.md: it never orders these.
+                raise ContractError(f"the engine ordered {type(command).__name__}, for which this host has no hands")
 
     def _context(self, taken: RowTaken) -> RowContext:
         """What the executor may want to know of who takes a row."""

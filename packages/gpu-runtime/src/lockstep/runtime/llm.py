@@ -10,22 +10,25 @@
 
 Requests go through the same scheduler as everywhere: radix cache, chunks, retraction, overlap. The engine runs in a
 thread of its own, so any number of threads may ask at once. With `journal` every decision is recorded, and
-`lockstep replay` makes them again.
+`lockstep journal verify` makes them again.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from hashlib import blake2b
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self, cast
 
 import msgspec
 import numpy as np
@@ -55,43 +58,49 @@ from lockstep.runtime.graphs import (
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.runtime.host import Extras, Float32s, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, build_model
 from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
-from lockstep.runtime.sampling import Sampled, Sampler, SamplingTable, check_sampling
+from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
+from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
 from lockstep.runtime.text import Message, StopTexts, Text
 
 log = logging.getLogger("lockstep.runtime")
 
 Prompt = str | Sequence[int]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What a journal can hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
     """What is wanted of one request. Names and meanings are those of vLLM and SGLang where they have one."""
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
+    max_new_tokens: Int64 = 128
+    min_new_tokens: Int64 = 0
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Int64 = 0
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: one of its own, which follows from the LLM's
+    logit_bias: dict[Int64, float] = field(default_factory=dict)
+    seed: Int64 | None = None  # None: one of its own, which follows from the LLM's
     stop: Sequence[str] = ()  # texts; the answer ends in front of the first
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[Int64] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # of each output token, and of so many of the likeliest beside it
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
+        None  # of each output token, and of so many of the likeliest beside it
+    )
     prompt_logprobs: bool = False
     hidden_states: bool = False
-    priority: int | None = None
+    priority: Int64 | None = None
+    logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
 
 
 @dataclass(slots=True)
@@ -103,13 +112,13 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None  # None without a tokenizer
     finish_reason: str = ""  # of the core: length, stop, text_stop, computed, ...; or why it was rejected
-    error: str = ""  # a sentence, where it was rejected
+    error: str = ""  # a sentence, where it was rejected or failed
     cached_tokens: int = 0  # of the prompt
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position
-    hidden_states: Any = None  # float32 [positions, hidden]
-    vector: Any = None  # float32 [hidden] or, of kind score, [vocabulary]
+    hidden_states: Float32s | None = None  # [positions, hidden]
+    vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,7 @@ class LLM:
         cuda_graph_max_batch: rows of the largest graph; None: max_running_requests, at most 512.
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
+        logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         sched: fields of SchedConfig. Sizes not given follow from the model and the device.
     Raises: ConfigError.
@@ -179,10 +189,13 @@ class LLM:
         cuda_graph_max_batch: int | None = None,
         seed: int = 0,
         journal: str | Path | None = None,
+        logit_processors: Sequence[str] = (),
         debug: bool = False,
         **sched: Any,
     ) -> None:
         _refuse_unknown(sched)
+        if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
+            raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
         folder = demo_folder() if model is None else Path(model)
         where = _device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
@@ -194,18 +207,23 @@ class LLM:
         self.config, self.memory, choice, sizes = _sized(self.model, where, mem_fraction, numerics, pick, sched)
         self.attention_backend = choice.name
         clock = HostClock()
+        self.logit_processors = processors.load(logit_processors, self.model.settings.vocab, where)
         executor = make_executor(
             self.model,
             self.config,
             clock,
             attention_backend=choice.name,
             numerics=numerics,
+            logit_processors=self.logit_processors,
             debug=debug,
             graph_sizes=sizes,
         )
         self._journal: JournalWriter | None = None
         if journal is not None:
-            header = JournalHeader(config=self.config, seed=seed, host={"kind": "runtime", "model": folder.name})
+            host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name}
+            if logit_processors:
+                host["logit_processors"] = processors.versions(logit_processors)
+            header = JournalHeader(config=self.config, seed=seed, host=host)
             self._journal = JournalWriter.create(journal, header)
         self.host = RuntimeHost(
             Engine(self.config),
@@ -234,10 +252,11 @@ class LLM:
         Args:
             params: for all of them, or one for each.
             progress: called with the number of answers that have ended, after each.
-        Raises: EngineStopped if the engine ends first; a prompt that cannot be served has `error` in its answer.
+        Raises: ConfigError, before any of them is sent, for a prompt or parameters that are none; EngineStopped if the
+            engine ends first. A prompt that cannot be served has `error` in its answer.
         """
         listed = _listed(prompts)
-        return self._await([self.ask(*pair) for pair in zip(listed, _each(params, len(listed)), strict=True)], progress)
+        return self._answers(zip(listed, _each(params, len(listed)), strict=True), "generate", progress)
 
     def chat(
         self,
@@ -247,8 +266,9 @@ class LLM:
         progress: Callable[[int], object] | None = None,
     ) -> list[Answer]:
         """Answer one conversation or several, written by the model's chat template."""
-        several = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
-        return self.generate([self.chat_prompt(one) for one in several], params, progress=progress)  # type: ignore[arg-type]
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        several = cast("Sequence[Sequence[Message]]", [conversations] if one else conversations)
+        return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, ready for the answer."""
@@ -256,18 +276,17 @@ class LLM:
         return text.encode(text.chat(messages), special=False)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Piece]:
-        """Answer one prompt piece by piece; the last piece carries the whole answer. Leaving early cancels it."""
-        asked = self.ask(prompt, params or Params(), pieces=SimpleQueue())
-        assert asked.pieces is not None
+        """Answer one prompt piece by piece; the last piece carries the whole answer. Leaving early cancels it.
+
+        Raises: as `ask` and `wait`.
+        """
+        tokens: SimpleQueue[list[int] | None] = SimpleQueue()
+        asked = self.ask(prompt, params or Params(), tokens=tokens)
         try:
-            while True:
-                piece = asked.pieces.get()
-                if asked.failure:
-                    raise EngineStopped(asked.failure)
-                assert piece is not None
-                yield piece
-                if piece.answer is not None:
-                    return
+            while (new := tokens.get()) is not None:
+                yield Piece(asked.spell(new), new)
+            answer = self.wait(asked)
+            yield Piece(asked.spell(()), [], answer)
         finally:
             if not asked.over.is_set():
                 self.host.cancel(asked.answer.request_id)
@@ -277,7 +296,7 @@ class LLM:
     ) -> list[Answer]:
         """One vector for each prompt, in `vector`: the mean of the last layer's hidden states over all positions."""
         nothing = Params(max_new_tokens=0)
-        return self._await([self.ask(prompt, nothing, kind="embed") for prompt in _listed(prompts)], progress)
+        return self._answers([(prompt, nothing) for prompt in _listed(prompts)], "embed", progress)
 
     def ask(
         self,
@@ -285,45 +304,20 @@ class LLM:
         params: Params,
         *,
         kind: RequestKind = "generate",
-        pieces: SimpleQueue[Piece | None] | None = None,
+        tokens: SimpleQueue[list[int] | None] | None = None,
     ) -> Asked:
-        """Send one request without waiting for its answer. With `pieces`, what is new of it is put there."""
-        if isinstance(prompt, str):
-            ids = self._needs_text("a text prompt").encode(prompt)
-        else:
-            ids = [int(token) for token in prompt]
-        for token in ids:
-            if not 0 <= token < 2**31:
-                raise ConfigError(f"`prompt` holds {token}, which is no token id")
-        with self._lock:
-            number = self._requests
-            self._requests += 1
-        seed = params.seed if params.seed is not None else _seed(self.seed, number)
-        request = RequestArrived(
-            0,
-            request_id=-1,
-            prompt=TokenIds(np.array(ids, np.int32).tobytes()),
-            max_new_tokens=params.max_new_tokens,
-            min_new_tokens=params.min_new_tokens,
-            stop_token_ids=tuple(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
-            stream=pieces is not None,
-            priority=params.priority,
-            kind=kind,
-            sampling=_sampling(params, seed),
-            stop_texts=tuple(params.stop),
-            logprob_start=0 if params.prompt_logprobs else len(ids) if params.logprobs is not None else None,
-            return_hidden_states=params.hidden_states,
-        )
-        asked = Asked(Answer(-1, ids), self.text, params.stop, pieces)
-        asked.answer.request_id = self.host.submit(request, asked)
-        return asked
+        """Send one request without waiting for its answer. New tokens are put into `tokens`, and None behind the last.
+
+        Raises: ConfigError for a prompt or parameters that are none; EngineStopped.
+        """
+        return self._send(self._request(prompt, params, kind, stream=tokens is not None), params, tokens)
 
     def wait(self, asked: Asked) -> Answer:
         """The answer, once it is whole. Raises EngineStopped if the engine ends first."""
         asked.over.wait()
         if asked.failure:
             raise EngineStopped(asked.failure)
+        asked.spell_rest()
         return asked.answer
 
     def close(self) -> None:
@@ -353,14 +347,59 @@ class LLM:
         except Exception:
             log.exception("the engine failed")  # where, is for whoever mends it
 
-    def _await(self, asked: Sequence[Asked], progress: Callable[[int], object] | None) -> list[Answer]:
-        """Wait for all, in the order in which they were asked; Ctrl-C cancels what is left."""
+    def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
+        """A request, not sent yet. Raises ConfigError if prompt or parameters are none."""
+        _check_params(params)
+        ids = self._needs_text("a text prompt").encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        return RequestArrived(
+            0,
+            request_id=-1,
+            prompt=TokenIds(np.array(ids, np.int32).tobytes()),
+            max_new_tokens=params.max_new_tokens,
+            min_new_tokens=params.min_new_tokens,
+            stop_token_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            stream=stream,
+            priority=params.priority,
+            kind=kind,
+            sampling=_sampling(params),
+            stop_texts=tuple(params.stop),
+            logprob_start=0 if params.prompt_logprobs else len(ids) if params.logprobs is not None else None,
+            return_hidden_states=params.hidden_states,
+        )
+
+    def _send(
+        self, request: RequestArrived, params: Params, tokens: SimpleQueue[list[int] | None] | None = None
+    ) -> Asked:
+        """Send a request; one without a seed of its own is given the next of the LLM's."""
+        with self._lock:
+            number = self._requests
+            self._requests += 1
+        if params.seed is None:
+            params = replace(params, seed=_seed(self.seed, number))
+            request = msgspec.structs.replace(request, sampling=_sampling(params))
+        ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
+        asked = Asked(Answer(-1, ids), self.text, request.stop_texts, tokens)
+        asked.answer.request_id = self.host.submit(request, asked)
+        return asked
+
+    def _answers(
+        self,
+        wanted: Iterable[tuple[Prompt, Params]],
+        kind: RequestKind,
+        progress: Callable[[int], object] | None,
+    ) -> list[Answer]:
+        """Send all, once all are known to be requests, and wait for them in order; what is left is cancelled."""
+        requests = [(self._request(prompt, params, kind), params) for prompt, params in wanted]
+        asked: list[Asked] = []
         try:
+            for request, params in requests:
+                asked.append(self._send(request, params))
             for ended, one in enumerate(asked):
                 self.wait(one)
                 if progress is not None:
                     progress(ended + 1)
-        except BaseException:
+        except BaseException:  # Ctrl-C as well
             for one in asked:
                 if not one.over.is_set():
                     self.host.cancel(one.answer.request_id)
@@ -372,6 +411,7 @@ class LLM:
         vocabulary = self.model.settings.vocab
         if request.sampling is not None:
             check_sampling(request.sampling, vocabulary)
+            processors.check_asked(request.sampling, self.logit_processors)
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
         for name, token in (("prompt", largest), *(("stop_token_ids", one) for one in request.stop_token_ids)):
             if token >= vocabulary:
@@ -388,38 +428,47 @@ class LLM:
         return self.text
 
 
+FAILURES = {"invalid": "the model's logits were no numbers, or nothing was allowed to be said"}
+"""What is said of an answer that ended for such a reason."""
+
+
 class Asked:
-    """A request on its way: `LLM.ask` gives it, `LLM.wait` takes it. It is the request's sink."""
+    """A request on its way: `LLM.ask` gives it, `LLM.wait` takes it. It is the request's sink.
+
+    The host's thread only keeps tokens; their text is written by the thread that asks for it.
+    """
 
     def __init__(
-        self, answer: Answer, text: Text | None, stops: Sequence[str], pieces: SimpleQueue[Piece | None] | None
+        self, answer: Answer, text: Text | None, stops: Sequence[str], tokens: SimpleQueue[list[int] | None] | None
     ) -> None:
-        self.answer, self.pieces = answer, pieces
+        self.answer = answer
         self.over = threading.Event()
         self.failure = ""
+        self._tokens = tokens
         self._watch = StopTexts(text, answer.prompt_token_ids, stops) if text is not None else None
+        self._spelled = 0  # tokens
         self._shown = 0  # characters that were given out
+
+    # ------------------------------------------------------------------------------------------ in the host's thread
 
     def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
         """Take in new tokens; what was seen before is passed over."""
         repeats = len(self.answer.token_ids) - offset
         new: list[int] = tokens.tolist()[repeats:]
-        if self._watch is not None:
-            for number, token in enumerate(new, len(self.answer.token_ids)):
-                self._watch.push(number, token)
         self.answer.token_ids += new
         if logprobs is not None:
             self.answer.logprobs += logprobs.logprobs.tolist()[repeats:]
             if logprobs.top_ids is not None and logprobs.top_logprobs is not None:
                 pairs = zip(logprobs.top_ids.tolist(), logprobs.top_logprobs.tolist(), strict=True)
                 self.answer.top_logprobs += [dict(zip(ids, values, strict=True)) for ids, values in pairs][repeats:]
-        if self.pieces is not None:
-            self.pieces.put(Piece(self._new_text(), new))
+        if self._tokens is not None:
+            self._tokens.put(new)
 
     def finished(self, end: FinishRequest, extras: Extras) -> None:
         """The end."""
         answer = self.answer
         answer.finish_reason, answer.cached_tokens = end.reason, end.cached_tokens
+        answer.error = extras.error if end.reason == "error" else FAILURES.get(end.reason, "")
         answer.prompt_logprobs = dict(sorted(extras.prompt_logprobs.items()))
         if extras.hidden_states:
             answer.hidden_states = np.stack([extras.hidden_states[p] for p in sorted(extras.hidden_states)])
@@ -435,24 +484,36 @@ class Asked:
     def failed(self, message: str) -> None:
         """The engine ended."""
         self.failure = message
-        self.over.set()
-        if self.pieces is not None:
-            self.pieces.put(None)
+        self._end()
 
     def _end(self) -> None:
-        if self._watch is not None:
-            self.answer.text = self._watch.decoded[: self._watch.stopped_at()]
         self.over.set()
-        if self.pieces is not None:
-            self.pieces.put(Piece(self._new_text(), [], self.answer))
+        if self._tokens is not None:
+            self._tokens.put(None)
 
-    def _new_text(self) -> str:
-        """Text that was not given out yet, up to a stop."""
-        if self._watch is None:
-            return ""
-        whole = self._watch.decoded[: self._watch.stopped_at()]
+    # --------------------------------------------------------------------------------- in the thread of whoever waits
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Text that these tokens, the next ones, add to what was given out; nothing behind a stop."""
+        self._push(tokens)
+        whole = self._text()
         new, self._shown = whole[self._shown :], max(self._shown, len(whole))
         return new
+
+    def spell_rest(self) -> None:
+        """Write the text of the whole answer."""
+        if self._watch is not None:
+            self._push(self.answer.token_ids[self._spelled :])
+            self.answer.text = self._text()
+
+    def _push(self, tokens: Sequence[int]) -> None:
+        if self._watch is not None:
+            for number, token in enumerate(tokens, self._spelled):
+                self._watch.push(number, token)
+            self._spelled += len(tokens)
+
+    def _text(self) -> str:
+        return "" if self._watch is None else self._watch.decoded[: self._watch.stopped_at()]
 
 
 # ----------------------------------------------------------------------------------------------------- putting together
@@ -465,6 +526,7 @@ def make_executor(
     *,
     attention_backend: str = "reference",
     numerics: Numerics = "fast",
+    logit_processors: Mapping[str, LogitProcessor] | None = None,
     debug: bool = False,
     lane: Lane | None = None,
     graph_sizes: Sequence[int] = (),
@@ -480,7 +542,8 @@ def make_executor(
     attention = make(
         attention_backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=bool(graph_sizes)
     )
-    table = SamplingTable(config.rows_max, model.settings.vocab, device)
+    enabled = logit_processors or {}
+    table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
     context = config.context_tokens_max if graph_sizes else None
     tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
     canary = None
@@ -496,7 +559,8 @@ def make_executor(
         log.info(
             "%d graphs for decodes of up to %d rows, %.0f MiB", len(graph_sizes), graph_sizes[-1], graphs.bytes / MIB
         )
-    return Executor(model, attention, TableSampler(table, Sampler(table)), tables, lane, canary=canary, graphs=graphs)
+    sampler = TableSampler(table, Sampler(table, processors=enabled))
+    return Executor(model, attention, sampler, tables, lane, canary=canary, graphs=graphs)
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
@@ -576,7 +640,9 @@ def _sized(
         weight_bytes=model.weight_bytes,
         device=device,
         mem_fraction=mem_fraction,
-        largest_pass=lambda: _run_once(model, choice.name, chunk, page_size, without_pages.max_running_requests),
+        largest_pass=lambda: _run_once(
+            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests
+        ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
     )
@@ -598,11 +664,11 @@ def _graph_bytes(
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
 
 
-def _run_once(model: Decoder, backend: str, tokens: int, page_size: int, samples: int) -> None:
+def _run_once(model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int) -> None:
     """One extend of so many tokens over a pool of its own, with logits of so many rows."""
     device, pages = model.device, -(-tokens // page_size)
     pool = make_pool(model, pages, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale)
+    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics)
     positions = torch.arange(tokens, device=device)
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
@@ -658,7 +724,7 @@ def _seed(seed: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _sampling(params: Params, seed: int) -> SamplingParams:
+def _sampling(params: Params) -> SamplingParams:
     return SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -667,17 +733,48 @@ def _sampling(params: Params, seed: int) -> SamplingParams:
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         repetition_penalty=params.repetition_penalty,
-        seed=seed,
+        seed=params.seed or 0,
         logit_bias=tuple(sorted(params.logit_bias.items())),
         top_logprobs=params.logprobs or 0,
+        logit_processors=tuple((name, _json(name, given)) for name, given in sorted(params.logit_processors.items())),
     )
 
 
+def _json(name: str, arguments: Arguments) -> str:
+    """Arguments of a logit processor as a journal holds them."""
+    try:
+        return json.dumps(arguments, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`logit_processors`: the arguments of `{name}` must be a JSON object: {error}") from error
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    """One prompt or several, as several: a text, or something that begins with a number, is one."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    return cast("Sequence[Prompt]", [prompts] if one else prompts)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """The ids of a prompt. Raises ConfigError for what cannot be one; whether the model has it is seen later."""
+    ids = []
+    for token in prompt:
+        try:
+            ids.append(index(token))
+        except TypeError as error:
+            raise ConfigError(f"`prompt` holds {token!r}, which is no token id") from error
+        if not 0 <= ids[-1] < 2**31:
+            raise ConfigError(f"`prompt` holds {token}, which is no token id")
+    return ids
+
+
+def _check_params(params: Params) -> None:
+    """Raise ConfigError, naming the field, for values that are not of its type, or larger than a journal can hold."""
+    try:
+        msgspec.convert(vars(params), Params)
+    except msgspec.ValidationError as error:
+        expected, _, where = str(error).partition(" - at ")
+        name = where.partition("$.")[2].rstrip("`").partition("[")[0]
+        raise ConfigError(f"`{name}` is {getattr(params, name)!r}: {expected[:1].lower()}{expected[1:]}") from error
 
 
 def _each(params: Params | Sequence[Params] | None, count: int) -> Sequence[Params]:

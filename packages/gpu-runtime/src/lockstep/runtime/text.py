@@ -21,6 +21,8 @@ from lockstep.core.errors import ConfigError
 
 Message = Mapping[str, Any]
 
+CONTEXT = 32  # tokens in front of one that may decide how it is written: a space, bytes of one character
+
 
 class Text:
     """The tokenizer of a Hugging Face folder.
@@ -53,8 +55,21 @@ class Text:
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
         """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
-        stream = DecodeStream(ids=[token for token in prompt_ids if token >= 0], skip_special_tokens=True)
-        return lambda token: stream.step(self.tokenizer, token) or ""
+        recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0]
+        stream = DecodeStream(ids=list(recent), skip_special_tokens=True)
+
+        def step(token: int) -> str:
+            nonlocal stream
+            before = list(recent)
+            recent.append(token)
+            del recent[:-CONTEXT]
+            try:
+                return stream.step(self.tokenizer, token) or ""
+            except Exception:  # of no other kind: bytes that looked like a character are none, with what follows them
+                stream = DecodeStream(ids=list(recent), skip_special_tokens=True)
+                return self.decode([*before, token])[len(self.decode(before)) :]
+
+        return step
 
     def chat(
         self, messages: Sequence[Message], *, now: Callable[[], time.struct_time] = time.localtime, **more: Any

@@ -85,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int = 0  # with the position it keys the random stream, so a resumed request draws the same tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int = 0
+    logit_processors: tuple[tuple[str, str], ...] = ()  # by name: (name, its arguments as a JSON object)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -162,7 +162,7 @@ class PinnedRing:
 
     def __init__(self, like: Tensor) -> None:
         self.buffers = [torch.empty_like(like, pin_memory=like.is_pinned()) for _ in range(PLANS_IN_FLIGHT)]
-        self.copied = [torch.cuda.Event() for _ in self.buffers]  # type: ignore[no-untyped-call]
+        self.copied = [torch.cuda.Event() for _ in self.buffers]
         self.turn = 0
 
     def plan(self, wrapper: Any, *args: Any, **options: Any) -> None:

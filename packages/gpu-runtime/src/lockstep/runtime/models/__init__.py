@@ -39,8 +39,12 @@ def build_model(
         parallel: this rank's part, with how partial results are summed; None is the whole model.
     Raises: ConfigError for settings that cannot be served; CheckpointError, which is one, for tensors.
     """
-    folder = None if isinstance(source, Mapping) else Path(source)
-    config: Mapping[str, Any] = read_config(folder) if folder is not None else source  # type: ignore[assignment]
+    config: Mapping[str, Any]
+    if isinstance(source, Mapping):
+        folder, config = None, source
+    else:
+        folder = Path(source)
+        config = read_config(folder)
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:

@@ -5,33 +5,44 @@ A package names a factory under the entry-point group `lockstep.logit_processors
     [project.entry-points."lockstep.logit_processors"]
     no-digits = "my_package:NoDigits"
 
-The operator enables it by that name when the engine starts; a request can then ask for it by the same name. A processor
-changes the logits as the model gave them, before bias, masks and penalties, so it cannot reopen what a mask forbids.
+The operator enables it by that name when the engine starts; a request can then ask for it by the same name, with
+arguments of its own: a JSON object, which is part of the request and so of the journal. A processor changes the logits
+as the model gave them, before bias, masks and penalties, so it cannot reopen what a mask forbids. docs/sampling.md has
+an example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from importlib.metadata import entry_points
-from typing import Protocol, cast
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.events import SamplingParams
 
 GROUP = "lockstep.logit_processors"
+
+Arguments = Mapping[str, Any]
+"""What a request says to a processor: a JSON object."""
 
 
 class LogitProcessor(Protocol):
     """Changes logits of the rows that asked for it. Must not wait for the device, and must treat each row alone."""
 
-    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return logits, changed in place or new.
+    def check(self, arguments: Arguments) -> None:
+        """Raise ValueError, with a sentence for the client, for arguments that cannot be. The request is rejected."""
+
+    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, arguments: Sequence[Arguments]) -> Tensor:
+        """Return logits, changed in place or new. A row of which it makes NaN ends with reason "invalid".
 
         Args:
             logits: float32 [chosen, vocab]; rows: int32 [chosen], of the request table; positions: int64 [chosen], of
             the tokens about to be drawn. All on the device.
+            arguments: of each chosen row, on the CPU; they passed `check`.
         Returns: float32 [chosen, vocab].
         """
         ...
@@ -50,27 +61,69 @@ def load(names: Iterable[str], vocab: int, device: torch.device) -> dict[str, Lo
 
     Raises: ConfigError if a name is given twice, is brought by no installed package or by two, or cannot be loaded.
     """
-    found = list(entry_points(group=GROUP))
     processors: dict[str, LogitProcessor] = {}
     for name in names:
-        givers = [entry for entry in found if entry.name == name]
         if name in processors:
             raise ConfigError(f"`logit_processors` names `{name}` twice\nhint: name each once")
-        if not givers:
-            known = ", ".join(sorted({entry.name for entry in found})) or "none"
-            raise ConfigError(
-                f"`logit_processors` must be brought by an installed package, got `{name}`; installed: {known}\n"
-                f"hint: install the package that has it under the entry points {GROUP}"
-            )
-        if len(givers) > 1:
-            both = " and by ".join(sorted(entry.value for entry in givers))
-            raise ConfigError(f"`logit_processors`: `{name}` is brought by {both}\nhint: uninstall one of them")
+        entry = _entry(name)
         try:
-            factory = cast("LogitProcessorFactory", givers[0].load())
+            factory = cast("LogitProcessorFactory", entry.load())
             processors[name] = factory(vocab, device)
         except Exception as error:
             raise ConfigError(
-                f"`logit_processors`: `{name}` cannot be made from {givers[0].value}: {error!r}\n"
+                f"`logit_processors`: `{name}` cannot be made from {entry.value}: {error!r}\n"
                 "hint: its package may be broken, or made for another version"
             ) from error
     return processors
+
+
+def versions(names: Iterable[str]) -> str:
+    """Which packages bring these, for a journal's header: "name (package version), ..."."""
+    return ", ".join(f"{name} ({_giver(_entry(name))})" for name in names)
+
+
+def asked(sampling: SamplingParams | None) -> dict[str, Arguments]:
+    """What a request asks for: arguments by name. Raises ConfigError for arguments that are no JSON object."""
+    wanted: dict[str, Arguments] = {}
+    for name, text in sampling.logit_processors if sampling is not None else ():
+        try:
+            arguments = json.loads(text or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"`logit_processors`: the arguments of `{name}` must be a JSON object, got `{text}`")
+        wanted[name] = arguments
+    return wanted
+
+
+def check_asked(sampling: SamplingParams | None, enabled: Mapping[str, LogitProcessor]) -> None:
+    """Raise ConfigError if a request asks for a processor that is not enabled, or one refuses its arguments."""
+    for name, arguments in asked(sampling).items():
+        if name not in enabled:
+            raise ConfigError(
+                f"`logit_processors` names `{name}`, which is not enabled here; enabled: {', '.join(enabled) or 'none'}"
+                "\nhint: the operator enables it when the engine starts"
+            )
+        try:
+            enabled[name].check(arguments)
+        except Exception as error:  # ValueError by contract; a mistake of the package must not end the engine either
+            raise ConfigError(f"`logit_processors`: `{name}` refuses its arguments: {error}") from error
+
+
+def _entry(name: str) -> EntryPoint:
+    found = list(entry_points(group=GROUP))
+    givers = [entry for entry in found if entry.name == name]
+    if not givers:
+        known = ", ".join(sorted({entry.name for entry in found})) or "none"
+        raise ConfigError(
+            f"`logit_processors` must be brought by an installed package, got `{name}`; installed: {known}\n"
+            f"hint: install the package that has it under the entry points {GROUP}"
+        )
+    if len(givers) > 1:
+        both = " and by ".join(sorted(entry.value for entry in givers))
+        raise ConfigError(f"`logit_processors`: `{name}` is brought by {both}\nhint: uninstall one of them")
+    return givers[0]
+
+
+def _giver(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "unknown"

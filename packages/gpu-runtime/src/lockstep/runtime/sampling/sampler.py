@@ -37,6 +37,7 @@ says that it means nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -53,6 +54,8 @@ from lockstep.runtime.sampling import reference
 from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of
 from lockstep.runtime.sampling.processors import LogitProcessor
 from lockstep.runtime.sampling.table import LOG_MIN_P, TEMPERATURE, SamplingTable
+
+log = logging.getLogger("lockstep.runtime")
 
 Backend = Literal["auto", "torch", "triton"]
 LogprobsMode = Literal["raw", "processed"]
@@ -133,9 +136,7 @@ class Sampler:
         for name, process in self.processors.items():
             users = np.flatnonzero(table.processors[name][rows_host])
             if len(users):
-                at = self._index(users, len(rows_host))
-                changed = process(logits.index_select(0, at), rows.index_select(0, at), positions.index_select(0, at))
-                logits.index_copy_(0, at, changed)
+                self._process(name, process, logits, rows, positions, rows_host, users)
         if table.edited[rows_host].any():
             kernels.edit_(logits, rows, positions, columns)
         if allowed is not None:
@@ -176,6 +177,29 @@ class Sampler:
                 raise ValueError(
                     f"`{name}` must be {list(expected)}, got {list(tensor.shape)}: samples, then vocabulary"
                 )
+
+    def _process(
+        self,
+        name: str,
+        process: LogitProcessor,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        rows_host: NDArray[np.int32],
+        users: NDArray[np.int64],
+    ) -> None:
+        """Let a processor change the logits of who asked for it. One that raises spoils these rows and no others."""
+        at = self._index(users, len(rows_host))
+        of_row = self.table.arguments[name]
+        arguments = [of_row[row] for row in rows_host[users].tolist()]
+        try:
+            changed = process(
+                logits.index_select(0, at), rows.index_select(0, at), positions.index_select(0, at), arguments
+            )
+            logits.index_copy_(0, at, changed)
+        except Exception:
+            log.exception("logit processor `%s` failed: the %d requests that named it end as invalid", name, len(users))
+            logits.index_fill_(0, at, torch.nan)
 
     def _index(self, chosen: NDArray[np.int64], samples: int) -> Tensor:
         """Which samples, on the device; made there when it is all of them, as it usually is."""

@@ -29,6 +29,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import SamplingParams
 from lockstep.runtime.sampling.numerics import SHARE_BITS
 from lockstep.runtime.sampling.philox import split_seed
+from lockstep.runtime.sampling.processors import Arguments, asked
 
 TEMPERATURE, INVERSE_TEMPERATURE, LOG_MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
 REALS = 6  # even: they travel packed in int64
@@ -89,6 +90,7 @@ class SamplingTable:
     def __init__(self, rows_max: int, vocab: int, device: torch.device | str, processors: Iterable[str] = ()) -> None:
         self.rows_max, self.vocab, self.device = rows_max, vocab, torch.device(device)
         self.processors: dict[str, NDArray[np.bool_]] = {name: np.zeros(rows_max + 1, bool) for name in processors}
+        self.arguments: dict[str, dict[int, Arguments]] = {name: {} for name in self.processors}  # by row that asked
 
         self.sampled = np.zeros(rows_max + 1, bool)  # not greedy
         self.limited = np.zeros(rows_max + 1, bool)  # sampled, by top_k or top_p
@@ -131,7 +133,6 @@ class SamplingTable:
         min_new_tokens: int = 0,
         stop_token_ids: Iterable[int] = (),
         logprobs: bool = False,
-        processors: Iterable[str] = (),
     ) -> None:
         """Give a row to a request; nothing of the one before is left. None samples greedily.
 
@@ -148,8 +149,8 @@ class SamplingTable:
         stops = sorted(set(stop_token_ids)) if min_new_tokens > 0 else []
         for token in stops:
             _check("stop_token_ids", token, 0, self.vocab - 1, "use ids of this model's tokenizer")
-        wanted = set(processors)
-        if unknown := sorted(wanted - self.processors.keys()):
+        wanted = asked(sampling)
+        if unknown := sorted(wanted.keys() - self.processors.keys()):
             raise ConfigError(
                 f"`logit_processors` must be enabled by the operator, got `{unknown[0]}`; "
                 f"enabled: {', '.join(self.processors) or 'none'}\nhint: enable it when the engine starts"
@@ -163,6 +164,9 @@ class SamplingTable:
         self.top_logprobs[row] = sampling.top_logprobs
         for name, uses in self.processors.items():
             uses[row] = name in wanted
+            self.arguments[name].pop(row, None)
+            if name in wanted:
+                self.arguments[name][row] = wanted[name]
 
         ints = self._ints[row]
         ints[KEY_LOW], ints[KEY_HIGH] = split_seed(sampling.seed)
@@ -178,6 +182,8 @@ class SamplingTable:
             twin[:] = 0
         for uses in self.processors.values():
             uses[:] = False
+        for arguments in self.arguments.values():
+            arguments.clear()
         self._reals[:] = _reals(SamplingParams())
         self._ints[:] = 0
         self._ints[:, TOP_K], self._ints[:, TOP_P] = self.vocab, SHARE_ALL
