@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import JournalError
 from lockstep.runtime.errors import EngineStopped
-from lockstep.runtime.llm import LLM, Answer, Asked, Params
+from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -95,6 +95,17 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 )
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
 @click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
+@click.option("--profile", type=click.Path(path_type=Path), metavar="DIR", help="Write traces of CPU and GPU there.")
+@click.option(
+    "--profile-start-step", type=int, default=0, show_default=True, help="Launches before the first recorded."
+)
+@click.option("--profile-steps", type=int, default=10, show_default=True, help="Launches recorded; 0: all that follow.")
+@click.option(
+    "--profile-activity", multiple=True, type=click.Choice(["cpu", "gpu"]), help="May be given again; default: all."
+)
+@click.option("--profile-shapes", is_flag=True, help="With the shapes of what operators are given. Slower.")
+@click.option("--profile-stacks", is_flag=True, help="With the Python lines that called them. Much slower.")
+@click.option("--profile-by-stage", is_flag=True, help="Extends and decodes in files of their own.")
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
 @click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -122,6 +133,13 @@ def generate(
     logit_processors: tuple[str, ...],
     settings: tuple[str, ...],
     random_weights: int | None,
+    profile: Path | None,
+    profile_start_step: int,
+    profile_steps: int,
+    profile_activity: tuple[Any, ...],
+    profile_shapes: bool,
+    profile_stacks: bool,
+    profile_by_stage: bool,
     debug: bool,
     show_token_ids: bool,
     quiet: bool,
@@ -158,7 +176,18 @@ def generate(
             debug=debug,
             **_sched(settings),
         )
-        with llm:
+        with llm, ExitStack() as at_end:
+            if profile is not None:
+                llm.start_profile(
+                    profile,
+                    start_step=profile_start_step,
+                    steps=profile_steps or None,
+                    activities=profile_activity,
+                    record_shapes=profile_shapes,
+                    with_stack=profile_stacks,
+                    by_stage=profile_by_stage,
+                )
+                at_end.callback(_end_profile, llm)
             if len(prompts) == 1 and out is None:
                 return _print(llm, prompts[0], chat, params)
             lines = _given(prompts, chat) if source is None else source
@@ -187,6 +216,17 @@ def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:
     return 1 if answer.error else 0
 
 
+def _end_profile(llm: LLM) -> None:
+    """Say where the traces are, or why there are none."""
+    try:
+        files = llm.stop_profile()
+    except (ConfigError, EngineStopped) as error:
+        click.echo(f"lockstep generate: {error}", err=True)
+        return
+    said = f"profile: {', '.join(map(str, files))}" if files else "profile: no launch came to be recorded"
+    click.echo(said, err=True)
+
+
 def _answer(llm: LLM, lines: Any, out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
     """Every line's answer, in order. All are sent first, so that the engine has something to choose from."""
     asked: list[Asked | str] = []
@@ -196,20 +236,34 @@ def _answer(llm: LLM, lines: Any, out: IO[str], params: Params, show_token_ids: 
             line, error = _read(raw)
             names.append({"line": number} | ({"id": line.id} if line is not None and line.id is not None else {}))
             asked.append(error if line is None else _ask(llm, line, params))
-    wrong = 0
+    wrong = output_tokens = 0
     with _progress(len(asked), quiet) as advance:
         for one, said in zip(asked, names, strict=True):
             if isinstance(one, str):
                 said["error"] = one
             else:
-                said.update(_spoken(llm.wait(one), show_token_ids))
+                answer = llm.wait(one)
+                output_tokens += len(answer.token_ids)
+                said.update(_spoken(answer, show_token_ids))
             wrong += "error" in said
             out.write(json.dumps(said, ensure_ascii=False) + "\n")
             out.flush()
             advance()
     if wrong:
         click.echo(f"lockstep generate: {wrong} of {len(asked)} lines have an `error` in the output", err=True)
+    if not quiet:
+        click.echo(_summary(llm.stats(), len(asked) - wrong, output_tokens), err=True)
     return 1 if wrong else 0
+
+
+def _summary(stats: LlmStats, answers: int, output_tokens: int) -> str:
+    """What was done, how fast, and whether the device had to wait."""
+    work_s = stats.device.work_us / 1e6
+    said = f"{answers:,} answers, {output_tokens:,} output tokens in {stats.batches:,} batches"
+    if not work_s or stats.device.bubble_share is None:
+        return said
+    speed = f"{work_s:,.2f} s, {output_tokens / work_s:,.0f} tokens/s"
+    return f"{said} and {speed}; bubbles: the device was idle {stats.device.bubble_share:.1%} of that time"
 
 
 def _read(raw: bytes) -> tuple[Line | None, str]:

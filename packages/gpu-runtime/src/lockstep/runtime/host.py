@@ -21,10 +21,12 @@ What may fail, and what becomes of it:
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -78,11 +80,14 @@ from lockstep.core.support import sample_of, samples_asked
 from lockstep.runtime.errors import EngineStopped
 from lockstep.runtime.executor import BatchResult, Executor, Pooled, RowContext
 
+log = logging.getLogger("lockstep.runtime")
+
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
 POLL_S = 50e-6  # between two looks at the device while something else may come as well
 IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
+NOBODY_WATCHES = nullcontext()
 
 
 class JournalSink(Protocol):
@@ -224,13 +229,16 @@ GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
 
 
 class Profiler(Protocol):
-    """Something that watches the device on request."""
+    """Something that watches the device on request. It raises nothing: serving goes on without it."""
 
     def start(self) -> None:
         """From the next launch on."""
 
     def stop(self) -> None:
-        """Behind every batch launched so far; write what was seen."""
+        """Behind every batch launched so far; write what was seen. Harmless where nothing was started."""
+
+    def batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
+        """Around each launch."""
 
 
 class RuntimeHost:
@@ -349,6 +357,8 @@ class RuntimeHost:
             if self.failure:
                 return
             self.failure = message
+        if self._profiler is not None:
+            self._profiler.stop()  # what it saw up to here may say why
         waiting: list[Sink] = [request.sink for request in self._open.values()]
         answers = list(self._asked.values())
         while not self._inbox.empty():
@@ -556,7 +566,8 @@ class RuntimeHost:
         match command:
             case LaunchBatch(plan, sample):
                 self.batches += 1
-                self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
+                with NOBODY_WATCHES if self._profiler is None else self._profiler.batch(plan):
+                    self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
             case SampleBatch(batch_id, advance):
                 self.executor.sample(batch_id, advance)
             case StreamTokens():
@@ -585,12 +596,12 @@ class RuntimeHost:
                 released = isinstance(command, ReleaseDeviceMemory)
                 error = "this runtime cannot give its memory back while it runs"
                 self._inbox.put(_Fact(lambda now: MemorySwitched(now, tags, released, error, generation)))
-            case StartProfile():
-                if self._profiler is not None:
-                    self._profiler.start()
-            case StopProfile():
-                if self._profiler is not None:
-                    self._profiler.stop()
+            case StartProfile() if self._profiler is not None:
+                self._profiler.start()
+            case StopProfile() if self._profiler is not None:
+                self._profiler.stop()
+            case StartProfile() | StopProfile():
+                log.warning("a profile was asked for, but this runtime was started without a profiler")
             case FreezeHeap():
                 gc.collect()
                 gc.freeze()

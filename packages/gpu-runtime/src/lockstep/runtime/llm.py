@@ -39,11 +39,13 @@ from lockstep.core.commands import FinishRequest, RejectRequest, RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import RequestArrived, RequestKind, SamplingParams, TokenIds
+from lockstep.core.events import GetState, Profile, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
+from lockstep.core.stats import Stats
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
+from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import EngineStopped
 from lockstep.runtime.executor import Executor, RowContext
@@ -64,6 +66,7 @@ from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, build_model
 from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
+from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
@@ -119,6 +122,15 @@ class Answer:
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position
     hidden_states: Float32s | None = None  # [positions, hidden]
     vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
+
+
+@dataclass(frozen=True, slots=True)
+class LlmStats:
+    """How an LLM stands."""
+
+    engine: Stats
+    device: DeviceTime
+    batches: int  # launched so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +219,8 @@ class LLM:
         self.config, self.memory, choice, sizes = _sized(self.model, where, mem_fraction, numerics, pick, sched)
         self.attention_backend = choice.name
         clock = HostClock()
+        self._bubbles = BubbleTimer()
+        self._profiler = TorchProfiler(where)
         self.logit_processors = processors.load(logit_processors, self.model.settings.vocab, where)
         executor = make_executor(
             self.model,
@@ -232,6 +246,8 @@ class LLM:
             clock,
             check_request=self._check,
             watch_text=self._watch if self.text is not None else None,
+            profiler=self._profiler,
+            observe=self._bubbles.fold,
         )
         self._requests = 0
         self._lock = threading.Lock()
@@ -319,6 +335,38 @@ class LLM:
             raise EngineStopped(asked.failure)
         asked.spell_rest()
         return asked.answer
+
+    def stats(self) -> LlmStats:
+        """How the engine stands, and what became of the device's time so far. Raises EngineStopped."""
+        answered = self.host.ask(GetState()).result()
+        assert answered.stats is not None
+        return LlmStats(answered.stats, self._bubbles.read(), self.host.batches)
+
+    def start_profile(self, folder: str | Path, **options: Any) -> None:
+        """Record what CPU and GPU do from the next launch on, into files of `folder`.
+
+        Args:
+            options: fields of `profiler.ProfileOptions`: start_step, steps, activities, record_shapes, with_stack,
+                by_stage.
+        Raises: ConfigError, also while a profile runs; EngineStopped.
+        """
+        wanted = options_of(folder, **options)
+        if self._profiler.over:
+            self.stop_profile()
+        self._profiler.configure(wanted)
+        launches = None if wanted.steps is None or wanted.by_stage else wanted.start_step + wanted.steps
+        answered = self.host.ask(Profile("start", launches)).result()
+        if not answered.ok:
+            raise ConfigError(answered.message)
+
+    def stop_profile(self) -> list[Path]:
+        """End the profile, if it has not ended by itself. Returns its files. Raises ConfigError if there is none."""
+        answered = self.host.ask(Profile("stop")).result()
+        if self._profiler.error:
+            raise ConfigError(f"the profile failed: {self._profiler.error}")
+        if not answered.ok and not self._profiler.files:
+            raise ConfigError(answered.message)
+        return list(self._profiler.files)
 
     def close(self) -> None:
         """End the engine; whoever waits is told."""
