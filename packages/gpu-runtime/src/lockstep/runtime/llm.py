@@ -42,11 +42,12 @@ from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
 from lockstep.runtime.attention import choose, make
 from lockstep.runtime.attention.base import Numerics
+from lockstep.runtime.batches import Float32s, Int32s, RowContext
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import EngineStopped
-from lockstep.runtime.executor import Executor, RowContext
+from lockstep.runtime.executor import Executor
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.host import Extras, Float32s, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.runtime.host import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MemoryBudget, size_pool
 from lockstep.runtime.models import Decoder, build_model
