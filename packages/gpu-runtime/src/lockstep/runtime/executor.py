@@ -27,8 +27,7 @@ from torch import Tensor
 from lockstep.core.commands import BatchPlan, HiddenSpan, RowTaken
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchId, RequestId, RequestKind
-from lockstep.runtime.attention.base import AttentionBackend
-from lockstep.runtime.batches import (
+from lockstep.host.batches import (
     NO_CONTEXT,
     BatchResult,
     ContextOf,
@@ -38,6 +37,7 @@ from lockstep.runtime.batches import (
     PromptLogprobs,
     RowContext,
 )
+from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch

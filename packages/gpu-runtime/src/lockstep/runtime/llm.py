@@ -40,14 +40,15 @@ from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
+from lockstep.host.batches import Float32s, Int32s, RowContext
+from lockstep.host.errors import EngineStopped
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.text import Message, StopTexts, Text
 from lockstep.runtime.attention import choose, make
 from lockstep.runtime.attention.base import Numerics
-from lockstep.runtime.batches import Float32s, Int32s, RowContext
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.errors import EngineStopped
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.host import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MemoryBudget, size_pool
 from lockstep.runtime.models import Decoder, build_model
@@ -55,7 +56,6 @@ from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.sampling import Sampled, Sampler, SamplingTable, check_sampling
 from lockstep.runtime.tables import Tables
-from lockstep.runtime.text import Message, StopTexts, Text
 
 log = logging.getLogger("lockstep.runtime")
 

@@ -1,7 +1,7 @@
 """What a host and its executor tell each other beside plans. No torch: an executor may be anything that runs plans.
 
-`executor.Executor` runs them on a device. One that only takes as long as a device would serves for trying out what
-stands in front of an engine.
+`lockstep.runtime.executor.Executor` runs them on a device. One that only takes as long as a device would serves for
+trying out what stands in front of an engine.
 """
 
 from __future__ import annotations

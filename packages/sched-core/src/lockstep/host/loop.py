@@ -74,8 +74,8 @@ from lockstep.core.events import (
     WeightsSwapped,
 )
 from lockstep.core.support import sample_of, samples_asked
-from lockstep.runtime.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
-from lockstep.runtime.errors import EngineStopped
+from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
+from lockstep.host.errors import EngineStopped
 
 IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
 
