@@ -286,6 +286,7 @@ def test_granted_module_may_use_what_it_was_granted_and_nothing_else() -> None:
     ("module", "unwanted"),
     [
         ("lockstep.core", ["torch", "simpy", "click", "rich", "polars", "pydantic", "lockstep.sim"]),
+        ("lockstep.host", ["torch", "simpy", "click", "polars", "fastapi", "lockstep.sim", "lockstep.runtime"]),
         ("lockstep.sim", ["torch", "triton", "fastapi", "lockstep.runtime", "lockstep.api"]),
     ],
 )

@@ -20,10 +20,10 @@ from lockstep.core.commands import (  # noqa: E402
 )
 from lockstep.core.errors import ContractError  # noqa: E402
 from lockstep.core.events import Grammar, RequestArrived, RequestId  # noqa: E402
+from lockstep.host.loop import HostClock, contexts_of  # noqa: E402
 from lockstep.runtime.canary import Canary, CanaryError, mix  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
-from lockstep.runtime.host import HostClock, contexts_of  # noqa: E402
 from lockstep.runtime.overlap import CpuLane, WhenToRun  # noqa: E402
 from lockstep.runtime.tables import FIRST_WIDTH, Tables, last_entries  # noqa: E402
 from tests.support.small_runtime import CPU, SmallRuntime, alone, make_executor, request, small_config  # noqa: E402

@@ -31,8 +31,9 @@ from lockstep.core.events import (  # noqa: E402
 )
 from lockstep.core.journal import JournalError, JournalHeader, JournalWriter  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
-from lockstep.runtime.errors import DeviceLost, EngineStopped  # noqa: E402
-from lockstep.runtime.host import HostClock, Int32s  # noqa: E402
+from lockstep.host.errors import EngineStopped  # noqa: E402
+from lockstep.host.loop import HostClock, Int32s  # noqa: E402
+from lockstep.runtime.errors import DeviceLost  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
     VOCABULARY,

@@ -21,17 +21,17 @@ from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.host.loop import HostClock  # noqa: E402
+from lockstep.host.text import StopTexts, Text  # noqa: E402
 from lockstep.runtime import LLM, Answer, Params, attention  # noqa: E402
 from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
-from lockstep.runtime.host import HostClock  # noqa: E402
 from lockstep.runtime.llm import make_executor  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
-from lockstep.runtime.text import StopTexts, Text  # noqa: E402
 from tests.support import guide  # noqa: E402
 
 VOCABULARY = 300

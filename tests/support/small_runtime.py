@@ -21,11 +21,12 @@ from lockstep.core.commands import BatchPlan, FinishRequest, RejectRequest, RowT
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
+from lockstep.host.batches import RowContext
+from lockstep.host.loop import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.executor import Executor, Matchers, RowContext
+from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs, Recorder
-from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.overlap import CpuLane, WhenToRun
 from lockstep.runtime.sampling import Sampled

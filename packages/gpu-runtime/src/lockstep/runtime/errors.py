@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.core.errors import ContractError, LockstepError
+from lockstep.host.errors import EngineStopped as EngineStopped
 
 
 class PlanError(ContractError):
@@ -11,7 +12,3 @@ class PlanError(ContractError):
 
 class DeviceLost(LockstepError):
     """The device does not work any more: nothing that is in flight will come back. The engine ends."""
-
-
-class EngineStopped(LockstepError):
-    """The host has ended, on request or by a failure; the message says which, and no request is taken any more."""

@@ -15,7 +15,7 @@ itself (PlanError) or with the device (DeviceLost) is raised, and ends the engin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,16 @@ from torch import Tensor
 from lockstep.core.commands import BatchPlan, HiddenSpan, RowTaken
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchId, RequestId, RequestKind
+from lockstep.host.batches import (
+    NO_CONTEXT,
+    BatchResult,
+    ContextOf,
+    HiddenStates,
+    Int32s,
+    Pooled,
+    PromptLogprobs,
+    RowContext,
+)
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import DeviceLost, PlanError
@@ -36,9 +46,7 @@ from lockstep.runtime.overlap import Download, Lane
 from lockstep.runtime.sampling import Sampled
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
 
-Int32s = NDArray[np.int32]
-Float32s = NDArray[np.float32]
-
+POLL_S = 50e-6  # between two looks at the device while something else may come as well
 MODES = frozenset({"extend", "decode", "mixed"})
 JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
 Pooling = Literal["mean", "last"]
@@ -55,22 +63,6 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [samples, vocabulary] of hidden states [samples, hidden]."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowContext:
-    """What the executor may want to know of a row's holder beyond the plan. All of it is in the journal."""
-
-    tokens: Int32s = field(default_factory=lambda: NONE)  # the prompt, and output kept over a retraction
-    prompt_tokens: int = 0  # of these
-    kind: RequestKind = "generate"
-    namespace: str = ""  # requests of different ones share no KV
-    min_new_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-
-
-ContextOf = Callable[[RowTaken], RowContext]
-NO_CONTEXT = RowContext()
 
 
 class RowSampler(Protocol):
@@ -107,55 +99,6 @@ class Matchers(Protocol):
 
     def ended(self, row: int, token: int) -> bool:
         """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
-
-
-# ------------------------------------------------------------------------------------------------------ what comes back
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Of a request's prompt: logprob i is that of the token at position start + i + 1, given those before it."""
-
-    request_id: RequestId
-    start: int
-    logprobs: Float32s
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
-    """The last layer's hidden states of a request's positions from `start` on: float32 [positions, hidden]."""
-
-    request_id: RequestId
-    start: int
-    states: Float32s
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """What a prompt came to: of kind embed the pooled vector [hidden], of kind score the last logits [vocabulary]."""
-
-    request_id: RequestId
-    kind: RequestKind
-    values: Float32s
-
-
-@dataclass(slots=True)
-class BatchResult:
-    """A batch that came back. Everything is on the CPU."""
-
-    plan: BatchPlan
-    error: str = ""
-    tokens: Int32s = field(default_factory=lambda: NONE)  # by sampling row; with `steps` those of each row end to end
-    logprobs: Float32s | None = None  # of these, where any row asked
-    top_ids: Int32s | None = None  # [tokens, most asked for]
-    top_logprobs: Float32s | None = None
-    invalid: tuple[int, ...] = ()  # sampling rows
-    grammar_ended: tuple[int, ...] = ()  # sampling rows
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    hidden_states: list[HiddenStates] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
-    started_us: int = 0
-    finished_us: int = 0
 
 
 @dataclass(slots=True)
@@ -261,6 +204,10 @@ class Executor:
             return False
         oldest = self._queue[0]
         return bool(oldest.error) or (oldest.download is not None and oldest.download.ready())
+
+    def pause_s(self) -> float:
+        """How long to wait before the next look: a CPU's results come when they are collected. Raises DeviceLost."""
+        return 0.0 if self.lane.device.type == "cpu" or self.ready() else POLL_S
 
     def collect(self) -> BatchResult:
         """The oldest batch's results; waits for them. Raises DeviceLost when they will never come."""

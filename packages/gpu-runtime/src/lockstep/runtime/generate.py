@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import JournalError
-from lockstep.runtime.errors import EngineStopped
+from lockstep.host.errors import EngineStopped
 from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
 
 

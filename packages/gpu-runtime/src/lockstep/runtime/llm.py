@@ -43,12 +43,15 @@ from lockstep.core.events import GetState, Profile, RequestArrived, RequestKind,
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
+from lockstep.host.batches import Float32s, Int32s, RowContext
+from lockstep.host.errors import EngineStopped
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.text import Message, StopTexts, Text
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.errors import EngineStopped
-from lockstep.runtime.executor import Executor, RowContext
+from lockstep.runtime.executor import Executor
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -60,7 +63,6 @@ from lockstep.runtime.graphs import (
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.host import Extras, Float32s, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, build_model
@@ -70,7 +72,6 @@ from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
-from lockstep.runtime.text import Message, StopTexts, Text
 
 log = logging.getLogger("lockstep.runtime")
 

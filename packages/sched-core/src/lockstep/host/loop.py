@@ -33,7 +33,6 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from lockstep.core.commands import (
     BatchPlan,
@@ -77,15 +76,11 @@ from lockstep.core.events import (
     WeightsSwapped,
 )
 from lockstep.core.support import sample_of, samples_asked
-from lockstep.runtime.errors import EngineStopped
-from lockstep.runtime.executor import BatchResult, Executor, Pooled, RowContext
+from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
+from lockstep.host.errors import EngineStopped
 
-log = logging.getLogger("lockstep.runtime")
+log = logging.getLogger("lockstep.host")
 
-Int32s = NDArray[np.int32]
-Float32s = NDArray[np.float32]
-
-POLL_S = 50e-6  # between two looks at the device while something else may come as well
 IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
 NOBODY_WATCHES = nullcontext()
 
@@ -250,12 +245,13 @@ class RuntimeHost:
         watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
         compile_grammar: without it, a request under a grammar is rejected with that reason.
         observe: called with each event and its Step, e.g. to fold metrics.
+        performed: called when sinks were told something and nothing more comes of the same event, e.g. to send it.
     """
 
     def __init__(
         self,
         engine: Engine,
-        executor: Executor,
+        executor: BatchExecutor,
         journal: JournalSink,
         clock: HostClock,
         *,
@@ -264,6 +260,7 @@ class RuntimeHost:
         compile_grammar: GrammarCompiler | None = None,
         profiler: Profiler | None = None,
         observe: Observer | None = None,
+        performed: Callable[[], object] | None = None,
     ) -> None:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why nothing is accepted any more
@@ -273,6 +270,7 @@ class RuntimeHost:
         self._compile_grammar = compile_grammar
         self._profiler = profiler
         self._observe = observe
+        self._performed = performed
         self._inbox: SimpleQueue[_Submitted | _Cancel | _Ask | _Fact | None] = SimpleQueue()
         self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end
         self._next_request_id = engine.last_request_id + 1
@@ -397,15 +395,18 @@ class RuntimeHost:
 
     def _await_result(self) -> None:
         """Nothing to do before the oldest batch comes back, or somebody sends something, or it is time."""
-        while self.executor.lane.device.type != "cpu" and not self.executor.ready():
-            if not self._inbox.empty() or (self._wake_at_us is not None and self.clock() >= self._wake_at_us):
-                return
-            time.sleep(POLL_S)
-        self._collect()
+        pause_s = self.executor.pause_s()
+        if pause_s:
+            self._listen(pause_s)
+        else:
+            self._collect()
 
     def _sleep(self) -> None:
         """Nothing runs: wait for somebody to send something, or until it is time."""
-        timeout_s = IDLE_S
+        self._listen(IDLE_S)
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take in the next thing that is sent, if one comes so soon and before it is time."""
         if self._wake_at_us is not None:
             timeout_s = min(timeout_s, max(0, self._wake_at_us - self.clock()) / 1e6)
         try:
@@ -437,6 +438,8 @@ class RuntimeHost:
             self._observe(event, step)
         for command in step.commands:
             self._perform(command)
+        if step.commands and self._performed is not None:
+            self._performed()
         return step
 
     # ---------------------------------------------------------------------------------------------------- facts
@@ -453,6 +456,8 @@ class RuntimeHost:
                     return
                 for number in range(len(sinks)):
                     self._reject(RejectRequest(event.request_id + number, *refused))
+                if self._performed is not None:
+                    self._performed()
             case _Cancel(request_id):
                 self._fold(RequestCancelled(self._now(), request_id))
             case _Ask(control, answer):
