@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios swarm bench
+.PHONY: help demo check test scenarios swarm bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,3 +27,6 @@ swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_00
 
 bench:      ## the benchmarks
 	@$(PYTHON) dev.py bench $(ARGS)
+
+gpu-check:  ## on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration; under nine minutes
+	@$(PYTHON) dev.py gpu-check $(ARGS)

@@ -8,6 +8,7 @@
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py bench ARGS         the benchmarks
+    python3 dev.py gpu-check ARGS     on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
     python3 dev.py install            only make the environment
 
@@ -113,6 +114,10 @@ def bench(args):
     return call(PYTHON, "benchmarks/run.py", *args)
 
 
+def gpu_check(args):
+    return call(PYTHON, "-m", "benchmarks.gpu_check", *args)
+
+
 def run(args):
     if not args:
         return fail("dev.py run needs a command, e.g. `python3 dev.py run python`", 2)
@@ -131,6 +136,7 @@ TASKS = {
     "scenarios": ("dev", scenarios),
     "swarm": ("dev", swarm),
     "bench": ("demo", bench),
+    "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),
     "install": ("dev", install),
 }

@@ -1,0 +1,165 @@
+"""Run the sections one after another, each in a process of its own, and gather what they find."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.report import markdown
+from benchmarks.gpu_check.section import Section, write_json
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUDGET_S = 530.0
+SECTIONS = {  # in order of value, with the most seconds each may take
+    "machine": 50.0,
+    "kernels": 130.0,
+    "engine": 100.0,
+    "decode": 150.0,
+    "bubbles": 90.0,
+    "peer": 120.0,
+    "tables": 70.0,
+}
+LEAST_S = 15.0  # a section is not begun with less
+DYING_S = 4.0  # before its limit a section that hangs is told to say where, and to end
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_check")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a try")
+    parser.add_argument("--small", action="store_true", help="sizes at which no figure means anything")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for everything")
+    parser.add_argument("--only", default=",".join(SECTIONS), metavar="NAMES", help="sections, with commas between")
+    parser.add_argument("--section", help=argparse.SUPPRESS)  # in the process of one section
+    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.section:
+        return run_section(arguments.section, arguments)
+    names = arguments.only.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        print(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}", file=sys.stderr)
+        return 2
+    return run_all(names, arguments)
+
+
+def run_all(names: list[str], arguments: argparse.Namespace) -> int:
+    """Every section, the report rewritten behind each. Returns 1 if a check failed or a section did not end."""
+    began = time.monotonic()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "format": 1,
+        "commit": commit(),
+        "device": arguments.device,
+        "small": arguments.small,
+        "budget_s": arguments.budget,
+        "sections": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            left_s = arguments.budget - (time.monotonic() - began)
+            part = Path(scratch) / f"{name}.json"
+            if left_s < LEAST_S:
+                found: dict[str, Any] = {"skipped": {name: f"no time: {left_s:.0f} s of the budget were left"}}
+            else:
+                found = in_process(name, min(SECTIONS[name], left_s), part, arguments)
+            report["sections"][name] = found
+            report["seconds"] = round(time.monotonic() - began, 1)
+            write_json(out / "gpu_check.json", report)
+            (out / "gpu_check.md").write_text(markdown(report), encoding="utf-8")
+            print(f"{name:10} {verdict(found)}", flush=True)
+    print(f"wrote {out / 'gpu_check.md'} and gpu_check.json, {report['seconds']} s", flush=True)
+    return int(any(verdict(found).startswith("FAILED") for found in report["sections"].values()))
+
+
+def in_process(name: str, limit_s: float, part: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one section, end it at its limit, and return what it wrote, whatever became of it."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--section", name, "--limit", str(limit_s)]
+    command += ["--out", str(arguments.out), "--device", arguments.device, *(["--small"] if arguments.small else [])]
+    log = part.with_suffix(".log")
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            [*command, "--only", str(part)], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = child.wait(limit_s)
+            ended = "" if status == 0 else f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {limit_s:.0f} s"
+        finally:
+            stop_group(child)
+    try:
+        found: dict[str, Any] = json.loads(part.read_text())
+    except (OSError, ValueError):
+        found = {}
+    if ended:
+        tail = log.read_text(errors="replace")[-4000:]
+        found["ended"] = f"{ended}, while at: {found.get('doing', 'the start')}"
+        found["log"] = tail
+    return found
+
+
+def stop_group(child: subprocess.Popen[bytes]) -> None:
+    """End a section with all that it started."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def run_section(name: str, arguments: argparse.Namespace) -> int:
+    """The body of a section's process."""
+    limit_s = arguments.limit - DYING_S
+    faulthandler.dump_traceback_later(max(limit_s, 1.0), exit=True)
+    import torch
+
+    device = torch.device(arguments.device)
+    section = Section(name, device, arguments.small, arguments.out, Path(arguments.only), limit_s - 3.0)
+    section.save()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        section.skip(name, f"torch {torch.__version__} sees no CUDA device")
+        return 0
+    module = importlib.import_module(f"benchmarks.gpu_check.{name}")
+    with section.trying(name):
+        module.run(section)
+    section.current = "the end"
+    section.save()
+    return 0
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """One line about a section."""
+    checks = found.get("checks", [])
+    failed = [one["name"] for one in checks if not one["ok"]] + list(found.get("failures", {}))
+    skipped = len(found.get("skipped", {}))
+    tail = f", {skipped} skipped" if skipped else ""
+    if failed or "ended" in found:
+        what = ", ".join(failed[:4] + (["..."] if len(failed) > 4 else []))
+        return f"FAILED: {'; '.join(filter(None, [what, found.get('ended', '')]))}{tail}"
+    if not checks and not found.get("figures"):
+        return f"skipped: {'; '.join(found.get('skipped', {}).values())}"
+    return f"{len(checks)} checks passed{tail}, {found['seconds']:.0f} s"
+
+
+def commit() -> str:
+    """What was run: the commit, and whether files were changed since; "" outside of a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""How long one layer's attention takes, of a backend over a pool of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_check.shapes import Layer
+from benchmarks.gpu_check.timing import graph_time_us, time_us
+from lockstep.runtime.attention import make
+from lockstep.runtime.attention.base import AttentionBackend
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.models import Decoder
+
+COLD_BYTES = 256 << 20  # of KV that calls walk through before they come back: several times what caches hold
+LAYERS_MAX = 36
+
+
+def decode_us(model: Decoder | Layer, name: str, rows: int, context: int, page_size: int) -> float:
+    """Write and attend, one new token for each row behind `context` - 1 others; without the cost of launching."""
+    layers = 1
+    if model.device.type == "cuda":
+        layers = max(1, min(LAYERS_MAX, COLD_BYTES // layer_bytes(model, rows * context)))
+    backend, batch = planned(model, name, rows, context - 1, 1, page_size, layers)
+    backend.plan(batch, graph=backend.graphs)
+    run = walk(model, backend, batch, layers)
+    return graph_time_us(run, model.device) / layers
+
+
+def extend_us(model: Decoder | Layer, name: str, rows: int, before: int, new: int, page_size: int) -> float:
+    """The same for rows that extend by `new` tokens behind `before` others, launches included."""
+    backend, batch = planned(model, name, rows, before, new, page_size, 2)
+    backend.plan(batch)
+    run = walk(model, backend, batch, 2)
+    return time_us(run, model.device, repeats=7) / 2
+
+
+def layer_bytes(model: Decoder | Layer, positions: int) -> int:
+    """KV of so many positions in one layer."""
+    return KvPool.bytes_per_page(1, positions, model.kv_heads, model.head_dim, model.dtype)
+
+
+def planned(
+    model: Decoder | Layer, name: str, rows: int, before: int, new: int, page_size: int, layers: int
+) -> tuple[AttentionBackend, ForwardBatch]:
+    """A backend over a full pool with pages in random order, and a pass."""
+    device, stop = model.device, before + new
+    each = -(-stop // page_size)
+    pool = KvPool(layers, rows * each, page_size, model.kv_heads, model.head_dim, model.dtype, device)
+    for kept in (*pool.keys, *pool.values):
+        kept.normal_()
+    order = torch.from_numpy(np.random.default_rng(0).permutation(rows * each).astype(np.int32))
+    table = order.view(rows, each).to(device)
+    positions = torch.arange(before, stop, device=device).repeat(rows)
+    of_row = torch.arange(rows, device=device).repeat_interleave(new)
+    pages = table[of_row, positions // page_size].long()
+    batch = ForwardBatch(
+        token_ids=torch.zeros(rows * new, dtype=torch.int64, device=device),
+        positions=positions,
+        slots=pages * page_size + positions % page_size,
+        rows=torch.arange(rows, dtype=torch.int32, device=device),
+        indptr=torch.arange(rows + 1, dtype=torch.int32, device=device) * new,
+        lengths=torch.full((rows,), stop, dtype=torch.int32, device=device),
+        page_table=table,
+        logits_at=torch.zeros(0, dtype=torch.int64, device=device),
+        extend_rows=rows if new > 1 else 0,
+        starts_host=np.full(rows, before, np.int32),
+        lengths_host=np.full(rows, stop, np.int32),
+    )
+    return make(name, pool, model.heads, scale=model.scale, graphs=True), batch
+
+
+def walk(model: Decoder | Layer, backend: AttentionBackend, batch: ForwardBatch, layers: int) -> Callable[[], None]:
+    """A call that runs each layer once."""
+    shape = (batch.tokens, -1, model.head_dim)
+    query = torch.randn(batch.tokens, model.heads * model.head_dim, device=model.device).to(model.dtype).view(shape)
+    key, value = (
+        torch.randn(batch.tokens, model.kv_heads * model.head_dim, device=model.device).to(model.dtype).view(shape)
+        for _ in range(2)
+    )
+
+    def run() -> None:
+        for layer in range(layers):
+            backend.run(layer, query, key, value, batch)
+
+    return run

@@ -1,0 +1,165 @@
+"""The whole engine with the demo model: every backend, with and without graphs, at every depth of overlap.
+
+The truth is the reference backend in fp32, one batch at a time. Another order of additions may turn a tie, so a token
+that differs is judged by the truth's own logits: its regret is how far below the best it lies there. In fp32 tokens
+must be the same or tie; in half precision their regret must be small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_check.section import Section
+from lockstep.core.errors import ConfigError
+from lockstep.core.replay import replay
+from lockstep.runtime import LLM, Params
+from lockstep.runtime.attention import make
+from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.models import Decoder
+
+REGRET = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}  # of logits, whose spread is about 10
+SCHED: dict[str, Any] = {"max_running_requests": 16, "chunked_prefill_size": 256, "pages": 1024}
+BEGINNINGS = (
+    "Returns the number of",
+    "This function",
+    "def ",
+    "The list of",
+    "If the argument is omitted,",
+    "Raises an error",
+    "A class is",
+    "The following",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the same requests."""
+
+    name: str
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def variants(section: Section) -> Iterator[Variant]:
+    """The riskiest first."""
+    if not section.gpu:
+        for depth, graphs in ((0, "off"), (1, "eager"), (2, "eager")):
+            options = {"attention_backend": "reference", "cuda_graphs": graphs, "overlap_depth": depth}
+            yield Variant(f"reference, graphs {graphs}, overlap {depth}", options=options)
+        return
+    for graphs in ("on", "off"):
+        for depth in (1, 0, 2):
+            options = {"attention_backend": "triton", "cuda_graphs": graphs, "overlap_depth": depth}
+            yield Variant(f"triton float32, graphs {graphs}, overlap {depth}", options=options)
+    for backend in ("triton", "flashinfer"):
+        for graphs in ("on", "off"):
+            options = {"attention_backend": backend, "cuda_graphs": graphs}
+            yield Variant(f"{backend} bfloat16, graphs {graphs}, overlap 1", "bfloat16", options)
+    stirred: dict[str, Any] = {"retract_every": 5, "batching": "mixed", "overlap_depth": 2, "debug": True}
+    yield Variant(
+        "triton float32, mixed, retractions, every KV slot verified", options={**stirred, "attention_backend": "triton"}
+    )
+    yield Variant("triton bfloat16, invariant", "bfloat16", {"attention_backend": "triton", "numerics": "invariant"})
+
+
+def run(section: Section) -> None:
+    """The truth, then every variant."""
+    prompts, counts = requests(section)
+    truth_options = {"attention_backend": "reference", "cuda_graphs": "off", "overlap_depth": 0}
+    truth = Variant("the truth", options=truth_options)
+    with section.trying("the reference backend"):
+        expected, model = answers(section, truth, prompts, counts)
+    if "the reference backend" in section.failures:
+        return
+    for variant in variants(section):
+        with section.trying(variant.name):
+            section.needs(5)
+            try:
+                found, _ = answers(section, variant, prompts, counts)
+            except ConfigError as refusal:
+                section.skip(variant.name, str(refusal))
+                continue
+            same = sum(a == b for a, b in zip(found, expected, strict=True))
+            worst = max(
+                (
+                    regret(model, prompt, said)
+                    for prompt, said, true in zip(prompts, found, expected, strict=True)
+                    if said != true
+                ),
+                default=0.0,
+            )
+            section.put(f"{variant.name}", {"equal": same, "of": len(expected), "regret": round(worst, 5)})
+            allowed = REGRET[variant.dtype]
+            detail = f"{same} of {len(expected)} answers equal, largest regret {worst:.2g}, {allowed} allowed"
+            section.check(f"tokens: {variant.name}", worst <= allowed, detail)
+
+
+def requests(section: Section) -> tuple[list[list[int]], list[int]]:
+    """Prompts that share beginnings, one longer than a chunk, and how many tokens each is to say."""
+    from lockstep.runtime.llm import demo_folder
+    from lockstep.runtime.text import Text
+
+    text = Text(demo_folder())
+    beginnings = [text.encode(one) for one in BEGINNINGS]
+    long = [token for one in beginnings for token in one] * (2 if section.small else 12)
+    prompts = [*beginnings, long, *(long[: 20 + n] + beginnings[n] for n in range(3 if section.small else 8))]
+    longest = 6 if section.small else 40
+    return prompts, [longest - n % 5 for n in range(len(prompts))]
+
+
+def answers(
+    section: Section, variant: Variant, prompts: Sequence[list[int]], counts: Sequence[int]
+) -> tuple[list[list[int]], Decoder]:
+    """What a variant says, greedily. Its journal must replay."""
+    journal = section.part.with_suffix("") / variant.name.replace(" ", "-").replace(",", "")
+    options = {**SCHED, **variant.options}
+    with LLM(device=str(section.device), dtype=variant.dtype, journal=journal, **options) as llm:
+        params = [Params(max_new_tokens=count, ignore_eos=True) for count in counts]
+        said = [answer.token_ids for answer in llm.generate(list(prompts), params)]
+        model, graphs = llm.model, llm.host.executor.graphs
+    replayed = replay(journal)
+    section.check(
+        f"journal: {variant.name}",
+        bool(replayed.steps),
+        f"{replayed.steps} steps replay, digest {replayed.digest.hex()}",
+    )
+    if options["cuda_graphs" if "cuda_graphs" in options else "pages"] in ("on", "eager"):
+        section.check(
+            f"graphs: {variant.name}",
+            graphs is not None and graphs.replays > 0,
+            f"{graphs.replays if graphs else 0} replays",
+        )
+    return said, model
+
+
+def regret(model: Decoder, prompt: list[int], said: list[int]) -> float:
+    """How far a token lies below the best, by the logits of this model behind all before it; of all tokens the most."""
+    tokens = torch.tensor(prompt + said[:-1], device=model.device)
+    count = len(tokens)
+    pool = KvPool(model.layers, count, 1, model.kv_heads, model.head_dim, model.dtype, model.device)
+    attention = make("reference", pool, model.heads, scale=model.scale)
+    at = torch.arange(count, device=model.device)
+    batch = ForwardBatch(
+        token_ids=tokens,
+        positions=at,
+        slots=at,
+        rows=torch.zeros(1, dtype=torch.int32, device=model.device),
+        indptr=torch.tensor([0, count], dtype=torch.int32, device=model.device),
+        lengths=torch.tensor([count], dtype=torch.int32, device=model.device),
+        page_table=at.to(torch.int32)[None],
+        logits_at=at,
+        extend_rows=1,
+        starts_host=np.zeros(1, np.int32),
+        lengths_host=np.array([count], np.int32),
+    )
+    with torch.inference_mode():
+        attention.plan(batch)
+        logits = model.logits(model.forward(batch, attention)[len(prompt) - 1 :])
+        chosen = logits.gather(1, torch.tensor(said, device=model.device)[:, None])[:, 0]
+        return float((logits.amax(1) - chosen).max())

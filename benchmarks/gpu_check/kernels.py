@@ -1,0 +1,293 @@
+"""Every kernel against its reference on this machine: attention in all modes, sampling, grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.section import Section
+from lockstep.core.errors import ConfigError
+from lockstep.runtime.attention import choose, make
+from lockstep.runtime.attention.base import Numerics
+from lockstep.runtime.attention.reference import ReferenceAttention
+from lockstep.runtime.forward import ForwardBatch
+from tests.support.passes import Pass, make_pass
+
+Mode = Literal["decode", "extend", "mixed"]
+MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
+
+# Largest distance of a token's result from the reference's, as a share of its length: half of the last bit of the
+# result, and as much again for the weights, which kernels round before the second product.
+FAR = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One backend with one shape, for all modes."""
+
+    backend: str
+    numerics: Numerics
+    dtype: torch.dtype
+    page_size: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{self.backend} {self.numerics} {dtype} pages of {self.page_size}, heads {heads}"
+
+
+def cases(section: Section) -> Iterator[Case]:
+    """The most used first."""
+    if not section.gpu:  # the interpreter, where it is on, is slow
+        yield Case("triton", "invariant", torch.float32, 4, 4, 2, 16)
+        yield Case("reference", "fast", torch.float32, 4, 4, 2, 16)
+        return
+    for backend in ("triton", "flashinfer"):
+        yield Case(backend, "fast", torch.bfloat16, 16)
+        yield Case(backend, "invariant", torch.bfloat16, 16)
+    for backend in ("triton", "flashinfer"):
+        for page_size in (1, 64):
+            yield Case(backend, "fast", torch.bfloat16, page_size)
+        yield Case(backend, "fast", torch.float16, 16)
+        yield Case(backend, "fast", torch.bfloat16, 16, heads=8, kv_heads=8, head_dim=64)
+    yield Case("triton", "fast", torch.float32, 16, heads=14, kv_heads=2, head_dim=64)
+    yield Case("triton", "fast", torch.bfloat16, 16, heads=28, kv_heads=4, head_dim=80)
+
+
+def run(section: Section) -> None:
+    """Attention, then sampling, then grouped products."""
+    with section.trying("sampling kernels"):
+        section.needs(10)
+        sampling(section)
+    with section.trying("grouped products"):
+        section.needs(5)
+        grouped(section)
+    for case in cases(section):
+        with section.trying(case.name):
+            section.needs(6)
+            attention(section, case)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def attention(section: Section, case: Case) -> None:
+    """All modes of one case, as launched and replayed in a graph."""
+    try:
+        choose(case.backend, section.device, case.dtype, case.head_dim, case.page_size, numerics=case.numerics)
+    except ConfigError as refusal:
+        section.skip(case.name, str(refusal))
+        return
+    for mode in MODES:
+        section.needs(3)
+        far = distance(section, case, mode)
+        section.check(
+            f"{case.name}: {mode}", far <= FAR[case.dtype], f"off by {far:.2g}, {FAR[case.dtype]:.2g} allowed"
+        )
+    if section.gpu:
+        section.needs(3)
+        far = graph_distance(section, case)
+        section.check(
+            f"{case.name}: decode in a graph",
+            far <= FAR[case.dtype],
+            f"off by {far:.2g}, {FAR[case.dtype]:.2g} allowed",
+        )
+    if case.numerics == "invariant":
+        section.needs(3)
+        bits(section, case)
+
+
+def spans_of(section: Section, mode: Mode) -> tuple[list[tuple[int, int]], int]:
+    """First and last position of each row's new tokens, and how many rows extend."""
+    rng = np.random.default_rng(5)
+    longest, new_max = (20, 6) if section.small else (3000, 400)
+    extends = [(int(a), int(a + n)) for a, n in zip(rng.integers(0, longest, 5), rng.integers(1, new_max, 5))]  # noqa: B905
+    extends[0] = (0, extends[0][1])
+    at = [*rng.integers(0, longest, 9).tolist(), 0, 15, 16]
+    decodes = [(one, one + 1) for one in at]
+    return {"decode": (decodes, 0), "extend": (extends, 5), "mixed": (extends + decodes, 5)}[mode]
+
+
+def passes(section: Section, case: Case, spans: Sequence[tuple[int, int]], extending: int, **more: Any) -> Pass:
+    """The same numbers each time."""
+    return make_pass(
+        spans,
+        extend_rows=extending,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        page_size=case.page_size,
+        dtype=case.dtype,
+        device=str(section.device),
+        **more,
+    )
+
+
+def reference(made: Pass) -> Tensor:
+    """What must come out, in fp64."""
+    return ReferenceAttention(made.pool).run(0, made.query.double(), made.key, made.value, made.batch)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """Largest distance of a token's heads from those wanted, as a share of their length; not a number counts as 1."""
+    distances = (found.double() - wanted.double()).norm(dim=-1) / wanted.double().norm(dim=-1).clamp(min=1e-30)
+    return float(distances.nan_to_num(1.0).max())
+
+
+def distance(section: Section, case: Case, mode: Mode) -> float:
+    """Of one pass; 1 if the KV of the new tokens is not where it should be."""
+    made, twin = (passes(section, case, *spans_of(section, mode)) for _ in range(2))
+    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics)
+    backend.plan(made.batch)
+    found = backend.run(0, made.query, made.key, made.value, made.batch)
+    wanted = reference(twin)
+    for kept, expected in ((made.pool.keys[0], twin.pool.keys[0]), (made.pool.values[0], twin.pool.values[0])):
+        if not torch.equal(kept.nan_to_num(7.0), expected.nan_to_num(7.0)):
+            return 1.0
+    return off(found, wanted)
+
+
+def graph_distance(section: Section, case: Case) -> float:
+    """Of replays with other lengths than at capture, the largest."""
+    spans = [(2999, 3000), (40, 41), (700, 701), (1, 2), (1023, 1024)]
+    made, twin = (passes(section, case, spans, 0) for _ in range(2))
+    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics, graphs=True)
+    stream = torch.cuda.Stream(section.device)
+    stream.wait_stream(torch.cuda.current_stream(section.device))
+    worst = 0.0
+    with torch.cuda.stream(stream):
+        backend.plan(made.batch, graph=True)
+        for _ in range(2):
+            backend.run(0, made.query, made.key, made.value, made.batch)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = backend.run(0, made.query, made.key, made.value, made.batch)
+        for lengths in ([3000, 41, 701, 2, 1024], [5, 33, 640, 1, 1000], [1600, 1, 16, 2, 17]):
+            for one in (made, twin):
+                move(one, lengths, case.page_size)
+            backend.plan(made.batch, graph=True)
+            graph.replay()
+            worst = max(worst, off(out, reference(twin)))
+        stream.synchronize()
+    return worst
+
+
+def move(made: Pass, lengths: Sequence[int], page_size: int) -> None:
+    """Let each row decode at another place, in front of the one it was made for."""
+    host = np.array(lengths, np.int32)
+    made.batch.lengths_host, made.batch.starts_host = host, host - 1
+    made.batch.lengths.copy_(torch.from_numpy(host))
+    last = made.batch.lengths.long() - 1
+    pages = made.batch.page_table[made.batch.rows.long(), last // page_size]
+    made.batch.slots.copy_(pages.long() * page_size + last % page_size)
+
+
+def bits(section: Section, case: Case) -> None:
+    """With invariant numerics: whether a decode has the same bits alone and in a batch, and a row in any chunks."""
+    spans = [(7, 8), (0, 1), (15, 16)] if section.small else [(700, 701), (1023, 1024), (2500, 2501), (0, 1), (15, 16)]
+
+    def decoded(only: Sequence[int] | None = None) -> Tensor:
+        made = passes(section, case, spans, 0, only=only)
+        backend = make(case.backend, made.pool, case.heads, numerics=case.numerics)
+        backend.plan(made.batch)
+        return backend.run(0, made.query, made.key, made.value, made.batch)
+
+    together = decoded()
+    same = sum(torch.equal(decoded([row])[0], together[row]) for row in range(len(spans)))
+    section.check(f"{case.name}: bits alone and in a batch", same == len(spans), f"{same} of {len(spans)} rows equal")
+    if case.backend != "triton":
+        return
+    cuts = (0, 9, 17, 18) if section.small else (0, 1300, 2599, 2600)
+    made, twin = (passes(section, case, [(0, cuts[-1]), (3, 12)], 2) for _ in range(2))
+    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics)
+    backend.plan(made.batch)
+    whole = backend.run(0, made.query, made.key, made.value, made.batch)[: cuts[-1]]
+    cut = chunked(twin, make(case.backend, twin.pool, case.heads, numerics=case.numerics), cuts)
+    differ = int((cut != whole).flatten(1).any(1).sum())
+    section.check(
+        f"{case.name}: bits in one chunk, in two, and decoded",
+        not differ,
+        f"{differ} of {len(whole)} tokens differ, by {off(cut, whole):.2g}",
+    )
+
+
+def chunked(made: Pass, backend: Any, cuts: Sequence[int]) -> Tensor:
+    """Row 0 of a pass, one part after the other; a part of one token is decoded."""
+    batch, parts = made.batch, []
+    for start, stop in pairwise(cuts):
+        tokens = slice(start, stop)
+        part = ForwardBatch(
+            token_ids=batch.token_ids[tokens],
+            positions=batch.positions[tokens],
+            slots=batch.slots[tokens],
+            rows=batch.rows[:1],
+            indptr=torch.tensor([0, stop - start], dtype=torch.int32, device=batch.slots.device),
+            lengths=torch.tensor([stop], dtype=torch.int32, device=batch.slots.device),
+            page_table=batch.page_table,
+            logits_at=batch.logits_at,
+            extend_rows=int(stop - start > 1),
+            starts_host=np.array([start], np.int32),
+            lengths_host=np.array([stop], np.int32),
+        )
+        backend.plan(part)
+        parts.append(backend.run(0, made.query[tokens], made.key[tokens], made.value[tokens], part))
+    return torch.cat(parts)
+
+
+# ----------------------------------------------------------------------------------------------- sampling and experts
+
+
+def sampling(section: Section) -> None:
+    """Kernels of sampling draw what their references draw, to the bit; and what they take."""
+    try:
+        from lockstep.runtime.sampling import kernels
+    except ModuleNotFoundError as error:
+        section.skip("sampling kernels", f"{error.name} is not installed")
+        return
+    if not kernels.runs_on(section.device):
+        section.skip("sampling kernels", "they need a CUDA device, or TRITON_INTERPRET=1")
+        return
+    sizes = [(1, 151_936), (16, 151_936), (64, 151_936), (256, 151_936)] if section.gpu else [(3, 700)]
+    for samples, vocab in sizes:
+        name = f"sampling, {samples} rows of {vocab}"
+        with section.trying(name):
+            section.needs(5 if section.gpu else 0)
+            times = kernels.check_and_time(samples, vocab, section.device.type, repeats=10)
+            section.put(f"sampling_us.{samples}", {kernel: round(us, 1) for kernel, us in times.items()})
+            section.check(name, True, "every kernel equals its reference to the bit")
+
+
+def grouped(section: Section) -> None:
+    """Products of rows with the matrix of their group, by whichever kernel is taken and by ours."""
+    from lockstep.runtime.models.grouped import grouped_linear, grouped_linear_reference
+
+    device = section.device
+    if not section.gpu:
+        section.skip("grouped products", "on a CPU the reference is what runs")
+        return
+    from lockstep.runtime.models.grouped_kernel import grouped_linear_triton
+
+    generator = torch.Generator(device).manual_seed(3)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows in (16, 700):
+            counts = torch.bincount(torch.randint(0, 32, (rows,), generator=generator, device=device), minlength=32)
+            counts[5] = 0
+            ends = counts.cumsum(0).to(torch.int32)
+            given = torch.randn(int(ends[-1]), 512, generator=generator, device=device).to(dtype)
+            weights = (torch.randn(32, 384, 512, generator=generator, device=device) * 512**-0.5).to(dtype)
+            wanted = grouped_linear_reference(given.double(), weights.double(), ends)
+            for label, function in (("chosen", grouped_linear), ("ours", grouped_linear_triton)):
+                far = off(function(given, weights, ends), wanted)
+                name = f"grouped product, {label}, {rows} rows of {str(dtype).removeprefix('torch.')}"
+                section.check(name, far <= FAR[dtype], f"off by {far:.2g}")

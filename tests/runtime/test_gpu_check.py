@@ -1,0 +1,173 @@
+"""`make gpu-check` on a machine without a GPU: every section runs, at sizes at which no figure means anything."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from benchmarks.gpu_check import attention_times, shapes, tables  # noqa: E402
+from benchmarks.gpu_check.__main__ import ROOT, SECTIONS, in_process, verdict  # noqa: E402
+from benchmarks.gpu_check.report import markdown  # noqa: E402
+from benchmarks.gpu_check.section import Section, write_json  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def section(name: str, folder: Path, small: bool = True, limit_s: float = 100.0) -> Section:
+    return Section(name, CPU, small, folder, folder / f"{name}.json", limit_s)
+
+
+def reported(*sections: Section) -> dict[str, Any]:
+    """What the whole run would have gathered."""
+    found = {one.name: json.loads(one.part.read_text()) for one in sections}
+    return {"commit": "abc", "device": "cpu", "small": True, "budget_s": 530.0, "seconds": 1.0, "sections": found}
+
+
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables")])
+def test_a_section_runs_without_a_gpu(name: str, tmp_path: Path) -> None:
+    one = section(name, tmp_path)
+    importlib.import_module(f"benchmarks.gpu_check.{name}").run(one)
+    assert one.failures == {}
+    assert [check for check in one.checks if not check.ok] == []
+    assert one.figures or one.checks
+    report = reported(one)
+    page = markdown(report)
+    assert "no figure here means anything" in page
+    assert f"| {name} |" in page
+    assert verdict(report["sections"][name]).startswith(f"{len(one.checks)} checks passed")
+
+
+def test_the_engine_is_held_against_the_reference(tmp_path: Path) -> None:
+    """Tokens that are not the best by the truth's own logits are found."""
+    from benchmarks.gpu_check.engine import regret
+    from lockstep.runtime.models import build_model
+
+    torch.manual_seed(0)
+    model = build_model(shapes.TINY, None, CPU, random_weights_seed=1)
+    with torch.no_grad():
+        model.head.weight.mul_(50)
+    prompt, said = [5, 6, 7], [9]
+    worst = regret(model, prompt, said)
+    best = min(range(300), key=lambda token: regret(model, prompt, [token]))
+    assert regret(model, prompt, [best]) == 0.0
+    assert worst > 0.1
+
+
+def test_kernels_off_by_little_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu_check import kernels
+    from lockstep.runtime.attention.reference import ReferenceAttention
+
+    case = kernels.Case("reference", "fast", torch.float32, 4, 4, 2, 16)
+    one = section("kernels", tmp_path)
+    assert kernels.distance(one, case, "mixed") < 1e-6
+    right = ReferenceAttention.run
+
+    def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, batch: Any) -> Any:
+        out = right(self, layer, query, key, value, batch)
+        if query.dtype == torch.float32:
+            out[-1] *= 1.001
+        return out
+
+    monkeypatch.setattr(ReferenceAttention, "run", wrong)
+    assert kernels.distance(one, case, "mixed") == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_section_that_is_stopped_keeps_what_it_found(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(out=tmp_path, device="cpu", small=True)
+    found = in_process("machine", 0.5, tmp_path / "part.json", arguments)
+    assert found["ended"].startswith("stopped after 0 s, while at: ")
+    assert verdict(found).startswith("FAILED: stopped after 0 s")
+    found = in_process("no_such_section", 60.0, tmp_path / "other.json", arguments)
+    assert "ModuleNotFoundError" in (found.get("log", "") + str(found.get("failures")))
+
+
+def test_what_a_step_raises_is_kept_and_the_next_goes_on(tmp_path: Path) -> None:
+    one = section("decode", tmp_path, limit_s=50.0)
+    with one.trying("first"):
+        one.put("a.b", 1)
+        raise RuntimeError("the kernel is wrong")
+    with one.trying("second"):
+        one.needs(99.0)
+        raise AssertionError("there is no time for it")
+    with one.trying("third"):
+        one.check("c", False, "off by 3")
+    kept = json.loads(one.part.read_text())
+    assert kept["figures"] == {"a": {"b": 1}}
+    assert kept["failures"]["first"].startswith("RuntimeError: the kernel is wrong")
+    assert kept["skipped"]["second"].startswith("no time: ")
+    assert verdict(kept) == "FAILED: c, first, 1 skipped"
+    page = markdown(reported(one))
+    assert "## Failure: decode, first" in page
+    assert "| decode | c | off by 3 |" in page
+
+
+def test_targets_are_said_to_be_met_or_missed(tmp_path: Path) -> None:
+    decode = section("decode", tmp_path)
+    decode.put("targets", {"64": {"ratio": 1.2, "by": "triton, graphs on", "target": 1.25, "met": True}})
+    bubbles = section("bubbles", tmp_path)
+    bubbles.put("targets", {"256": {"overlap 0": 0.11, "overlap 1": 0.03, "target": 0.02, "met": False}})
+    page = markdown(reported(decode, bubbles))
+    assert "| decode step at 64 rows, times the floor | <= 1.25 | 1.2 by triton, graphs on | met |" in page
+    assert "| GPU idle between decodes, 256 requests | < 2% | overlap 0 11.00%, overlap 1 3.00% | **MISSED** |" in page
+
+
+def test_the_command_gathers_sections(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--small", "--out", tmp_path]
+    done = subprocess.run([*command, "--only", "machine"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert list(report["sections"]) == ["machine"]
+    assert report["sections"]["machine"]["skipped"] == {"launches": "they are what a GPU has"}
+    assert (tmp_path / "gpu_check.md").read_text().startswith("# GPU check\n")
+    done = subprocess.run([*command, "--only", "magic"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"no section magic; there are {', '.join(SECTIONS)}\n")
+
+
+def test_the_simulator_takes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the shapes of the real model and times by a formula: both calibrations are accepted."""
+    pytest.importorskip("zstandard", reason="the simulator is not installed")
+    from benchmarks.gpu_check import bubbles
+
+    bubbles.run(section("bubbles", tmp_path))
+    monkeypatch.setattr(shapes, "config", lambda section: shapes.QWEN3_8B)
+    monkeypatch.setattr(tables, "graph_time_us", lambda run, device, repeats: 100.0)
+    monkeypatch.setattr(tables, "decode_us", lambda layer, name, rows, context, page: 10 + rows * context * 1e-3)
+    monkeypatch.setattr(tables, "extend_us", lambda layer, name, rows, before, new, page: 20 + rows * new**2 * 3e-5)
+    monkeypatch.setattr(tables.torch, "randn", lambda *shape, device: torch.zeros(1))
+    one = section("tables", tmp_path, small=False)
+    tables.run(one)
+    assert one.failures == {}
+    assert {check.name: check.ok for check in one.checks} == {
+        "calibration of operators is accepted": True,
+        "calibration of journal is accepted": True,
+    }
+    assert one.figures["rows"]["h200__gemm_perf"] == 5 * len(tables.TOKENS)
+    assert (tmp_path / "h200-operators.json").is_file()
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 10
+
+
+def test_a_decode_is_timed_over_enough_memory(tmp_path: Path) -> None:
+    """The shapes from config.json alone are those of the model."""
+    from lockstep.runtime.models import build_model
+
+    one = section("tables", tmp_path)
+    layer, model = shapes.Layer.of(one), build_model(shapes.TINY, None, CPU, random_weights_seed=0)
+    assert (layer.heads, layer.kv_heads, layer.head_dim) == (model.heads, model.kv_heads, model.head_dim)
+    stack: Any = model.stack[0]
+    weights = (
+        stack.attention.qkv.weight, stack.attention.output.weight, stack.mlp.gate_up.weight, stack.mlp.down.weight,
+        model.head.weight,
+    )  # fmt: skip
+    assert layer.products == tuple(tuple(weight.shape) for weight in weights)
+    assert attention_times.layer_bytes(layer, 10) == 10 * 2 * 2 * 16 * 4
+    write_json(tmp_path / "a.json", {"b": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"b": 1}
