@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.gpu_check import shapes
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import Served, serve
+from lockstep.runtime.models import Decoder
 
+JOURNAL = "run"  # the folder of the run whose journal is kept
 IDLE_SHARE = 0.02  # the target, with overlap
 ROWS = (64, 256)
 
 
 def run(section: Section) -> None:
-    """The same requests with overlap 0, 1 and 2; the largest batch also writes a journal to calibrate with."""
+    """The same requests with overlap 0, 1 and 2; then requests of all lengths, for a journal to calibrate with."""
     model = shapes.model(section)
     backend = shapes.backends(section, model)[0]
     section.put("backend", backend)
@@ -24,33 +29,42 @@ def run(section: Section) -> None:
         for depth in (1, 0, 2):
             name = f"{count} requests, overlap {depth}"
             with section.trying(name):
-                section.needs(14 if section.gpu else 0)
-                journal = section.out / "journal" if depth == 0 and count == rows[-1] else None
-                clear(journal)
-                served = serve(
-                    section,
-                    model,
-                    backend,
-                    requests=count,
-                    prompt_tokens=prompt,
-                    output_tokens=output,
-                    overlap_depth=depth,
-                    journal=journal,
-                    journal_model="qwen3-8b",
-                )
-                found = figures(served)
-                section.put(f"runs.{count}.overlap {depth}", found)
+                section.needs(10 if section.gpu else 0)
+                lengths = {"prompt_tokens": [prompt] * count, "output_tokens": [output] * count}
+                served = serve(section, model, backend, overlap_depth=depth, **lengths)
+                section.put(f"runs.{count}.overlap {depth}", figures(served))
                 whole = served.output_tokens == count * output and not served.failures
                 section.check(f"{name}: all tokens came", whole, f"{served.output_tokens} tokens; {served.failures}")
             release(section)
-    targets(section, rows)
+        targets(section, rows)
+    with section.trying("journal"):
+        section.needs(8 if section.gpu else 0)
+        journal(section, model, backend)
 
 
-def clear(journal: Any) -> None:
-    """Remove the journal of an earlier run."""
-    if journal is not None and journal.is_dir():
-        for path in sorted(journal.rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
+def journal(section: Section, model: Decoder, backend: str) -> None:
+    """Batches of all sizes: requests of many lengths, so that fewer and fewer decode. One batch at a time."""
+    rng = np.random.default_rng(4)
+    count, prompt, output = (8, 20, 64) if section.small else (192, 1500, 160)
+    folder = section.out / JOURNAL
+    clear(folder)
+    served = serve(
+        section,
+        model,
+        backend,
+        prompt_tokens=rng.integers(prompt // 10, prompt, count).tolist(),
+        output_tokens=np.linspace(2, output, count).astype(int).tolist(),
+        overlap_depth=0,
+        journal=folder,
+        journal_model="qwen3-8b",
+    )
+    section.put("journal", {"batches": served.batches, "output_tokens": served.output_tokens, "folder": JOURNAL})
+
+
+def clear(folder: Path) -> None:
+    """Remove the journal of an earlier run, and nothing else."""
+    for path in folder.glob("journal/*"):
+        path.unlink()
 
 
 def figures(served: Served) -> dict[str, Any]:

@@ -25,9 +25,8 @@ def run(section: Section) -> None:
     with section.trying("ours"):
         model = shapes.model(section)
         backend = shapes.backends(section, model)[0]
-        depth = 1
         served = serve(
-            section, model, backend, requests=count, prompt_tokens=prompt, output_tokens=output, overlap_depth=depth
+            section, model, backend, prompt_tokens=[prompt] * count, output_tokens=[output] * count, overlap_depth=1
         )
         del model
         section.put(

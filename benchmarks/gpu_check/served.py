@@ -143,16 +143,20 @@ def serve(
     model: Decoder,
     backend: str,
     *,
-    requests: int,
-    prompt_tokens: int,
-    output_tokens: int,
+    prompt_tokens: Sequence[int],
+    output_tokens: Sequence[int],
     overlap_depth: int,
     graphs: bool = True,
     journal: Path | None = None,
     journal_model: str = "",
 ) -> Served:
-    """Random prompts, all there at the start, through engine and host, to the last token."""
-    tokens = prompt_tokens + output_tokens
+    """Random prompts, all there at the start, through engine and host, to the last token.
+
+    Args:
+        prompt_tokens, output_tokens: of each request.
+    """
+    requests = len(prompt_tokens)
+    tokens = max(prompt_tokens) + max(output_tokens)
     config = SchedConfig(
         page_size=PAGE_SIZE,
         pages=requests * -(-(tokens + 1) // PAGE_SIZE) + 16,
@@ -162,7 +166,9 @@ def serve(
         reserve="full",
     )
     clock = HostClock()
-    sizes = graph_sizes(requests) if graphs else ()
+    # Outside of the journal a few sizes do: a start with all of them takes seconds.
+    few = tuple(size for size in graph_sizes(requests) if size & (size - 1) == 0 or size == requests)
+    sizes = () if not graphs else graph_sizes(requests) if journal is not None else few
     executor = make_executor(model, config, clock, attention_backend=backend, graph_sizes=sizes)
     times = LaneTimes(executor.lane)
     engine = Engine(config)
@@ -181,17 +187,18 @@ def serve(
     rng = np.random.default_rng(1)
     vocab = model.settings.vocab
 
-    def ask(count: int, prompt: int, output: int) -> list[Counting]:
-        sinks = [Counting() for _ in range(count)]
-        for sink in sinks:
+    def ask(prompts: Sequence[int], outputs: Sequence[int]) -> list[Counting]:
+        sinks = []
+        for prompt, output in zip(prompts, outputs, strict=True):
             ids = rng.integers(3, vocab, prompt).astype(np.int32)
             arrival = RequestArrived(
                 0, request_id=-1, prompt=TokenIds(ids.tobytes()), max_new_tokens=output, ignore_eos=True
             )
-            host.submit(arrival, sink)
+            sinks.append(Counting())
+            host.submit(arrival, sinks[-1])
         return sinks
 
-    ask(2, min(prompt_tokens, 64), 3)  # compiles what is not compiled yet
+    ask([min(8, max(prompt_tokens))] * 2, [3, 3])  # compiles what is not compiled yet
     host.run(until_idle=True)
     meter = Meter()
     meter.watch(engine, "step", "engine.step")
@@ -200,7 +207,7 @@ def serve(
     meter.watch(host, "_fold", "fold, all it does")
     times.forget()
     modes.clear()
-    sinks = ask(requests, prompt_tokens, output_tokens)
+    sinks = ask(prompt_tokens, output_tokens)
     before = time.perf_counter()
     host.run(until_idle=True)
     seconds = time.perf_counter() - before
@@ -210,7 +217,7 @@ def serve(
     return Served(
         seconds=seconds,
         output_tokens=sum(sink.count for sink in sinks),
-        input_tokens=requests * prompt_tokens,
+        input_tokens=sum(prompt_tokens),
         batches=len(times),
         decode_gaps_us=[gap for gap, both in zip(times.gaps_us(), decodes, strict=True) if both],
         decode_us=[took for took, mode in zip(times.durations_us(), modes, strict=True) if mode == "decode"],

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu_check import shapes
 from benchmarks.gpu_check.attention_times import decode_us, extend_us
+from benchmarks.gpu_check.bubbles import JOURNAL
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import PAGE_SIZE, gpu_name
 from benchmarks.gpu_check.timing import graph_time_us
@@ -125,13 +126,13 @@ def calibrate(section: Section, folder: Path, gpu: str) -> None:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     commands = {
         "operators": ["operators", str(folder), "--model", MODEL, "--gpu", gpu],
-        "journal": ["journal", str(section.out / "journal"), "--model", MODEL, "--gpu", gpu],
+        "journal": ["journal", str(section.out / JOURNAL), "--model", MODEL, "--gpu", gpu],
     }
     for name, command in commands.items():
         out = section.out / f"{gpu}-{name}.json"
         line = ["calibrate", *command, "--date", date, "--out", str(out)]
         section.put(f"commands.{name}", "lockstep " + " ".join(line))
-        if name == "journal" and not (section.out / "journal").is_dir():
+        if name == "journal" and not (section.out / JOURNAL).is_dir():
             section.skip("calibration of journal", "the section bubbles wrote none")
             continue
         # Not by the command `lockstep`: it finds its subcommands in installed packages only.
