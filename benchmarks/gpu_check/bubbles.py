@@ -30,8 +30,10 @@ def run(section: Section) -> None:
             name = f"{count} requests, overlap {depth}"
             with section.trying(name):
                 section.needs(10 if section.gpu else 0)
-                lengths = {"prompt_tokens": [prompt] * count, "output_tokens": [output] * count}
-                served = serve(section, model, backend, overlap_depth=depth, **lengths)
+                prompts, outputs = [prompt] * count, [output] * count
+                served = serve(
+                    section, model, backend, prompt_tokens=prompts, output_tokens=outputs, overlap_depth=depth
+                )
                 section.put(f"runs.{count}.overlap {depth}", figures(served))
                 whole = served.output_tokens == count * output and not served.failures
                 section.check(f"{name}: all tokens came", whole, f"{served.output_tokens} tokens; {served.failures}")

@@ -109,8 +109,15 @@ def targets(section: Section) -> None:
 
 def attention(section: Section, model: Decoder, names: list[str]) -> None:
     """One layer's attention, by backend: decodes of several rows and contexts, extends of several prompts."""
-    decode_shapes = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (16, 8192), (1, 32768))
-    extend_shapes = ((1, 0, 1024), (8, 0, 1024), (1, 0, 8192), (8, 2048, 512))
+    decode_shapes: tuple[tuple[int, int], ...] = (
+        (1, 1024),
+        (16, 1024),
+        (64, 1024),
+        (256, 1024),
+        (16, 8192),
+        (1, 32768),
+    )
+    extend_shapes: tuple[tuple[int, int, int], ...] = ((1, 0, 1024), (8, 0, 1024), (1, 0, 8192), (8, 2048, 512))
     if section.small:
         decode_shapes, extend_shapes = ((1, 16), (3, 24)), ((2, 4, 8),)
     for name in names:

@@ -19,6 +19,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.replay import replay
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.attention import make
+from lockstep.runtime.executor import Executor
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.models import Decoder
@@ -102,8 +103,8 @@ def run(section: Section) -> None:
 
 def requests(section: Section) -> tuple[list[list[int]], list[int]]:
     """Prompts that share beginnings, one longer than a chunk, and how many tokens each is to say."""
+    from lockstep.host.text import Text
     from lockstep.runtime.llm import demo_folder
-    from lockstep.runtime.text import Text
 
     text = Text(demo_folder())
     beginnings = [text.encode(one) for one in BEGINNINGS]
@@ -122,7 +123,8 @@ def answers(
     with LLM(device=str(section.device), dtype=variant.dtype, journal=journal, **options) as llm:
         params = [Params(max_new_tokens=count, ignore_eos=True) for count in counts]
         said = [answer.token_ids for answer in llm.generate(list(prompts), params)]
-        model, graphs = llm.model, llm.host.executor.graphs
+        model, executor = llm.model, llm.host.executor
+        graphs = executor.graphs if isinstance(executor, Executor) else None
     replayed = replay(journal)
     section.check(
         f"journal: {variant.name}",

@@ -161,13 +161,13 @@ def _bubbles(bubbles: Found) -> Iterator[str]:
     columns = (
         "idle_share gap_us_median gap_us_max decode_us_median period_us_median output_tokens_per_s decodes_in_a_row"
     )
-    rows, host = [], []
+    rows, host, parts = [], [], ()
     for count, runs in bubbles["runs"].items():
         for name, run in runs.items():
             share = None if run["idle_share"] is None else f"{run['idle_share']:.2%}"
             rows.append((int(count), name, share, *(run[column] for column in columns.split()[1:])))
             host.append((int(count), name, *run["host_us_per_batch"].values()))
-            parts = list(run["host_us_per_batch"])
+            parts = tuple(run["host_us_per_batch"])
     yield from _table(
         (
             "requests",

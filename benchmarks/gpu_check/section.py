@@ -50,7 +50,7 @@ class Section:
     @property
     def gpu(self) -> bool:
         """Whether there is one."""
-        return self.device.type == "cuda"
+        return str(self.device.type) == "cuda"
 
     def left_s(self) -> float:
         """Seconds of the limit that are left."""

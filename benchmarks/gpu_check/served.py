@@ -18,8 +18,9 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import RequestArrived, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.host.batches import Int32s
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.graphs import graph_sizes
-from lockstep.runtime.host import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.llm import make_executor
 from lockstep.runtime.models import Decoder
 
@@ -173,7 +174,12 @@ def serve(
     times = LaneTimes(executor.lane)
     engine = Engine(config)
     modes: list[str] = []
-    host_info = {"kind": "runtime", "model": journal_model, "gpu": gpu_name(section), "tp": 1}
+    host_info: dict[str, str | int | float] = {
+        "kind": "runtime",
+        "model": journal_model,
+        "gpu": gpu_name(section),
+        "tp": 1,
+    }
     writer = (
         JournalWriter.create(journal, JournalHeader(config=config, host=host_info)) if journal is not None else None
     )

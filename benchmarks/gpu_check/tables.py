@@ -66,7 +66,7 @@ def write(section: Section, path: Path, rows: list[dict[str, Any]]) -> None:
 def gemm(section: Section, layer: shapes.Layer) -> list[dict[str, Any]]:
     """The products of the model's layers and of its logits, weights cold."""
     tokens = (1, 8) if section.small else TOKENS
-    rows = []
+    rows: list[dict[str, Any]] = []
     for n, k in sorted(set(layer.products)):
         size = n * k * layer.dtype.itemsize
         copies = max(1, min(16, COLD_BYTES // size)) if section.gpu else 1
@@ -99,7 +99,7 @@ def heads(layer: shapes.Layer) -> dict[str, Any]:
 
 def generation_attention(section: Section, layer: shapes.Layer, backend: str) -> list[dict[str, Any]]:
     """One new token for each row."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for count, step in ((1, 16), (3, 24)) if section.small else DECODES:
         if section.left_s() < 5 and rows:
             section.skip(f"generation_attention from {count} x {step} on", "no time")
@@ -111,7 +111,7 @@ def generation_attention(section: Section, layer: shapes.Layer, backend: str) ->
 
 def context_attention(section: Section, layer: shapes.Layer, backend: str) -> list[dict[str, Any]]:
     """Whole prompts."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for count, new in ((1, 8), (2, 16)) if section.small else PROMPTS:
         if section.left_s() < 5 and rows:
             section.skip(f"context_attention from {count} x {new} on", "no time")

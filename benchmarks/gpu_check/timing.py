@@ -31,7 +31,7 @@ def time_us(run: Callable[[], object], device: torch.device, *, repeats: int = 1
             before = time.perf_counter()
             run()
             taken.append(1e6 * (time.perf_counter() - before))
-    return statistics.median(taken)
+    return float(statistics.median(taken))
 
 
 def graph_time_us(run: Callable[[], object], device: torch.device, *, repeats: int = 10) -> float:

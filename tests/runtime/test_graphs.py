@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import RequestRetracted  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.attention import make  # noqa: E402
 from lockstep.runtime.graphs import (  # noqa: E402
@@ -32,7 +33,6 @@ from lockstep.runtime.graphs import (  # noqa: E402
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.host import HostClock  # noqa: E402
 from lockstep.runtime.llm import make_executor, make_pool  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
