@@ -1,15 +1,17 @@
-"""How long one layer's attention takes, of a backend over a pool of its own."""
+"""Which attention backends work here, and how long one layer takes of each, over a pool of its own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.shapes import Layer
+from benchmarks.gpu_check.section import Section
+from benchmarks.gpu_check.shapes import PAGE_SIZE, Layer
 from benchmarks.gpu_check.timing import graph_time_us, time_us
-from lockstep.runtime.attention import make
+from lockstep.runtime.attention import choose, make
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
@@ -17,6 +19,35 @@ from lockstep.runtime.models import Decoder
 
 COLD_BYTES = 256 << 20  # of KV that calls walk through before they come back: several times what caches hold
 LAYERS_MAX = 36
+
+
+def backends(section: Section, model: Decoder | Layer) -> list[str]:
+    """Those that can run here and do, the fastest of the section `decode` first; each refusal is noted."""
+    if not section.gpu:
+        return ["reference"]
+    found = []
+    for name in ("flashinfer", "triton"):
+        try:
+            choose(name, section.device, model.dtype, model.head_dim, PAGE_SIZE, graphs=True)
+            decode_us(model, name, 2, 20, PAGE_SIZE)
+            extend_us(model, name, 2, 5, 20, PAGE_SIZE)
+        except Exception as error:  # a kernel that was not compiled ahead, say
+            section.skip(name, f"{type(error).__name__}: {error}")
+        else:
+            found.append(name)
+    if not found:
+        raise RuntimeError("no attention backend works here")
+    return sorted(found, key=lambda name: seen_us(section, name))
+
+
+def seen_us(section: Section, name: str) -> float:
+    """What the largest decode took with this backend, if that was measured in this run."""
+    try:
+        report = json.loads((section.out / "gpu_check.json").read_text())
+        by_rows = report["sections"]["decode"]["figures"]["steps"][f"{name}, graphs on"]
+        return float(by_rows[max(by_rows, key=int)]["step_us"])
+    except (OSError, ValueError, KeyError):
+        return 0.0
 
 
 def decode_us(model: Decoder | Layer, name: str, rows: int, context: int, page_size: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check import shapes
+from benchmarks.gpu_check.attention_times import backends
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import Served, serve
@@ -22,7 +23,7 @@ ROWS = (64, 256)
 def run(section: Section) -> None:
     """The same requests with overlap 0, 1 and 2; then requests of all lengths, for a journal to calibrate with."""
     model = shapes.model(section)
-    backend = shapes.backends(section, model)[0]
+    backend = backends(section, model)[0]
     section.put("backend", backend)
     rows, prompt, output = ((3,), 12, 8) if section.small else (ROWS, 512, 96)
     for count in rows:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import shapes
-from benchmarks.gpu_check.attention_times import decode_us, extend_us
+from benchmarks.gpu_check.attention_times import backends, decode_us, extend_us, layer_bytes
 from benchmarks.gpu_check.machine import COPY_BYTES, copy_gbs
 from benchmarks.gpu_check.section import Section
-from benchmarks.gpu_check.served import PAGE_SIZE, Decodes
+from benchmarks.gpu_check.served import Decodes
+from benchmarks.gpu_check.shapes import PAGE_SIZE
 from benchmarks.gpu_check.timing import percentile
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.models import Decoder
@@ -32,7 +33,7 @@ def run(section: Section) -> None:
     model = shapes.model(section)
     section.put("model", {"shape": "tiny" if section.small else "Qwen3-8B", "weight_bytes": model.weight_bytes})
     section.put("context", context)
-    names = shapes.backends(section, model)
+    names = backends(section, model)
     for name in names:
         for graphs in (True, False):
             label = f"{name}, graphs {'on' if graphs else 'off'}"
@@ -42,9 +43,10 @@ def run(section: Section) -> None:
             release(section)
     with section.trying("targets"):
         targets(section)
-    with section.trying("attention by shape"):
-        section.needs(8 if section.gpu else 0)
-        attention(section, model, names)
+    for name in names:
+        with section.trying(f"attention by shape, {name}"):
+            attention(section, model, name)
+        release(section)
 
 
 def floor_us(model: Decoder, batch: int, context: int, gbs: float) -> float:
@@ -107,37 +109,26 @@ def targets(section: Section) -> None:
     section.put("targets", best)
 
 
-def attention(section: Section, model: Decoder, names: list[str]) -> None:
-    """One layer's attention, by backend: decodes of several rows and contexts, extends of several prompts."""
+def attention(section: Section, model: Decoder, name: str) -> None:
+    """One layer's attention: decodes of several rows and contexts, extends of several prompts."""
     decode_shapes: tuple[tuple[int, int], ...] = (
-        (1, 1024),
-        (16, 1024),
-        (64, 1024),
-        (256, 1024),
-        (16, 8192),
-        (1, 32768),
-    )
+        (1, 1024), (16, 1024), (64, 1024), (256, 1024), (16, 8192), (1, 32768)
+    )  # fmt: skip
     extend_shapes: tuple[tuple[int, int, int], ...] = ((1, 0, 1024), (8, 0, 1024), (1, 0, 8192), (8, 2048, 512))
     if section.small:
         decode_shapes, extend_shapes = ((1, 16), (3, 24)), ((2, 4, 8),)
-    for name in names:
-        for rows, context in decode_shapes:
-            section.needs(3 if section.gpu else 0)
-            us = decode_us(model, name, rows, context, PAGE_SIZE)
-            kv = KvPool.bytes_per_page(1, 1, model.kv_heads, model.head_dim, model.dtype) * rows * context
-            section.put(
-                f"attention.decode.{rows} x {context}.{name}", {"us": round(us, 1), "gbs": round(kv / us / 1e3)}
-            )
-        for rows, before, new in extend_shapes:
-            section.needs(3 if section.gpu else 0)
-            us = extend_us(model, name, rows, before, new, PAGE_SIZE)
-            pairs = rows * (new * before + new * (new + 1) / 2)
-            tflops = 4 * model.heads * model.head_dim * pairs / us / 1e6
-            section.put(
-                f"attention.extend.{rows} x {new} behind {before}.{name}",
-                {"us": round(us, 1), "tflops": round(tflops, 1)},
-            )
-        release(section)
+    for rows, context in decode_shapes:
+        section.needs(3 if section.gpu else 0)
+        us = decode_us(model, name, rows, context, PAGE_SIZE)
+        kv = layer_bytes(model, rows * context)
+        section.put(f"attention.decode.{rows} x {context}.{name}", {"us": round(us, 1), "gbs": round(kv / us / 1e3)})
+    for rows, before, new in extend_shapes:
+        section.needs(3 if section.gpu else 0)
+        us = extend_us(model, name, rows, before, new, PAGE_SIZE)
+        pairs = rows * (new * before + new * (new + 1) / 2)
+        tflops = 4 * model.heads * model.head_dim * pairs / us / 1e6
+        shape = f"{rows} x {new} behind {before}"
+        section.put(f"attention.extend.{shape}.{name}", {"us": round(us, 1), "tflops": round(tflops, 1)})
 
 
 def release(section: Section) -> None:

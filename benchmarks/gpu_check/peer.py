@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check import shapes
+from benchmarks.gpu_check.attention_times import backends
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import serve
@@ -24,7 +25,7 @@ def run(section: Section) -> None:
     section.put("workload", {"requests": count, "prompt_tokens": prompt, "output_tokens": output})
     with section.trying("ours"):
         model = shapes.model(section)
-        backend = shapes.backends(section, model)[0]
+        backend = backends(section, model)[0]
         served = serve(
             section, model, backend, prompt_tokens=[prompt] * count, output_tokens=[output] * count, overlap_depth=1
         )

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.gpu_check.section import Section
+from benchmarks.gpu_check.shapes import PAGE_SIZE
 from benchmarks.gpu_check.timing import LaneTimes, Meter
 from lockstep.core.commands import BatchPlan, FinishRequest, PageDeltas, RejectRequest, RowTaken
 from lockstep.core.config import SchedConfig
@@ -23,8 +25,6 @@ from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenL
 from lockstep.runtime.graphs import graph_sizes
 from lockstep.runtime.llm import make_executor
 from lockstep.runtime.models import Decoder
-
-PAGE_SIZE = 16
 
 
 class Decodes:
@@ -56,6 +56,8 @@ class Decodes:
         )
         for kept in (*self.pool.keys, *self.pool.values):
             kept.normal_()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
         self.times = LaneTimes(self.executor.lane)
         self._batch = 0
         self._requests = 0
@@ -237,8 +239,6 @@ def gpu_name(section: Section) -> str:
     """As the catalogue of the simulator calls it."""
     if not section.gpu:
         return "h200"  # a try: figures mean nothing, but files must be readable
-    import torch
-
     words = torch.cuda.get_device_name(section.device).lower().replace("-", " ").split()
     known = ("h200", "h100", "a100", "b200", "l40s", "4090")
     found = next((name for name in known if name in words), words[-1])

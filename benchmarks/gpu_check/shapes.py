@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.section import Section
-from lockstep.core.errors import ConfigError
-from lockstep.runtime.attention import choose
 from lockstep.runtime.models import Decoder, build_model
 from lockstep.runtime.models.settings import DTYPES
 
+PAGE_SIZE = 16
 QWEN3_8B: dict[str, Any] = {  # config.json of Qwen/Qwen3-8B, but for what no kernel sees
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -88,18 +87,3 @@ def config(section: Section) -> dict[str, Any]:
 def model(section: Section) -> Decoder:
     """It, with random weights."""
     return build_model(config(section), None, section.device, random_weights_seed=0)
-
-
-def backends(section: Section, made: Decoder | Layer, page_size: int = 16, graphs: bool = True) -> list[str]:
-    """Attention backends that can run here, each refusal noted."""
-    found = []
-    for name in ("flashinfer", "triton"):
-        try:
-            choose(name, section.device, made.dtype, made.head_dim, page_size, graphs=graphs)
-        except ConfigError as refusal:
-            section.skip(name, str(refusal))
-        else:
-            found.append(name)
-    if not section.gpu:
-        found = ["reference"]
-    return found

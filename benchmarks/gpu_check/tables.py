@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import shapes
-from benchmarks.gpu_check.attention_times import decode_us, extend_us
+from benchmarks.gpu_check.attention_times import backends, decode_us, extend_us
 from benchmarks.gpu_check.bubbles import JOURNAL
 from benchmarks.gpu_check.section import Section
-from benchmarks.gpu_check.served import PAGE_SIZE, gpu_name
+from benchmarks.gpu_check.served import gpu_name
+from benchmarks.gpu_check.shapes import PAGE_SIZE
 from benchmarks.gpu_check.timing import graph_time_us
 
 COLD_BYTES = 256 << 20
@@ -37,7 +38,7 @@ def run(section: Section) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     gpu = gpu_name(section)
     layer = shapes.Layer.of(section)
-    backend = shapes.backends(section, layer)[0]
+    backend = backends(section, layer)[0]
     section.put("backend", backend)
     section.put("gpu", gpu)
     with section.trying("gemm"):

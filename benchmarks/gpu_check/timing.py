@@ -39,6 +39,7 @@ def graph_time_us(run: Callable[[], object], device: torch.device, *, repeats: i
     if device.type != "cuda":
         return time_us(run, device, repeats=3, warm_ups=1)
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # tables and indices are there before they are followed
     with torch.cuda.stream(stream):
         for _ in range(2):
             run()
