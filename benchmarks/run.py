@@ -13,16 +13,18 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 
-# The benchmarks, and what each needs from outside, as environment variables that name a folder.
+# The benchmarks, and what each needs from outside: environment variables that name a folder, or a module.
 NEEDS = {
     "radix_oracle": ("LOCKSTEP_DATA",),
     "radix_speed": ("LOCKSTEP_PEERS",),
     "scheduler_speed": ("LOCKSTEP_PEERS",),
     "policy_pass": ("LOCKSTEP_PEERS",),
+    "host_loop": ("torch",),
     "overlap": (),
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "memory_growth": ("LOCKSTEP_PEERS",),
@@ -58,9 +60,11 @@ def main() -> int:
 
 def run(name: str, needs: tuple[str, ...]) -> str:
     """Run one, its output shown as it comes; say how it went."""
-    missing = [variable for variable in needs if not Path(os.environ.get(variable, "/nowhere")).is_dir()]
-    if missing:
-        return f"skipped: {' and '.join(missing)} names no folder"
+    for need in needs:
+        if need.isupper() and not Path(os.environ.get(need, "/nowhere")).is_dir():
+            return f"skipped: {need} names no folder"
+        if need.islower() and find_spec(need) is None:
+            return f"skipped: {need} is not installed"
     print(f"== {name}", flush=True)
     began_s = time.monotonic()
     status = subprocess.call([sys.executable, str(FOLDER / f"{name}.py")])

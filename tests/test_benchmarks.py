@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 WORKLOADS = """
 def prompt(number, tokens):
@@ -123,3 +125,30 @@ def test_serving_points_tests_one_half_by_the_other(tmp_path: Path) -> None:
     assert [half["time"]["count"] for half in found["halves"]] == [4, 4]
     assert len(found["rows"]) == found["points"] == 8
     assert done.stdout.splitlines()[-1] in ("bar met", "bar MISSED")
+
+
+def test_host_loop_measures_every_phase(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [
+            sys.executable,
+            BENCHMARKS / "host_loop.py",
+            "--running",
+            "2",
+            "--steps",
+            "20",
+            "--rounds",
+            "1",
+            "--json",
+            str(figures),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(figures.read_text())["rows"]
+    phases = {name: us for name, us in row.items() if name not in ("running", "in_all")}
+    assert min(phases.values()) > 0
+    assert sum(phases.values()) == pytest.approx(row["in_all"], abs=0.01)

@@ -153,7 +153,7 @@ def test_a_cancel_in_flight_ends_the_stream_and_nobody_else_notices(run_at: Any)
     leaving, staying = runtime.submit([1, 2, 3], 40), runtime.submit([4, 5, 6, 7, 8], 40)
     leaves_at = 5
 
-    def take(offset: int, tokens: Int32s, logprobs: Any) -> None:
+    def take(offset: int, tokens: list[int], logprobs: Any) -> None:
         Answer.take(leaving, offset, tokens, logprobs)
         if len(leaving.tokens) == leaves_at:
             runtime.host.cancel(leaving.request_id)

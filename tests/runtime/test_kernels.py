@@ -265,3 +265,24 @@ def test_every_kernel_compiles_without_a_gpu(capability):
     # In invariant numerics a decode and an extend multiply in the same layout, so they add in the same order.
     layouts = {str(one["layouts"]) for one in found if one["numerics"] == "invariant"}
     assert len(layouts) == (1 if capability == 90 else 0), layouts
+
+
+def test_where_a_part_of_a_plan_lies_compiles_nothing_anew() -> None:
+    """Its parts lie end to end, so any of these pointers is a multiple of 16 in some batches and not in others."""
+    program = (
+        "from lockstep.runtime.attention import kernels as attention\n"
+        "from lockstep.runtime.sampling import kernels as sampling\n"
+        "for module in (attention, sampling):\n"
+        "    for name, kernel in vars(module).items():\n"
+        "        for p in getattr(kernel, 'params', ()):\n"
+        "            if p.name in ('rows', 'indptr', 'lengths', 'rows_ptr', 'positions_ptr'):\n"
+        "                print(name, p.name, p.do_not_specialize_on_alignment)\n"
+    )
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=compiled, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert [line for line in said if not line.endswith("True")] == []
+    assert {"extend indptr True", "decode rows True", "merge lengths True", "_draw_kernel positions_ptr True"} <= set(
+        said
+    )

@@ -134,13 +134,13 @@ class Answer:
     end: FinishRequest | RejectRequest | None = None
     extras: Extras | None = None
     failure: str = ""
-    on_tokens: Callable[[int, Int32s, TokenLogprobs | None], None] | None = None
+    on_tokens: Callable[[int, list[int], TokenLogprobs | None], None] | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
-    def take(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def take(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         assert offset == len(self.tokens), "a gap or a repeat"
         assert not self.over.is_set(), "tokens behind the end"
-        self.tokens += tokens.tolist()
+        self.tokens += tokens
         self.messages += 1
         if logprobs is not None:
             self.logprobs += logprobs.logprobs.tolist()

@@ -500,11 +500,12 @@ class Asked:
 
     # ------------------------------------------------------------------------------------------ in the host's thread
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Take in new tokens; what was seen before is passed over."""
-        repeats = len(self.answer.token_ids) - offset
-        new: list[int] = tokens.tolist()[repeats:]
-        self.answer.token_ids += new
+        ids = self.answer.token_ids
+        repeats = len(ids) - offset
+        new = tokens[repeats:] if repeats else tokens
+        ids += new
         if logprobs is not None:
             self.answer.logprobs += logprobs.logprobs.tolist()[repeats:]
             if logprobs.top_ids is not None and logprobs.top_logprobs is not None:

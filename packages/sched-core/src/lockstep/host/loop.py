@@ -123,7 +123,7 @@ class TokenLogprobs:
 class Sink(Protocol):
     """Where a request's answer goes. Called in the host's thread; must not block. The last call is one of the ends."""
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Output tokens from number `offset` on; numbers seen before are repeats. Logprobs for who asked for them."""
 
     def finished(self, end: FinishRequest, extras: Extras) -> None:
@@ -628,14 +628,15 @@ class RuntimeHost:
         )
 
     def _stream(self, command: StreamTokens) -> None:
-        first = 0
-        ids, offsets, counts = command.request_ids.tolist(), command.offsets.tolist(), command.token_counts.tolist()
-        for request_id, offset, count in zip(ids, offsets, counts, strict=True):
-            request = self._open.get(request_id)
-            if request is not None:
-                tokens = command.tokens[first : first + count]
-                request.sink.tokens(offset, tokens, _taken_from(request.logprobs, offset, count))
-            first += count
+        """Give everybody their tokens. In a decode this runs once for each request: it is most of the loop's time."""
+        find, first = self._open.get, 0
+        ids, offsets, tokens = command.request_ids.tolist(), command.offsets.tolist(), command.tokens.tolist()
+        for request_id, offset, count in zip(ids, offsets, command.token_counts.tolist(), strict=True):
+            stop = first + count
+            if (request := find(request_id)) is not None:
+                kept = request.logprobs
+                request.sink.tokens(offset, tokens[first:stop], _taken_from(kept, offset, count) if kept else None)
+            first = stop
 
     def _reject(self, command: RejectRequest) -> None:
         if (request := self._open.pop(command.request_id, None)) is not None:
@@ -666,8 +667,8 @@ def _asks(event: RequestArrived) -> bool:
 def _taken_from(
     kept: dict[int, tuple[float, Int32s | None, Float32s | None]], offset: int, count: int
 ) -> TokenLogprobs | None:
-    """The logprobs of output [offset:offset + count), no longer kept; None for who did not ask."""
-    if not kept or not all(number in kept for number in range(offset, offset + count)):
+    """The logprobs of output [offset:offset + count), no longer kept; None where they did not come."""
+    if not all(number in kept for number in range(offset, offset + count)):
         return None
     entries = [kept.pop(number) for number in range(offset, offset + count)]
     logprobs = np.array([logprob for logprob, _, _ in entries], np.float32)

@@ -34,6 +34,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ANYWHERE = ["rows", "indptr", "lengths"]
+"""Parts of a packed plan, which begin wherever the part before ends. Triton would compile a kernel anew for each
+mixture of those that happen to lie at a multiple of 16 bytes: seconds each, while requests wait."""
+
 
 @triton.jit
 def write_kv(
@@ -225,7 +229,7 @@ def _attend_in_order(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def extend(
     query,  # [tokens, heads, D], strides given
     keys,
@@ -292,7 +296,7 @@ def extend(
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=ANYWHERE)
 def decode(
     query,  # [tokens, heads, D], strides given
     keys,
@@ -343,7 +347,7 @@ def decode(
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_row", "most"])
+@triton.jit(do_not_specialize=["first_row", "most"], do_not_specialize_on_alignment=ANYWHERE)
 def decode_split(
     query,
     keys,
@@ -411,7 +415,7 @@ def decode_split(
         tl.store(sums + cell * 2 + 1, part_total, mask=member < GROUP)
 
 
-@triton.jit(do_not_specialize=["first_row", "programs", "most"])
+@triton.jit(do_not_specialize=["first_row", "programs", "most"], do_not_specialize_on_alignment=ANYWHERE)
 def merge(
     parts,
     sums,

@@ -42,6 +42,9 @@ CANDIDATES_MAX = 16384
 """Candidates kept of one row, 64 KiB."""
 EDIT_BLOCK = 32
 
+ANYWHERE = ["rows_ptr", "positions_ptr"]
+"""Parts of a packed plan, which begin at any address: see attention/kernels.py."""
+
 REALS: tl.constexpr = tl.constexpr(table.REALS)
 TEMPERATURE: tl.constexpr = tl.constexpr(table.TEMPERATURE)
 INVERSE_TEMPERATURE: tl.constexpr = tl.constexpr(table.INVERSE_TEMPERATURE)
@@ -163,7 +166,7 @@ def _load_logits(logits_ptr, ids, vocab):
 # ------------------------------------------------------------------------------------------------------------- changes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=ANYWHERE)
 def _edit_kernel(
     logits_ptr, rows_ptr, positions_ptr, ints_ptr, ids_ptr, bias_ptr, until_ptr, width, vocab, BLOCK: tl.constexpr
 ):
@@ -197,7 +200,7 @@ def _mask_kernel(logits_ptr, allowed_ptr, vocab, words, BLOCK: tl.constexpr):
     tl.store(logits_ptr + sample * vocab + ids, infinite, mask=here & forbidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _penalise_kernel(logits_ptr, rows_ptr, reals_ptr, ints_ptr, seen_ptr, vocab, BLOCK: tl.constexpr):
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sample).to(tl.int64)
@@ -269,7 +272,7 @@ def _smallest_kept(logits_ptr, vocab, largest, inverse, least_key, wanted, BY_MA
     return base
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _pivot_kernel(
     pivots_ptr,
     candidates_ptr,
@@ -334,7 +337,7 @@ def _pivot_kernel(
 # --------------------------------------------------------------------------------------------------------------- draw
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _draw_kernel(
     best_ptr,
     token_ptr,
