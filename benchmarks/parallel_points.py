@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.tables import read_operator_tables
-from lockstep.sim.serving_points import CLIENTS, play, read_serving_points
+from lockstep.sim.serving_points import CLIENTS, ENGINES, play, read_serving_points
 from lockstep.sim.simulate import Scenario, assemble, simulate
 
 RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the engine's default (`max_num_tokens`)
@@ -59,7 +60,7 @@ def serving_points(path: Path) -> None:
     print("1. TPOT at fixed concurrency, ms; error of the prediction")
     print(f"{'layout':14} {'users':>5} {'measured':>9} {'with ep':>16} {'as tp alone':>16}")
     errors: dict[str, list[float]] = {"ep": [], "tp": []}
-    points, _ = read_serving_points(path, experts=True)
+    points, _ = read_serving_points(path)
     for point in points:
         if point.split.ep == 1:
             continue
@@ -88,10 +89,11 @@ class Offline:
     requests: int
     tokens_per_s_per_gpu: float
 
-    def predicted(self, split: Parallelism) -> float:
+    def predicted(self, split: Parallelism, operators: Path | None = None) -> float:
         """Output tokens per second and GPU, simulated."""
         tokens = RANK_TOKENS * split.attention_dp
-        settings = {"chunked_prefill_size": tokens, "max_prefill_tokens": tokens, "max_running_requests": ROWS_MAX}
+        settings: dict[str, Any] = {"chunked_prefill_size": tokens, "max_prefill_tokens": tokens}
+        settings |= {"max_running_requests": ROWS_MAX, "reserve": ENGINES["trtllm"]["reserve"]}
         scenario = Scenario(
             model=MODELS[self.model],
             gpu=self.gpu.lower(),
@@ -101,6 +103,7 @@ class Offline:
             attention_dp=split.attention_dp,
             weights_dtype="fp8",
             kv_dtype="fp8",
+            operators=None if operators is None else str(operators),
             profile="vllm",
             settings={**settings, "context_tokens_max": max(40_960, self.prompt + self.output + 1)},
         )
@@ -129,17 +132,20 @@ def offline_rows(path: Path) -> Iterator[Offline]:
 def offline(path: Path) -> None:
     """Part 2."""
     print(f"\n2. Offline throughput, output tokens/s per GPU; {RANK_TOKENS} new tokens per rank and pass")
-    print(
-        f"{'model':17} {'gpu':5} {'layout':29} {'in/out':>11} {'measured':>8} {'as laid out':>17} {'as tp alone':>17}"
-    )
-    errors: dict[str, list[float]] = {"dep": [], "dep as tp": [], "tp": []}
+    heads = " ".join(f"{head:>17}" for head in ("as laid out", "on tables", "as tp alone"))
+    print(f"{'model':17} {'gpu':5} {'layout':29} {'in/out':>11} {'measured':>8} {heads}")
+    errors: dict[str, list[float]] = {"dep": [], "dep, tables": [], "dep as tp": [], "tp": [], "tp, tables": []}
     for row in offline_rows(path):
         cells = []
-        is_plain = row.split.is_plain
-        layouts = {"tp": row.split} if is_plain else {"dep": row.split, "dep as tp": Parallelism(tp=row.split.tp)}
-        for name, split in layouts.items():
+        kind = "tp" if row.split.is_plain else "dep"
+        asked: list[tuple[str, Parallelism, Path | None]] = [
+            (kind, row.split, None), (f"{kind}, tables", row.split, path.parent / "aic_ops")
+        ]  # fmt: skip
+        if kind == "dep":
+            asked.append(("dep as tp", Parallelism(tp=row.split.tp), None))
+        for name, split, operators in asked:
             try:
-                found = row.predicted(split)
+                found = row.predicted(split, operators)
             except CapacityError:
                 cells.append("does not fit")
                 continue

@@ -6,6 +6,8 @@ import gzip
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from click.testing import CliRunner
 from lockstep.sim.calibrate_cli import calibrate
 from lockstep.sim.catalogue import CatalogueError, load_gpu, load_model
 from lockstep.sim.cli import simulate
-from lockstep.sim.cost import Calibration, RooflineModel, decode_shape, extend_shape, roofline
+from lockstep.sim.cost import Calibration, Parallelism, RooflineModel, decode_shape, extend_shape, roofline
 from lockstep.sim.cost.tables import OPERATORS, Grid, MeasuredModel, Ratios, read_operator_tables
 
 DATA = Path(os.environ.get("LOCKSTEP_DATA", "/nowhere")) / "published" / "aic_ops"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="LOCKSTEP_DATA names no folder with published/aic_ops")
+ROOT = Path(__file__).resolve().parents[2]
 GPU = load_gpu("h100")
 
 
@@ -158,6 +161,114 @@ def test_calibrating_from_tables_finds_how_much_slower_the_card_is(tmp_path: Pat
     assert 1.25 < found.correction.kernels < 1.4  # not quite: norms, sampling and prefill have no table here
     assert found.correction.step_us == found.correction.row_us == 0.0
     assert [source.kind for source in found.sources] == ["operator_tables"] * 2
+
+
+def test_attention_takes_rows_of_the_models_heads(tmp_path: Path) -> None:
+    """A table may have a pair of dtypes for other heads only, whose kernel is another one."""
+    base = roofline(load_model("qwen3-8b"), GPU, kv_dtype="fp8")
+    rows = ["batch_size,isl,num_heads,num_key_value_heads,head_dim,attn_dtype,kv_cache_dtype,latency"]
+    for attn, head_dim, times in (("bfloat16", 512, 9.0), ("fp8", 512, 8.0), ("fp8", 128, 2.0)):
+        for batch in (1, 4, 16):
+            for tokens in 2 ** np.arange(6, 15):
+                heads = map(np.array, (32.0, 8.0, float(head_dim)))
+                us = float(base.one_layer_extend_us(np.array(float(batch)), np.array(float(tokens)), *heads))
+                rows.append(f"{batch},{tokens},32,8,{head_dim},{attn},fp8,{times * us / 1e3:.9g}")
+    (tmp_path / "context_attention.csv").write_text("\n".join(rows) + "\n")
+    measured = MeasuredModel(base, read_operator_tables(tmp_path, GPU))
+    shape = extend_shape(2048)
+    before, after = base.terms_us(shape), measured.terms_us(shape)
+    assert after["attention_prefill"] == pytest.approx(2.0 * before["attention_prefill"], rel=1e-6)
+    assert measured.extrapolated == set()
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+COLLECTIVES = {"all_gather": 1.0, "alltoall": 0.5, "reduce_scatter": 3.0, "all_reduce": 2.0}
+SIZES = [2**power for power in range(8, 28)]
+
+
+def write_collectives(folder: Path, *, named: bool, gpus: int = 4) -> Path:
+    """NCCL rows of four operations that take multiples of the roofline's lines; sizes count elements of two bytes."""
+    folder.mkdir(exist_ok=True)
+    base = roofline(load_model("deepseek-v3"), GPU, Parallelism(tp=gpus, attention_dp=gpus))
+    assert base.exchange is not None
+    rows = ["nccl_dtype,num_gpus,message_size,latency" + ",op_name" * named]
+    for name, times in COLLECTIVES.items():
+        for size in SIZES:
+            bytes_ = 2 * size
+            gather_us = base.exchange.gather_us(bytes_ / base.all_reduce_bytes(1), gpus)
+            us = times * (base.all_reduce_us(bytes_) if name == "all_reduce" else gather_us)
+            rows.append(f"half,{gpus},{size},{us / 1e3:.9g}" + f",{name}" * named)
+            rows.append(f"int8,{gpus},{size},{99 * us / 1e3:.9g}" + f",{name}" * named)
+    (folder / "nccl_perf.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_each_collective_takes_the_rows_of_its_own_operation(tmp_path: Path, named: bool) -> None:
+    """By name, or by the order in which they are measured; in bytes, where tables count elements."""
+    tables = read_operator_tables(write_collectives(tmp_path / f"named-{named}", named=named), GPU)
+    for split in (Parallelism(tp=4), Parallelism(tp=4, attention_dp=4), Parallelism(tp=4, attention_dp=2)):
+        base = roofline(load_model("deepseek-v3"), GPU, split)
+        measured = MeasuredModel(base, tables)
+        for shape in (decode_shape(64, 100), extend_shape(2048)):
+            before, after = base.terms_us(shape), measured.terms_us(shape)
+            for name in set(before) & set(COLLECTIVES):
+                times = COLLECTIVES[name]
+                if split.attention_tp == 2:  # half of it is among two GPUs, of which there is no row
+                    assert 0.999 * before[name] < after[name] < 1.001 * times * before[name]
+                else:
+                    assert after[name] == pytest.approx(times * before[name], rel=1e-3), (split, name)
+        assert not measured.extrapolated & set(COLLECTIVES)
+        assert bool(set(measured.without_table) & set(COLLECTIVES)) == (split.attention_tp == 2)
+
+
+def test_rows_of_an_operation_nobody_names_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "nccl.csv").write_text("num_gpus,message_size,latency\n2,512,0.01\n2,512,0.02\n2,1024,0.02\n")
+    with pytest.raises(CatalogueError) as error:
+        read_operator_tables(tmp_path, GPU)
+    assert "row 2: 2 rows of 512 half elements on 2 GPUs, and no column `op_name`" in str(error.value)
+    assert str(error.value).endswith("hint: add `op_name`, one of all_gather, alltoall, reduce_scatter, all_reduce")
+    (tmp_path / "nccl.csv").write_text("nccl_dtype,num_gpus,message_size,latency\nint3,2,512,0.01\n")
+    with pytest.raises(CatalogueError, match=r"row 2: the dtype of a collective must be one of .*, got `int3`"):
+        read_operator_tables(tmp_path / ".", GPU)
+
+
+@needs_data
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "l40s"])
+def test_the_fourth_operation_of_the_public_tables_is_the_all_reduce(gpu: str) -> None:
+    """What tells: an engine's own all-reduce leaves large messages to NCCL. And physics: it moves twice what others do.
+
+    Not on L40S: over PCIe its two files differ by up to two fifths.
+    """
+    tables = read_operator_tables(DATA, load_gpu(gpu))
+    own, nccl = tables.of("custom_allreduce"), tables.of("nccl")
+    assert own is not None
+    assert nccl is not None
+    assert set(nccl.columns["operation"]) == set(COLLECTIVES)
+
+    def rows(table: Any, operation: str, gpus: int, column: str, kept: str) -> dict[float, float]:
+        c = table.columns
+        mask = (c["operation"] == operation) & (c["num_gpus"] == gpus) & np.char.endswith(c[column], kept)
+        return dict(zip(c["message_bytes"][mask], table.latency_us[mask], strict=True))
+
+    for gpus in (2, 4, 8):
+        mine = rows(own, "all_reduce", gpus, "backend", "graph")
+        found = {name: rows(nccl, name, gpus, "nccl_dtype", "half") for name in COLLECTIVES}
+        for size in (2.0**25, 2.0**27, 2.0**29):
+            if gpu != "l40s":
+                assert mine[size] == pytest.approx(found["all_reduce"][size], rel=0.05), (gpus, size)
+            assert found["all_reduce"][size] > 1.35 * max(found[n][size] for n in ("all_gather", "reduce_scatter"))
+
+
+@needs_data
+def test_the_catalogue_has_the_collectives_of_the_public_tables() -> None:
+    """Every line of A100, H100, H200 and L40S, to the digit."""
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "collectives.py")], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout == (ROOT / "benchmarks" / "results" / "collectives.txt").read_text()
 
 
 @needs_data

@@ -35,6 +35,7 @@ from lockstep.sim.cost import (
     roofline,
 )
 from lockstep.sim.cost.experts import EXACT_MAX, expected_max_load, expected_max_touched
+from lockstep.sim.cost.hardware import AllReduce
 from lockstep.sim.cost.models import WEIGHT_BYTES, ceil_div
 from lockstep.sim.cost.roofline import fullest_shard
 from lockstep.sim.cost.stages import PipelineModel, stages_of
@@ -61,6 +62,10 @@ LAYOUTS = (
     Parallelism(tp=8, ep=8, moe_a2a=True),
 )
 GPU = load_gpu("h200")
+ALL_REDUCES_BEFORE = {  # of the catalogue when the figures were taken, which read sizes of tables as bytes
+    "h200": {2: (2.62, 157.0, 12.4, 276.0), 8: (4.24, 98.8, 13.8, 318.0)},
+    "l40s": {2: (5.61, 9.82, 19.1, 22.4)},
+}
 MODELS: dict[tuple[str, Parallelism], RooflineModel] = {
     (name, split): roofline(load_model(name), GPU, split)
     for name in ("deepseek-v3", "gpt-oss-120b")
@@ -81,15 +86,17 @@ def test_tensor_parallelism_alone_costs_what_it_did_to_the_last_bit() -> None:
         BatchShape(3, 700, 1500, 400_000, 33, 40_000, 34),
     ]
     for name, figures in before.items():
-        model, gpu, tp, dtype = name.split()
+        model, gpu_name, tp, dtype = name.split()
         dtype = None if dtype == "own" else dtype
+        lines = ALL_REDUCES_BEFORE[gpu_name].items()
+        gpu = replace(load_gpu(gpu_name), all_reduce={n: AllReduce(*line, source="") for n, line in lines})
         for split in (int(tp[2:]), Parallelism(tp=int(tp[2:]))):
-            cost = roofline(load_model(model), load_gpu(gpu), split, weights_dtype=dtype)  # type: ignore[arg-type]
+            cost = roofline(load_model(model), gpu, split, weights_dtype=dtype)  # type: ignore[arg-type]
             assert [cost.batch_us(shape).mean_us for shape in asked] == figures["batch"], name
             assert [cost.collectives_us(tokens) for tokens in (1, 100, 5000)] == figures["collectives"], name
             assert not set(cost.describe()) & {"ep", "attention_dp", "pp", "moe_a2a", "expert_cv", "all_gather"}
             try:
-                kv = kv_capacity(load_model(model), load_gpu(gpu), split, weights_dtype=dtype)  # type: ignore[arg-type]
+                kv = kv_capacity(load_model(model), gpu, split, weights_dtype=dtype)  # type: ignore[arg-type]
             except CapacityError:
                 assert figures["kv"] is None
             else:

@@ -8,9 +8,11 @@ import os
 import random
 import shlex
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,16 @@ from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.cli import plan
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import Ledger
-from lockstep.sim.plan.question import QUICK, Configuration, Length, Question, natural_load, parse_prices, parse_search
+from lockstep.sim.plan.question import (
+    QUICK,
+    Configuration,
+    Length,
+    Question,
+    content_files,
+    natural_load,
+    parse_prices,
+    parse_search,
+)
 from lockstep.sim.plan.search import (
     PRUNE_MARGIN,
     Candidate,
@@ -43,7 +54,7 @@ from lockstep.sim.plan.search import (
     surely_missed,
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
-from lockstep.sim.plan.workers import Alone, check_reachable, crew_of
+from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, crew_of
 from lockstep.sim.simulate import Scenario, assemble, simulate
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
@@ -602,9 +613,13 @@ def test_what_cannot_be_planned_is_one_message(
         (["--rate", "nan"], "`rate` must be requests per second, at least 1e-6, got `nan`"),
         (["--max-gpus", "0"], "`max_gpus` must be at least 1, got `0`"),
         (["--load", "users"], "`load` must be one of rate, sessions, got `users`"),
-        (["--json", "FOLDER"], "`json` must be a file, and `FOLDER` is a folder"),
-        (["--json", "FOLDER/none/plan.json"], "there is no folder `FOLDER/none`\nhint: make it"),
-        (["--report", "FOLDER/none/plan.html"], "there is no folder `FOLDER/none`\nhint: make it"),
+        (["--json", "FOLDER"], "`--json`: `FOLDER` is a folder, expected a file"),
+        (
+            ["--json", "FOLDER/file/plan.json"],
+            "`--json`: `FOLDER/file/plan.json` cannot be written: `FOLDER/file` is a",
+        ),
+        (["--report", "FOLDER/file/plan.html"], "`--report`: `FOLDER/file/plan.html` cannot be written"),
+        (["--json", "FOLDER/x", "--report", "FOLDER/x"], "--json and --report both name `FOLDER/x`\nhint: give each"),
         (["--out", "FOLDER/file/plan"], "`out` cannot be written to, `FOLDER/file/plan`: not a directory"),
         (["--out", "FOLDER/file"], "`FOLDER/file` exists and does not hold a plan"),
         (["--workload", "FOLDER/empty.csv"], "FOLDER/empty.csv: the file is empty"),
@@ -655,6 +670,88 @@ def test_a_host_that_never_answers_is_given_up_after_the_time_out(monkeypatch: p
     monkeypatch.setattr("socket.create_connection", silent)
     with pytest.raises(ConfigError, match=r"no Ray cluster at `10.0.0.1:6379`: no answer within 5 s\nhint: start it"):
         check_reachable("10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    ("greeting", "message"),
+    [
+        (None, "no answer within 0.3 s"),
+        (b"", "somebody else answers there"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "somebody else answers there"),
+        (b"\x00\x00\x06\x04\x00\x00\x00\x00\x00", ""),  # as gRPC does
+    ],
+)
+def test_who_listens_and_is_no_ray_is_found_out_before_ray_is_asked(greeting: bytes | None, message: str) -> None:
+    """Ray itself would try for minutes. A socket that never answers accepts connections all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(64).startswith(b"PRI * HTTP/2.0")
+                connection.sendall(greeting or b"")
+
+        if greeting is not None:
+            threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not message:
+            check_reachable(address)
+            return
+        with pytest.raises(ConfigError, match=f"no Ray cluster at `{address}`: {message}\nhint: start it"):
+            check_reachable(address, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; print('first', 'reason', sep='\\n', file=sys.stderr); sys.exit(1)", "reason"),
+        ("import os; os.abort()", "exit status -6"),
+        ("import time; time.sleep(60)", "nobody could join within 1 s"),
+        (
+            "import sys, time; print('not yours', file=sys.stderr, flush=True); time.sleep(60)",
+            "nobody could join within 1 s: not yours",
+        ),
+    ],
+)
+def test_a_cluster_that_nobody_can_join_is_one_message(
+    program: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends the process in which it gives up, so another one tries."""
+    monkeypatch.setattr("lockstep.sim.plan.workers.JOIN", program)
+    with pytest.raises(ConfigError, match=f"no Ray cluster at `10.0.0.1:6379`: {message}\nhint: start it"):
+        check_joins("10.0.0.1:6379", timeout_s=1.0)
+    monkeypatch.setattr("lockstep.sim.plan.workers.JOIN", "")
+    check_joins("10.0.0.1:6379")
+
+
+def test_a_process_that_dies_is_one_message_and_not_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system's killer ends whoever takes too much memory."""
+    monkeypatch.setattr("lockstep.sim.plan.workers.run_encoded", die)
+    shown = invoke("--jobs", "2")
+    assert shown.exit_code == 1
+    assert "OSError: a process that simulated h100 died; was it killed for lack of memory?\nhint: " in shown.stderr
+    assert "Traceback" not in shown.output
+
+
+def die(_: bytes) -> bytes:
+    """In another process, as `run_encoded` is."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return b""
+
+
+def test_whatever_decides_a_simulation_is_in_its_key(tmp_path: Path) -> None:
+    """Contents of files, also of those in a folder or a mix: edited, they must not be answered from before."""
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "model").mkdir()
+    for name in ("tables/gemm.csv", "model/config.json", "a.csv", "b.csv"):
+        (tmp_path / name).write_text(name)
+    asked = question(
+        model=str(tmp_path / "model"),
+        workload=f"mix:a={tmp_path}/a.csv@3;b={tmp_path}/b.csv",
+        common={"operators": str(tmp_path / "tables")},
+    )
+    names = {str(path.relative_to(tmp_path)) for path in content_files(asked)}
+    assert names == {"tables/gemm.csv", "model/config.json", "a.csv", "b.csv"}
 
 
 def test_ctrl_c_ends_a_plan_and_the_same_command_ends_as_if_it_had_not(tmp_path: Path) -> None:

@@ -120,6 +120,22 @@ def test_two_outputs_in_one_file_are_refused(capsys: pytest.CaptureFixture[str])
         (["--calibration", "binary"], "binary: not a calibration file: "),
         (["--calibration", "list"], "list: not a calibration file: Expected `object`, got `array`\nhint: "),
         (["--calibration", "folder"], "folder: Is a directory\nhint: "),
+        (["--receive-interval", "0"], "`receive_interval` must be at least 1, got `0`\nhint: 1 looks every time"),
+        (["--receive-interval", "-1"], "`receive_interval` must be at least 1, got `-1`\nhint: "),
+        (["--warm-up", "-1"], "`warm_up` must be a number of requests of at least 0, got `-1`\nhint: 0 measures all"),
+        (
+            ["--warm-up", "2"],
+            "`warm_up` must be less than the 2 requests of the workload, got `2`\nhint: nothing would",
+        ),
+        (["--concurrency", "0"], "`concurrency` must be from 1 to 1,000,000, got `0`\nhint: leave it out"),
+        (["--concurrency", "1", "--warm-up", "2"], "less than the 2 requests of the workload, got `2`\nhint: nothing"),
+        (
+            ["--tp", "8", "--ep", "3"],
+            "ep 3 does not divide tp 8, the GPUs over which experts are split\nhint: --ep 1, 2",
+        ),
+        (["--expert-cv", "-1"], "`expert_cv` must be from 0 to 8, got `-1.0`\nhint: 0 is even routing"),
+        (["--pp", "0"], "`pp` must be at least 1, got `0`\nhint: leave out --pp"),
+        (["--attention-dp", "-2"], "`attention_dp` must be at least 1, got `-2`\nhint: leave out --attention-dp"),
     ],
 )
 def test_values_that_cannot_be_simulated(
@@ -127,7 +143,16 @@ def test_values_that_cannot_be_simulated(
 ) -> None:
     Path("binary").write_bytes(bytes(range(128, 256)))
     Path("list").write_text("[]")
-    assert message in refused(capsys, *SIMULATE, *arguments)
+    assert message in refused(capsys, *SIMULATE, *arguments, "--out", "run")
+    assert not Path("run").exists()  # a folder left behind would refuse the command once it is mended
+
+
+def test_steps_of_a_cluster_are_not_printed_and_that_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_DEBUG", "1")
+    said = refused(capsys, *SIMULATE, "--replicas", "2")
+    assert said.startswith("ConfigError: LOCKSTEP_DEBUG prints the steps of one engine, got `1` for a cluster\nhint: ")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,13 @@ def _write(calibration: Calibration, out: Path) -> None:
 @click.option("--engine", required=True, help="whose rows: vllm, sglang or trtllm")
 @click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
 @click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
-@click.option("--ep", "experts", is_flag=True, help="lay experts out as the column `ep` says  [default: as tp alone]")
+@click.option(
+    "--ep/--no-ep",
+    "experts",
+    default=True,
+    show_default=True,
+    help="lay experts out as the column `ep` says, or as tp alone",
+)
 @_operators
 @_common
 def points(

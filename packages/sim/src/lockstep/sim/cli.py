@@ -225,7 +225,7 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
 
 
 def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of an engine's layout besides `--tp`: docs/cost-models.md, section 1."""
+    """Give a command the options of an engine's layout besides `--tp`: docs/cost-models.md, section 9."""
     for option in reversed(
         (
             click.option("--ep", default=1, help="groups of the tp GPUs that share out the experts; divides tp"),

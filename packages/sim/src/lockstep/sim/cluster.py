@@ -46,6 +46,7 @@ from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import balance, combine
 from lockstep.sim.cost import Calibration
+from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
@@ -69,7 +70,7 @@ from lockstep.sim.workload import Workload
 if TYPE_CHECKING:
     from lockstep.sim.intervals import Intervals
 
-LAYOUT = ("ep", "attention_dp", "pp")  # of an engine, besides `tp`
+LAYOUT = COUNTS[1:]  # of an engine, besides `tp`
 HOP_US_MAX = 60_000_000
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
 COMMON = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import click
 
+from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig
 from lockstep.sim.cli import progress_bar, say_no_intervals, show
 from lockstep.sim.cluster import (
@@ -24,7 +26,7 @@ from lockstep.sim.cluster import (
 from lockstep.sim.intervals import intervals_of
 from lockstep.sim.results import NOTHING, show_rate, show_share, show_us
 from lockstep.sim.settings import parse_setting
-from lockstep.sim.simulate import Scenario, code_commit, code_version, prepare_folder, workload_line
+from lockstep.sim.simulate import Scenario, code_commit, code_version, debug_level, prepare_folder, workload_line
 
 NUMBER_WIDTH = 5  # of `100.0`
 
@@ -47,6 +49,11 @@ def run_cluster(
     Raises: what `assemble_cluster` raises.
     """
     cut_short = False
+    if debug_level(os.environ):
+        raise ConfigError(
+            f"LOCKSTEP_DEBUG prints the steps of one engine, got `{os.environ['LOCKSTEP_DEBUG']}` for a cluster\n"
+            "hint: unset it, or leave out --replicas, --engines and --router"
+        )
     settings = dict(router)
     hop_us = settings.pop("hop_us", 0)
     scenario = ClusterScenario(

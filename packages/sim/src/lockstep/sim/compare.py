@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
-from lockstep.sim.cost.parallel import USUAL
+from lockstep.sim.cost.parallel import BESIDES_TP, USUAL
 from lockstep.sim.report.text import setting
 from lockstep.sim.results import show_rate, show_us
 from lockstep.sim.stored_run import Requests, StoredRun, read_run
@@ -78,8 +78,9 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
 )
 
 PAIRED = ("ttft", "tpot", "e2e")
-LAYOUT = ("ep", "attention_dp", "pp", "moe_a2a", "expert_cv")
-EXPLAIN_CONSTANTS = ("model", "gpu", "tp", *LAYOUT, "engines", "weights_dtype", "kv_dtype", "cost model", "calibration")
+EXPLAIN_CONSTANTS = (
+    "model", "gpu", "tp", *BESIDES_TP, "engines", "weights_dtype", "kv_dtype", "cost model", "calibration",
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------- what is found
 
@@ -373,7 +374,7 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         "model": about.get("model"),
         "gpu": about.get("gpu"),
         "tp": about.get("tp"),
-        **{name: about.get(name, getattr(USUAL, name)) for name in LAYOUT},
+        **{name: about.get(name, getattr(USUAL, name)) for name in BESIDES_TP},
         "workload": workload.get("source"),
         "workload digest": workload.get("digest"),
         **{

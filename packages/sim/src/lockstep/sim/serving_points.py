@@ -107,13 +107,13 @@ HINT = "hint: docs/cost-models.md, section 6, says what serving points are"
 
 
 def read_serving_points(
-    path: Path, *, suspect: bool = False, experts: bool = False
+    path: Path, *, suspect: bool = False, experts: bool = True
 ) -> tuple[list[ServingPoint], dict[str, list[int]]]:
     """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
 
     Args:
         suspect: keep rows whose column `suspect` says something.
-        experts: lay experts out as the column `ep` says; otherwise all GPUs share every expert's width.
+        experts: lay experts out as the column `ep` says; False: all GPUs share every expert's width.
     Returns: the points, and the numbers of the rows left out by reason.
     Raises: CalibrationError naming the file, the row and the column that cannot be read.
     """
@@ -211,8 +211,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     # vLLM takes 8,192 new tokens a pass when it serves on a GPU of 70 GB or more (v1 engine defaults, by usage).
     "vllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
     "sglang": profile_settings("sglang"),
-    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and who runs goes first.
-    "trtllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
+    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and who runs goes first. Its
+    # default policy never evicts: who is admitted has the pages of its whole answer (GUARANTEED_NO_EVICT).
+    "trtllm": {
+        **profile_settings("vllm"),
+        "chunked_prefill_size": 8192,
+        "max_prefill_tokens": 8192,
+        "reserve": "full",
+    },
 }
 """Settings of the scheduler by engine."""
 

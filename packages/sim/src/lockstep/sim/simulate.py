@@ -364,6 +364,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     _check_load(scenario)
     if workload is None:
         workload = open_load(scenario)
+    _check_measured(scenario, workload)
     base = base_cost_model(
         model,
         gpu,
@@ -391,7 +392,12 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 def _check_load(scenario: Scenario) -> None:
     """Raises ConfigError for a load that is two at once, or nothing to measure."""
     if scenario.warm_up < 0:
-        raise ConfigError(f"`warm_up` must be a number of requests of at least 0, got `{scenario.warm_up}`")
+        raise ConfigError(
+            f"`warm_up` must be a number of requests of at least 0, got `{scenario.warm_up}`\nhint: 0 measures all"
+        )
+    if scenario.receive_interval < 1:
+        interval = scenario.receive_interval
+        raise ConfigError(f"`receive_interval` must be at least 1, got `{interval}`\nhint: 1 looks every time")
     if scenario.limit is not None and scenario.warm_up >= max(scenario.limit, 1):
         raise ConfigError(
             f"`warm_up` must be less than the {scenario.limit} requests of `limit`, got `{scenario.warm_up}`\n"
@@ -402,9 +408,24 @@ def _check_load(scenario: Scenario) -> None:
     if scenario.limit is not None and scenario.limit < 1:
         raise ConfigError(f"`limit` must be at least 1, got `{scenario.limit}`\nhint: leave it out")
     if not 1 <= scenario.concurrency <= CONCURRENCY_MAX:
-        raise ConfigError(f"`concurrency` must be from 1 to {CONCURRENCY_MAX:,}, got `{scenario.concurrency}`")
+        raise ConfigError(
+            f"`concurrency` must be from 1 to {CONCURRENCY_MAX:,}, got `{scenario.concurrency}`\n"
+            "hint: leave it out and requests come by the clock"
+        )
     if scenario.rate is not None or scenario.rate_scale != 1.0:
         raise ConfigError("`concurrency` and `rate` are two kinds of load\nhint: leave one of them out")
+
+
+def _check_measured(scenario: Scenario, workload: Workload) -> None:
+    """Raises ConfigError if the workload ends before anything is measured. A closed loop may play it several times."""
+    requests = len(workload.turns)
+    if scenario.concurrency is not None and scenario.limit is not None:
+        return
+    if scenario.warm_up >= max(requests, 1):
+        raise ConfigError(
+            f"`warm_up` must be less than the {requests:,} requests of the workload, got `{scenario.warm_up}`\n"
+            "hint: nothing would be measured"
+        )
 
 
 def open_load(scenario: Scenario) -> Workload:

@@ -64,27 +64,45 @@ class Exchange:
         else:
             self.calls = 2 * other + 4 * self._a2a_layers
 
-    def terms_us(self, tokens: int, own_tokens: int) -> dict[str, float]:
+    @property
+    def operations(self) -> list[tuple[str, int]]:
+        """What ranks do together in a pass, and how many of them."""
+        found = [(name, gpus) for gpus in self.lines for name in ("all_gather", "reduce_scatter")]
+        if self._split.attention_dp == 1 and self._layers > self._a2a_layers:
+            found.append(("all_reduce", self._split.tp))
+        return found + [(name, self._split.ep) for name in ("dispatch", "combine") if self._a2a_layers]
+
+    def terms_us(
+        self, tokens: int, own_tokens: int, ratio: Callable[[str, int, int], float] | None = None
+    ) -> dict[str, float]:
         """Return the time of all collectives of a pass, logits aside, by kind.
 
-        `own_tokens` are those of the shard with the most; without shards, all.
+        Args:
+            own_tokens: those of the shard with the most; without shards, all.
+            ratio: by what to multiply an operation among so many GPUs of the rows of so many tokens.
         """
         split, terms = self._split, {"all_gather": 0.0, "reduce_scatter": 0.0}
         other = self._layers - self._a2a_layers
-        all_us = self.gather_us(tokens, split.tp)
-        if split.attention_dp > 1:
-            shard_us = self._layers * self.gather_us(own_tokens, split.attention_tp)
-            terms["all_gather"] = terms["reduce_scatter"] = shard_us + other * all_us
-        else:
-            terms["all_reduce"] = 2 * other * self._all_reduce_us(tokens * self._row_bytes)
-            terms["all_gather"] = terms["reduce_scatter"] = self._a2a_layers * all_us
+        for name in terms:
+
+            def once_us(rows: int, gpus: int, name: str = name) -> float:
+                return self.gather_us(rows, gpus) * (ratio(name, gpus, rows) if ratio and gpus > 1 else 1.0)
+
+            if split.attention_dp > 1:
+                terms[name] = self._layers * once_us(own_tokens, split.attention_tp)
+                terms[name] += other * once_us(tokens, split.tp)
+            else:
+                terms[name] = self._a2a_layers * once_us(tokens, split.tp)
+        if split.attention_dp == 1:
+            reduce_us = self._all_reduce_us(tokens * self._row_bytes)
+            terms["all_reduce"] = 2 * other * reduce_us * (ratio("all_reduce", split.tp, tokens) if ratio else 1.0)
         if self._a2a_layers:
             rows = ceil_div(own_tokens, split.attention_tp)
             for name in ("dispatch", "combine"):
                 terms[name] = self._a2a_layers * self.all_to_all_us(name, rows, tokens)
         return terms
 
-    def gather_us(self, tokens: int, gpus: int) -> float:
+    def gather_us(self, tokens: float, gpus: int) -> float:
         """Return the time in which `gpus` GPUs gather `tokens` rows from each other, or reduce and scatter them."""
         if gpus == 1:
             return 0.0

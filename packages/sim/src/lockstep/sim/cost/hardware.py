@@ -60,6 +60,7 @@ class GpuSpec:
     all_gather: Mapping[int, AllGather]  # by number of GPUs
     usd_per_gpu_hour: Mapping[str, Constant]  # owned_hyperscaler, rental_3yr, on_demand_low, on_demand_high, ...
     notes: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # other names it goes by, in lower case
 
     @property
     def memory_bytes(self) -> int:
@@ -110,9 +111,13 @@ LATENCIES: dict[str, tuple[float, str]] = {
     "send_latency_us": (8.1, "NCCL all-to-all of 2 GPUs: H100 8.1, H200 8.1 us"),
 }
 
-# All-reduce where the catalogue has no table: fractions of the link, from the 8-GPU H100 and H200 fits.
-DIRECT_LINK_FRACTION, DIRECT_LATENCY_US = 0.21, 4.2
-RING_LINK_FRACTION, RING_LATENCY_US = 0.70, 13.8
+# All-reduce where the catalogue has no table: fractions of the link, from the fits of 8 GPUs (A100, H100, H200) and of
+# 2 (L40S, whose PCIe paths are shared by more). Switches of Hopper's NVLink and later add up themselves.
+DIRECT_LINK_FRACTION, DIRECT_LATENCY_US = 0.51, 4.1
+RING_LINK_FRACTION, RING_LATENCY_US = 0.72, 68.0
+ADDING_LINK_FRACTION, ADDING_LATENCY_US = 0.99, 51.0
+PCIE_LINK_FRACTION, PCIE_LATENCY_US = 0.60, 5.5
+ADDING_ARCHS = ("Hopper", "Blackwell")
 
 # All-gather and reduce-scatter where the catalogue has no table: fractions of the link, from H100 and H200.
 GATHER_LINK_FRACTIONS = {2: 0.46, 4: 0.59, 8: 0.66}  # by number of GPUs, and from there on
@@ -153,13 +158,22 @@ def all_reduce_of(gpu: GpuSpec, gpus: int) -> AllReduce:
         if measured_gpus >= gpus:
             return gpu.all_reduce[measured_gpus]
     link = link_of(gpu)
+    direct, latency_us, ring, ring_latency_us = (
+        DIRECT_LINK_FRACTION, DIRECT_LATENCY_US, RING_LINK_FRACTION, RING_LATENCY_US
+    )  # fmt: skip
+    fits = "8 A100"
+    if "scale_up_gbs" not in gpu.datasheet:
+        direct = ring = PCIE_LINK_FRACTION
+        latency_us = ring_latency_us = PCIE_LATENCY_US
+        fits = "2 L40S"
+    elif gpu.arch.startswith(ADDING_ARCHS):
+        ring, ring_latency_us, fits = ADDING_LINK_FRACTION, ADDING_LATENCY_US, "8 H100 and H200"
     return AllReduce(
-        DIRECT_LATENCY_US,
-        DIRECT_LINK_FRACTION * link.value,
-        RING_LATENCY_US,
-        RING_LINK_FRACTION * link.value,
-        f"link {link.value:g} GB/s x {DIRECT_LINK_FRACTION:g} direct, {RING_LINK_FRACTION:g} ring "
-        f"(fits of 8 H100 and H200); {link.source}",
+        latency_us,
+        direct * link.value,
+        ring_latency_us,
+        ring * link.value,
+        f"link {link.value:g} GB/s x {direct:g} direct, {ring:g} ring (fits of {fits}); {link.source}",
     )
 
 
@@ -255,4 +269,5 @@ def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
         all_gather={gpus: AllGather(**fit, source=gather_source) for gpus, fit in lines("all_gather").items()},
         usd_per_gpu_hour=constants("usd_per_gpu_hour"),
         notes=tuple(str(note) for note in data.get("notes", ())),
+        aliases=tuple(str(alias).lower() for alias in data.get("aliases", ())),
     )

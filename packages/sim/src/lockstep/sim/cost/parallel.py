@@ -29,10 +29,11 @@ class Parallelism:
     expert_cv: float = 0.0  # standard deviation of the experts' popularity over its mean; 0: routing is even
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "attention_dp", "pp"):
+        for name in COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CapacityError(f"`{name}` must be at least 1, got `{value}`")
+                option = f"--{name.replace('_', '-')}"
+                raise CapacityError(f"`{name}` must be at least 1, got `{value}`\nhint: leave out {option}")
         for name, what in (("ep", "experts are split"), ("attention_dp", "rows are split")):
             value = getattr(self, name)
             if self.tp % value:
@@ -46,7 +47,9 @@ class Parallelism:
                 f"hint: --ep {max(self.tp, 2)}{'' if self.tp > 1 else ' --tp 2'}, or leave out --moe-a2a"
             )
         if not 0.0 <= self.expert_cv <= EXPERT_CV_MAX:
-            raise CapacityError(f"`expert_cv` must be from 0 to {EXPERT_CV_MAX:g}, got `{self.expert_cv}`")
+            raise CapacityError(
+                f"`expert_cv` must be from 0 to {EXPERT_CV_MAX:g}, got `{self.expert_cv}`\nhint: 0 is even routing"
+            )
 
     @property
     def gpus(self) -> int:
@@ -81,6 +84,8 @@ class Parallelism:
         return ", ".join([f"tp {self.tp}", *words])
 
 
+COUNTS = ("tp", "ep", "attention_dp", "pp")  # the fields that are whole numbers of something
+BESIDES_TP = tuple(field.name for field in fields(Parallelism) if field.name != "tp")
 EXPERT_CV_MAX = 8.0
 USUAL = Parallelism()
 

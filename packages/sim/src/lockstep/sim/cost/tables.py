@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.sim.cost.collective_tables import DTYPE_COLUMNS, add_operations
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
 from lockstep.sim.cost.model import BatchShape, Duration
@@ -58,7 +59,10 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "custom_allreduce": ("num_gpus", "message_size"),
     "nccl": ("num_gpus", "message_size"),
 }  # fmt: skip
-TEXT_COLUMNS = ("gemm_dtype", "moe_dtype", "kv_cache_dtype", "attn_dtype", "distribution", "backend", "nccl_dtype")
+TEXT_COLUMNS = (
+    "gemm_dtype", "moe_dtype", "kv_cache_dtype", "attn_dtype", "distribution", "backend", "allreduce_dtype",
+    "nccl_dtype", "op_name",
+)  # fmt: skip
 
 # What the tables call a dtype, best first.
 GEMM_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8_block", "fp8")}
@@ -111,11 +115,11 @@ def read_operator_tables(folder: Path, gpu: GpuSpec) -> OperatorTables:
     Of several files of an operator the last by name, which is the newest version, is taken.
     Raises: CatalogueError if there is no table of this GPU, or naming file, row and column of what cannot be read.
     """
-    return _read_folder(folder, gpu.name, folder.absolute())
+    return _read_folder(folder, gpu.name, gpu.aliases, folder.absolute())
 
 
 @cache
-def _read_folder(folder: Path, gpu: str, _place: Path) -> OperatorTables:
+def _read_folder(folder: Path, gpu: str, aliases: tuple[str, ...], _place: Path) -> OperatorTables:
     """`folder` is for messages; where it is depends on the working folder, so `_place` is what tells it apart."""
     found: dict[str, Path] = {}
     try:
@@ -124,7 +128,7 @@ def _read_folder(folder: Path, gpu: str, _place: Path) -> OperatorTables:
         raise CatalogueError(f"{folder}: {error.strerror or error}\nhint: a folder with operator tables") from error
     for path in paths:
         words = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix("_perf").split("__")
-        if words[-1] in OPERATORS and (len(words) == 1 or _is_gpu(words[0], gpu)):
+        if words[-1] in OPERATORS and (len(words) == 1 or _is_gpu(words[0], gpu, aliases)):
             found[words[-1]] = path
     if not found:
         raise CatalogueError(
@@ -134,8 +138,8 @@ def _read_folder(folder: Path, gpu: str, _place: Path) -> OperatorTables:
     return OperatorTables(gpu, tuple(_read(path, operator) for operator, path in sorted(found.items())))
 
 
-def _is_gpu(word: str, gpu: str) -> bool:
-    return word.lower().replace("_", "-") in (gpu.lower(), gpu.lower().removesuffix("-sxm"))
+def _is_gpu(word: str, gpu: str, aliases: tuple[str, ...]) -> bool:
+    return word.lower().replace("_", "-") in (gpu.lower(), gpu.lower().removesuffix("-sxm"), *aliases)
 
 
 def _read(path: Path, operator: str) -> TableFile:
@@ -164,6 +168,8 @@ def _read(path: Path, operator: str) -> TableFile:
         elif name in wanted:
             columns[name] = _numbers(path, name, values)
     latency_us = columns.pop("latency") * MS
+    if operator in DTYPE_COLUMNS:
+        add_operations(path, operator, columns)
     return TableFile(operator, path.name, hashlib.sha256(data).hexdigest(), columns, latency_us)
 
 
@@ -310,7 +316,7 @@ class MeasuredModel:
         self._collectives_us: dict[int, float] = {}
         self._gemms = self._gemm_lines()
         self._experts = self._expert_line()
-        self._all_reduce = self._all_reduce_line()
+        self._collectives = self._collective_lines()
         self._decode, self._extend = self._attention_grids()
 
     # --- the cost model -----------------------------------------------------------------------------------------------
@@ -390,8 +396,10 @@ class MeasuredModel:
         lines = dict(self._gemms)
         if self._experts is not None:
             lines["experts"] = self._experts
-        if self._all_reduce is not None:
-            lines["all_reduce"] = self._all_reduce
+        if self.base.exchange is not None:
+            terms |= self.base.exchange.terms_us(tokens, own_tokens, self._collective_ratio)
+        elif "all_reduce" in terms:
+            terms["all_reduce"] *= self._collective_ratio("all_reduce", self.tp, tokens)
         for name, line in lines.items():
             seen = own_tokens if name in OF_SHARD else rows if self.split.moe_a2a and name in OF_RANK else tokens
             ratio, far = line.at(seen)
@@ -423,17 +431,25 @@ class MeasuredModel:
 
     # --- tables against the roofline's formulas -----------------------------------------------------------------------
 
-    def _rows(self, operator: str, name: str, **texts: tuple[str, ...]) -> tuple[Columns, Float64s] | None:
-        """The rows of an operator with the first of the texts that occurs in each column; None if there are none."""
+    def _rows(
+        self, operator: str, name: str, head_dim: int | None = None, **texts: tuple[str, ...]
+    ) -> tuple[Columns, Float64s] | None:
+        """The rows of an operator with the first of the texts that occurs in each column; None if there are none.
+
+        Of attention only those with heads of the model's size, where there are some; a column's texts are looked for
+        among the rows that the columns before it left: not every pair of dtypes has a kernel for every size.
+        """
         table = self.tables.of(operator)
         if table is not None:
             mask = np.ones(len(table.latency_us), np.bool_)
-            for column, choices in texts.items():
-                if column in table.columns:
-                    chosen = next((c for c in choices if (table.columns[column] == c).any()), choices[0])
-                    mask &= table.columns[column] == chosen
             if "window_size" in table.columns:
                 mask &= table.columns["window_size"] == 0
+            if head_dim is not None and (mask & (table.columns["head_dim"] == head_dim)).any():
+                mask &= table.columns["head_dim"] == head_dim
+            for column, choices in texts.items():
+                if column in table.columns:
+                    chosen = next((c for c in choices if (mask & (table.columns[column] == c)).any()), choices[0])
+                    mask &= table.columns[column] == chosen
             if mask.any():
                 return {n: v[mask] for n, v in table.columns.items()}, table.latency_us[mask]
         if name not in self.without_table:
@@ -486,34 +502,57 @@ class MeasuredModel:
 
         return Line(ratio_of, TOKEN_OCTAVES)
 
-    def _all_reduce_line(self) -> Line | None:
+    def _collective_lines(self) -> dict[tuple[str, int], Line]:
+        """Ratios by operation and number of GPUs, along tokens; what has none is named."""
         if self.tp == 1:
-            return None
-        if self.base.exchange is not None:
-            self.without_table += self.base.exchange.terms_us(1, 1)
-            return None
+            return {}
+        exchange = self.base.exchange
+        wanted = [("all_reduce", self.tp)] if exchange is None else exchange.operations
+        lines = {}
+        for operation, gpus in wanted:
+            line = self._collective_line(operation, gpus)
+            if line is not None:
+                lines[operation, gpus] = line
+            elif operation not in self.without_table:
+                self.without_table.append(operation)
+        return lines
+
+    def _collective_line(self, operation: str, gpus: int) -> Line | None:
+        """Against the faster of the kernels that were measured for a size."""
         best: dict[float, float] = {}
-        for operator in ("custom_allreduce", "nccl"):
+        for operator in DTYPE_COLUMNS:
             table = self.tables.of(operator)
             if table is None:
                 continue
             c = table.columns
-            mask = c["num_gpus"] == self.tp
+            mask = (c["num_gpus"] == gpus) & (c["operation"] == operation)
             if "backend" in c:  # graph replay where there are both: decodes run in one
                 graph = np.char.endswith(c["backend"], "graph")
                 mask &= graph if (mask & graph).any() else ~graph
             if "nccl_dtype" in c:
                 mask &= c["nccl_dtype"] == "half"
-            for size, us in zip(c["message_size"][mask].tolist(), table.latency_us[mask].tolist(), strict=True):
+            for size, us in zip(c["message_bytes"][mask].tolist(), table.latency_us[mask].tolist(), strict=True):
                 best[size] = min(us, best.get(size, math.inf))
         if not best:
-            self.without_table.append("all_reduce")
             return None
         sizes = np.array(sorted(best))
-        line_us = np.array([self.base.all_reduce_us(size) for size in sizes])
-        ratios = Ratios(sizes[:, None], np.array([best[size] for size in sizes]) / line_us)
         token_bytes = self.base.all_reduce_bytes(1)
+        if operation == "all_reduce":
+            line_us = [self.base.all_reduce_us(size) for size in sizes]
+        else:
+            assert self.base.exchange is not None
+            line_us = [self.base.exchange.gather_us(size / token_bytes, gpus) for size in sizes]
+        ratios = Ratios(sizes[:, None], np.array([best[size] for size in sizes]) / np.array(line_us))
         return Line(lambda tokens: ratios.at((tokens * token_bytes)[:, None]), TOKEN_OCTAVES)
+
+    def _collective_ratio(self, operation: str, gpus: int, tokens: int) -> float:
+        line = self._collectives.get((operation, gpus))
+        if line is None:
+            return 1.0
+        ratio, far = line.at(tokens)
+        if far:
+            self.extrapolated.add(operation)
+        return ratio
 
     def _attention_grids(self) -> tuple[Grid | None, Grid | None]:
         a = self.model.attention
@@ -535,8 +574,9 @@ class MeasuredModel:
             return Grid(ratio_of, x_max, y_max)
 
         decode = extend = None
+        head_dim = None if isinstance(a, LatentAttention) else a.head_dim
         found = self._rows(
-            "generation_mla" if latent else "generation_attention", "attention_decode", kv_cache_dtype=kv
+            "generation_mla" if latent else "generation_attention", "attention_decode", head_dim, kv_cache_dtype=kv
         )
         if found is not None:
             c, latency_us = found
@@ -545,8 +585,8 @@ class MeasuredModel:
             ratios = Ratios(np.column_stack([c["batch_size"], context, *shape_of(c)]), latency_us / table_us)
             decode = grid(ratios, ROW_OCTAVES, CONTEXT_OCTAVES)
         found = self._rows(
-            "context_mla" if latent else "context_attention", "attention_prefill",
-            attn_dtype=("bfloat16", "float16"), kv_cache_dtype=kv,
+            "context_mla" if latent else "context_attention", "attention_prefill", head_dim,
+            kv_cache_dtype=kv, attn_dtype=("bfloat16", "float16", "fp8"),
         )  # fmt: skip
         if found is not None:
             c, latency_us = found

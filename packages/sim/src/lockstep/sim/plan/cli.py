@@ -20,6 +20,7 @@ from lockstep.sim.cli import (
     refusals,
     scheduler_options,
 )
+from lockstep.sim.out_paths import check_file
 
 if TYPE_CHECKING:
     from lockstep.sim.plan.answer import Answer
@@ -148,8 +149,11 @@ def plan(
             price_kind=price_kind,
             confirm_all=confirm_all,
         )
-        check_writable("json", json_path)
-        check_writable("report", report_path)
+        for option, path in (("--json", json_path), ("--report", report_path)):
+            if path is not None:
+                check_file(path, option)
+        if json_path is not None and report_path is not None and json_path.resolve() == report_path.resolve():
+            raise ConfigError(f"--json and --report both name `{json_path}`\nhint: give each its own file")
         ledger = Ledger(out)
         try:
             candidates, opened = prepare(question)
@@ -171,22 +175,10 @@ def plan(
 
 
 def _hands(jobs: int | None) -> int:
-    """Processes: as asked, or one per core that this one may use."""
-    return jobs if jobs is not None else len(os.sched_getaffinity(0))
-
-
-def check_writable(option: str, path: Path | None) -> None:
-    """Before minutes of simulation, whether the file can be written. Raises ConfigError."""
-    from lockstep.core.errors import ConfigError
-
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"`{option}` must be a file, and `{path}` is a folder\nhint: name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"`{option}` cannot be written, `{path}`: there is no folder `{path.parent}`\nhint: make it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"`{option}` cannot be written, `{path}`: permission denied\nhint: choose another file")
+    """Processes: as asked, or one per core that this one may use, as far as the system says."""
+    if jobs is not None:
+        return jobs
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _given(path: Path | None, *names: str) -> list[Path]:

@@ -14,15 +14,15 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 from lockstep.sim.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.cost import GpuSpec
+from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.metrics import Slo
-from lockstep.sim.mix import MIX_PREFIX
+from lockstep.sim.mix import MIX_PREFIX, parse_mix
 from lockstep.sim.settings import field_of, parse_setting
 from lockstep.sim.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
-LAYOUT_KEYS = ("tp", "ep", "attention_dp", "pp")
-OWN_KEYS = (*LAYOUT_KEYS, "moe_a2a", "expert_cv", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
+OWN_KEYS = (*COUNTS, "moe_a2a", "expert_cv", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
 """What can be searched besides the scheduler's settings."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
@@ -232,7 +232,7 @@ def _words(key: str, part: str) -> list[str]:
 
 
 def _value(key: str, word: str) -> Any:
-    if key in LAYOUT_KEYS:
+    if key in COUNTS:
         if not word.isascii() or not word.isdigit() or int(word) < 1:
             raise ConfigError(f"`search`: `{key}` must be a whole number of at least 1, got `{word}`")
         return int(word)
@@ -297,5 +297,11 @@ def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
 
 def content_files(question: Question) -> list[Path]:
     """Files whose content decides the answer, besides what the package ships."""
-    names = [question.model, *question.gpus, question.workload, str(question.common.get("calibration") or "")]
-    return [path for path in map(Path, names) if path.is_file()]
+    workload = question.workload
+    sources = [source.workload for source in parse_mix(workload)] if workload.startswith(MIX_PREFIX) else [workload]
+    names = [question.model, *question.gpus, *sources, str(question.common.get("calibration") or "")]
+    files = [path for path in map(Path, names) if path.is_file()]
+    folders = [Path(question.model, "config.json"), *(Path(gpu, "gpu.json") for gpu in question.gpus)]
+    files += [path for path in folders if path.is_file()]
+    operators = question.common.get("operators")
+    return files if operators is None else files + sorted(Path(operators).glob("*.csv*"))

@@ -10,14 +10,19 @@ import multiprocessing
 import queue
 import signal
 import socket
+import subprocess
+import sys
 from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep.core.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult, decode_result, encode_trial, run_encoded, run_trial
 
-RAY_TIMEOUT_S = 5.0  # for the head of a cluster to accept a connection
+RAY_TIMEOUT_S = 5.0  # for the head of a cluster to accept a connection, and to greet
+RAY_JOIN_TIMEOUT_S = 30.0  # for Ray to be loaded and to have joined: 14 s were seen on a machine with much else to do
 RAY_HINT = (
     "start it there with `ray start --head --port PORT`; `auto` joins the one of this machine, `local` starts one"
 )
@@ -77,25 +82,27 @@ class Processes:
     def __init__(self, jobs: int) -> None:
         self.hands = jobs
         self.running: dict[str, Trial] = {}
-        self._pool = multiprocessing.get_context("spawn").Pool(jobs, initializer=_ignore_interrupts)
-        self._done: queue.SimpleQueue[tuple[Trial, bytes | BaseException]] = queue.SimpleQueue()
+        spawned = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(jobs, mp_context=spawned, initializer=_ignore_interrupts)
+        self._done: queue.SimpleQueue[tuple[Trial, Future[bytes]]] = queue.SimpleQueue()
 
     def submit(self, trial: Trial) -> None:
         """See Crew."""
         self.running[trial.key] = trial
-        self._pool.apply_async(
-            run_encoded,
-            (encode_trial(trial),),
-            callback=lambda data: self._done.put((trial, data)),
-            error_callback=lambda error: self._done.put((trial, error)),
+        self._pool.submit(run_encoded, encode_trial(trial)).add_done_callback(
+            lambda future: self._done.put((trial, future))
         )
 
     def next_result(self) -> tuple[Trial, TrialResult]:
-        """See Crew."""
-        trial, data = self._done.get()
-        if isinstance(data, BaseException):
-            raise data
-        result = decode_result(data)
+        """See Crew. Raises OSError if a process died, as one does that the system kills for its memory."""
+        trial, future = self._done.get()
+        try:
+            result = decode_result(future.result())
+        except BrokenProcessPool as error:
+            raise OSError(
+                f"a process that simulated {trial.gpu} died; was it killed for lack of memory?\n"
+                f"hint: --jobs {max(self.hands - 1, 1)}, or --requests with fewer; with --out nothing done is lost"
+            ) from error
         if result.interrupted:
             raise KeyboardInterrupt
         del self.running[trial.key]
@@ -105,8 +112,12 @@ class Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._pool.terminate()
-        self._pool.join()
+        workers = list((self._pool._processes or {}).values())  # 3.14 can terminate them by itself
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join()
 
 
 def _ignore_interrupts() -> None:
@@ -120,6 +131,8 @@ class OnRay:
     def __init__(self, address: str) -> None:
         check_reachable(address)
         ray = _ray()
+        if address != "local":
+            check_joins(address)
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -162,10 +175,42 @@ def check_reachable(address: str, timeout_s: float = RAY_TIMEOUT_S) -> None:
     if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
         raise ConfigError(f"`ray` must be local, auto or HOST:PORT, got `{address}`\nhint: {RAY_HINT}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection:
+            connection.sendall(HTTP2_GREETING)
+            greeting = connection.recv(FRAME_HEADER_BYTES)
     except OSError as error:
         why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise ConfigError(f"`ray`: no Ray cluster at `{address}`: {why}\nhint: {RAY_HINT}") from None
+    if greeting[FRAME_TYPE:FRAME_HEADER_BYTES] != SETTINGS_FRAME:
+        raise ConfigError(f"`ray`: no Ray cluster at `{address}`: somebody else answers there\nhint: {RAY_HINT}")
+
+
+# Ray speaks gRPC, so HTTP/2: both sides begin with a frame of settings (RFC 9113, section 3.4).
+FRAME_HEADER_BYTES = 9  # three of length, one of type, one of flags, four of the stream
+FRAME_TYPE = 3
+SETTINGS_FRAME = b"\x04\x00\x00\x00\x00\x00"  # type, no flags, stream 0
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + SETTINGS_FRAME
+
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)"
+
+
+def check_joins(address: str, timeout_s: float = RAY_JOIN_TIMEOUT_S) -> None:
+    """Whether a process can join: Ray waits for minutes for a head that is none, and then ends the process that asked.
+
+    So another process asks. Raises ConfigError with the last line that it said.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+        why = ": ".join([f"nobody could join within {timeout_s:g} s", *said[-1:]])
+    else:
+        if done.returncode == 0:
+            return
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    raise ConfigError(f"`ray`: no Ray cluster at `{address}`: {why}\nhint: {RAY_HINT}")
 
 
 def _ray() -> Any:
