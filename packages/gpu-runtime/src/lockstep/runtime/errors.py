@@ -12,3 +12,7 @@ class PlanError(ContractError):
 
 class DeviceLost(LockstepError):
     """The device does not work any more: nothing that is in flight will come back. The engine ends."""
+
+
+class RankLost(DeviceLost):
+    """A rank of a tensor-parallel group ended, does not answer, or is out of step with the others. The engine ends."""

@@ -134,6 +134,7 @@ class Executor:
         pooling: of requests of kind embed.
         canary: verify the tag of every KV slot before it is read; for debugging.
         graphs: prepared; decodes that they hold are replayed.
+        split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
     """
 
     def __init__(
@@ -148,10 +149,11 @@ class Executor:
         canary: Canary | None = None,
         graphs: DecodeGraphs | None = None,
         pooling: Pooling = "mean",
+        split: bool = False,
     ) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
-        self.pooling = pooling
+        self.pooling, self.split = pooling, split
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
         self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
@@ -246,6 +248,8 @@ class Executor:
             except Exception as error:  # of the model, a kernel, or memory: whatever it was, the batch is lost
                 self.lane.check()
                 launched.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if self.split:
+                    raise DeviceLost(f"batch {launched.plan.batch_id} failed: {launched.error}") from error
                 launched.logits, launched.wanted = None, {}
                 if self.canary is not None:
                     self.canary.spoil([tensors.slots for tensors in launched.laid])
@@ -320,13 +324,12 @@ class Executor:
             self.tables.sampled(tensors, sampled.tokens)
             drawn.setdefault("tokens", []).append(sampled.tokens)
             drawn.setdefault("invalid", []).append(sampled.invalid)
-            if asked and sampled.logprobs is not None:
-                drawn.setdefault("logprobs", []).append(sampled.logprobs)
-            if asked and sampled.top_ids is not None and sampled.top_logprobs is not None:
-                drawn.setdefault("top_ids", []).append(sampled.top_ids)
-                drawn.setdefault("top_logprobs", []).append(sampled.top_logprobs)
+            if asked:
+                for name, part in _reported(sampled).items():
+                    drawn.setdefault(name, []).append(part)
         for name, parts in drawn.items():
-            launched.wanted[name] = _joined(parts)
+            if (joined := _joined(parts)).numel():  # nobody asked for tops where they are of no width
+                launched.wanted[name] = joined
         launched.download = self.lane.download(launched.wanted, launched.begun)
         launched.wanted = {}
 
@@ -415,6 +418,17 @@ class Executor:
                 case ["pooled", _, i]:
                     result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
+
+
+def _reported(sampled: Sampled) -> dict[str, Tensor]:
+    """Logprobs of one pass. Of several passes one may have no row left that asked; its rows are filled up."""
+    tokens = sampled.tokens
+    logprobs, ids, tops = sampled.logprobs, sampled.top_ids, sampled.top_logprobs
+    if logprobs is None:
+        logprobs = torch.full(tokens.shape, torch.nan, device=tokens.device)
+    if ids is None or tops is None:
+        ids, tops = tokens.new_empty(len(tokens), 0), logprobs.new_empty(len(tokens), 0)
+    return {"logprobs": logprobs, "top_ids": ids, "top_logprobs": tops}
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

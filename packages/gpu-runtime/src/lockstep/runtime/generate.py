@@ -28,7 +28,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import JournalError
 from lockstep.host.errors import EngineStopped
+from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
+from lockstep.runtime.ranks import TIMEOUT_S
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -75,6 +77,8 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
 @click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
+@click.option("--tp", default=1, show_default=True, help="GPUs that share one copy of the model (tensor parallelism).")
+@click.option("--rank-timeout", type=float, default=TIMEOUT_S, show_default=True, metavar="SECONDS", help="With --tp.")
 @click.option("--mem-fraction", type=float, default=0.9, show_default=True, help="Of a GPU's memory, all together.")
 @click.option("--no-cuda-graphs", is_flag=True, help="Launch the kernels of every decode one by one.")
 @click.option("--cuda-graph-max-batch", type=int, metavar="ROWS", help="Of the largest graph; default: as many as run.")
@@ -119,6 +123,8 @@ def generate(
     dtype: str,
     attention_backend: str,
     numerics: Any,
+    tp: int,
+    rank_timeout: float,
     mem_fraction: float,
     no_cuda_graphs: bool,
     cuda_graph_max_batch: int | None,
@@ -166,6 +172,8 @@ def generate(
             dtype=dtype,
             attention_backend=attention_backend,
             numerics=numerics,
+            tensor_parallel=tp,
+            rank_timeout_s=rank_timeout,
             mem_fraction=mem_fraction,
             cuda_graphs="off" if no_cuda_graphs else "auto",
             cuda_graph_max_batch=cuda_graph_max_batch,
@@ -195,7 +203,7 @@ def generate(
                 return _answer(llm, lines, sys.stdout, params, show_token_ids, quiet)
             with out.open("w", encoding="utf-8") as file:
                 return _answer(llm, lines, file, params, show_token_ids, quiet)
-    except (EngineStopped, JournalError) as error:
+    except (EngineStopped, DeviceLost, JournalError) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return 1
 

@@ -19,6 +19,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -28,7 +29,7 @@ from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Protocol, Self, cast
 
 import msgspec
 import numpy as np
@@ -51,7 +52,7 @@ from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.canary import Canary
-from lockstep.runtime.executor import Executor
+from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -65,10 +66,12 @@ from lockstep.runtime.graphs import (
 )
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
-from lockstep.runtime.models import Decoder, build_model
+from lockstep.runtime.models import Decoder, Parallel, build_model, read_settings
 from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.profiler import TorchProfiler, options_of
+from lockstep.runtime.rank_wire import RankSettings
+from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split
 from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
@@ -184,8 +187,10 @@ class LLM:
         journal: a run folder, in which every fact and decision is recorded.
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
+        tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
+        rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
         sched: fields of SchedConfig. Sizes not given follow from the model and the device.
-    Raises: ConfigError.
+    Raises: ConfigError; RankLost when another rank fails before it has begun.
     """
 
     def __init__(
@@ -204,6 +209,8 @@ class LLM:
         journal: str | Path | None = None,
         logit_processors: Sequence[str] = (),
         debug: bool = False,
+        tensor_parallel: int = 1,
+        rank_timeout_s: float = TIMEOUT_S,
         **sched: Any,
     ) -> None:
         _refuse_unknown(sched)
@@ -212,44 +219,54 @@ class LLM:
         folder = demo_folder() if model is None else Path(model)
         where = _device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
-        with explained("the weights", where, "a smaller model, a narrower dtype, or a GPU with less on it"):
-            self.model = build_model(folder, _dtype(dtype, where), where, random_weights_seed=random_weights_seed)
+        settings = RankSettings(
+            model=str(folder.resolve()),
+            dtype=dtype,
+            attention_backend=attention_backend,
+            numerics=numerics,
+            random_weights_seed=random_weights_seed,
+            mem_fraction=mem_fraction,
+            cuda_graphs=cuda_graphs,
+            cuda_graph_max_batch=cuda_graph_max_batch,
+            logit_processors=tuple(logit_processors),
+            debug=debug,
+            sched=sched,
+        )
         self.text = Text(folder) if (folder / "tokenizer.json").is_file() else None
         self.seed = seed
-        pick = partial(_backend, self.model, attention_backend, numerics, cuda_graphs, cuda_graph_max_batch)
-        self.config, self.memory, choice, sizes = _sized(self.model, where, mem_fraction, numerics, pick, sched)
-        self.attention_backend = choice.name
         clock = HostClock()
         self._bubbles = BubbleTimer()
         self._profiler = TorchProfiler(where)
-        self.logit_processors = processors.load(logit_processors, self.model.settings.vocab, where)
-        executor = make_executor(
-            self.model,
-            self.config,
-            clock,
-            attention_backend=choice.name,
-            numerics=numerics,
-            logit_processors=self.logit_processors,
-            debug=debug,
-            graph_sizes=sizes,
-        )
+        self.group: RankGroup | None = None
         self._journal: JournalWriter | None = None
-        if journal is not None:
-            host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name}
-            if logit_processors:
-                host["logit_processors"] = processors.versions(logit_processors)
-            header = JournalHeader(config=self.config, seed=seed, host=host)
-            self._journal = JournalWriter.create(journal, header)
-        self.host = RuntimeHost(
-            Engine(self.config),
-            executor,
-            self._journal or NoJournal(),
-            clock,
-            check_request=self._check,
-            watch_text=self._watch if self.text is not None else None,
-            profiler=self._profiler,
-            observe=self._bubbles.fold,
-        )
+        with ExitStack() as undo:
+            if tensor_parallel != 1:
+                check_split(read_settings(folder), tensor_parallel)
+                self.group = RankGroup(tensor_parallel, where, settings, timeout_s=rank_timeout_s)
+                undo.callback(self.group.close)
+            made = assemble(settings, where, clock, self.group)
+            self.model, self.config, self.memory = made.model, made.config, made.memory
+            self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors
+            if journal is not None:
+                host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name, "tp": tensor_parallel}
+                if logit_processors:
+                    host["logit_processors"] = processors.versions(logit_processors)
+                header = JournalHeader(config=self.config, seed=seed, host=host)
+                self._journal = JournalWriter.create(journal, header)
+                undo.callback(self._journal.close)
+            self.host = RuntimeHost(
+                Engine(self.config),
+                made.executor if self.group is None else self.group.lead(made.executor),
+                self._journal or NoJournal(),
+                clock,
+                check_request=self._check,
+                watch_text=self._watch if self.text is not None else None,
+                profiler=self._profiler,
+                observe=self._bubbles.fold,
+            )
+            if self.group is not None:
+                self.group.on_stuck = self.host.fail
+            undo.pop_all()
         self._requests = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="lockstep-host", daemon=True)
@@ -372,9 +389,14 @@ class LLM:
     def close(self) -> None:
         """End the engine; whoever waits is told."""
         self.host.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        if self._journal is not None:
+        own = self._thread is threading.current_thread()
+        if not own:
+            failed = self.group is not None and self.group.failure
+            self._thread.join(GRACE_S if failed else None)  # one that waits for a rank may not come back
+        stuck = not own and self._thread.is_alive()
+        if self.group is not None:
+            self.group.close(stuck=stuck)
+        if self._journal is not None and not stuck:
             self._journal.close()
 
     def __enter__(self) -> Self:
@@ -392,7 +414,7 @@ class LLM:
         try:
             self.host.run()
         except LockstepError as error:
-            log.error("the engine failed: %s", error)  # and everybody who waits was told
+            log.info("the engine failed: %s", error)  # everybody who waits was told; who comes later will be
         except Exception:
             log.exception("the engine failed")  # where, is for whoever mends it
 
@@ -569,6 +591,69 @@ class Asked:
 # ----------------------------------------------------------------------------------------------------- putting together
 
 
+class OtherRanks(Protocol):
+    """What a rank must know of the others to be put together; of rank 0, `ranks.RankGroup`."""
+
+    @property
+    def matchers(self) -> Matchers | None:
+        """What its executor is made with; None on rank 0, which has its own or none."""
+
+    def parallel(self) -> Parallel:
+        """This rank's part."""
+
+    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
+        """The settings that hold on all ranks, given those that this one found; `chosen` must be the same on all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A rank, or all of an engine, up to its executor."""
+
+    model: Decoder
+    config: SchedConfig
+    memory: MemoryBudget
+    attention_backend: str
+    logit_processors: dict[str, LogitProcessor]
+    executor: Executor
+
+
+def assemble(
+    settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None = None
+) -> Assembled:
+    """Load the model, see what fits, and make the executor. All ranks of a group do this at the same time.
+
+    Every pass that is run in here, for its memory or for a graph, is run by all of them: they sum over each other.
+    """
+    mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
+    with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
+        model = build_model(
+            Path(settings.model),
+            _dtype(settings.dtype, device),
+            device,
+            random_weights_seed=settings.random_weights_seed,
+            parallel=None if ranks is None else ranks.parallel(),
+        )
+    pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
+    sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
+    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched)
+    if ranks is not None:
+        config = ranks.agree(config, f"{choice.name} with {len(sizes)} graphs")
+        memory = replace(memory, pages=config.pages)
+    enabled = processors.load(settings.logit_processors, model.settings.vocab, device)
+    executor = make_executor(
+        model,
+        config,
+        clock,
+        attention_backend=choice.name,
+        numerics=settings.numerics,
+        logit_processors=enabled,
+        debug=settings.debug,
+        graph_sizes=sizes,
+        matchers=None if ranks is None else ranks.matchers,
+    )
+    return Assembled(model, config, memory, choice.name, enabled, executor)
+
+
 def make_executor(
     model: Decoder,
     config: SchedConfig,
@@ -580,6 +665,7 @@ def make_executor(
     debug: bool = False,
     lane: Lane | None = None,
     graph_sizes: Sequence[int] = (),
+    matchers: Matchers | None = None,
 ) -> Executor:
     """The executor of a model under these settings, with its pool, tables and sampler.
 
@@ -610,7 +696,10 @@ def make_executor(
             "%d graphs for decodes of up to %d rows, %.0f MiB", len(graph_sizes), graph_sizes[-1], graphs.bytes / MIB
         )
     sampler = TableSampler(table, Sampler(table, processors=enabled))
-    return Executor(model, attention, sampler, tables, lane, canary=canary, graphs=graphs)
+    split = model.parallel.ranks > 1
+    return Executor(
+        model, attention, sampler, tables, lane, matchers=matchers, canary=canary, graphs=graphs, split=split
+    )
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:

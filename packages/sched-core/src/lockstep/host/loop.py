@@ -349,13 +349,18 @@ class RuntimeHost:
             raise
         self._end("the engine was stopped")
 
-    def _end(self, message: str) -> None:
+    def fail(self, message: str) -> None:
+        """Tell everybody who waits that the engine failed, when its own thread cannot. From any thread."""
+        self._stop.set()
+        self._end(f"the engine failed: {message}", stuck=True)
+
+    def _end(self, message: str, *, stuck: bool = False) -> None:
         """Accept nothing any more, and tell everybody who waits."""
         with self._gate:
             if self.failure:
                 return
             self.failure = message
-        if self._profiler is not None:
+        if self._profiler is not None and not stuck:
             self._profiler.stop()  # what it saw up to here may say why
         waiting: list[Sink] = [request.sink for request in self._open.values()]
         answers = list(self._asked.values())

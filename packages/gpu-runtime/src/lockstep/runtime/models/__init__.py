@@ -66,6 +66,13 @@ def build_model(
     return model
 
 
+def read_settings(folder: str | Path) -> ModelSettings:
+    """What config.json of a folder says, without making anything. Raises ConfigError."""
+    config = read_config(Path(folder))
+    settings: ModelSettings = _builder(config)(config, Maker(device=torch.device("meta"))).settings
+    return settings
+
+
 def _builder(config: Mapping[str, Any]) -> Builder:
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None

@@ -1,0 +1,106 @@
+"""Sums and joins over the ranks of one tensor-parallel group: NCCL between GPUs, gloo between CPU processes.
+
+The group belongs to one engine: torch's global process group is neither used nor touched, so that a program may have
+one of its own, or several engines. Ranks find each other by a file in a private folder, not by a port; gloo's own
+connections are bound to the loopback device.
+
+A collective that fails leaves the ranks out of step. There is no way back from that: the engine ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, FileStore
+
+from lockstep.runtime.errors import DeviceLost
+from lockstep.runtime.models.layers import Parallel
+
+
+class CollectiveFailed(DeviceLost):
+    """A sum or a join did not come about, most likely because another rank has ended."""
+
+
+class Collectives:
+    """This rank's end of the group. Returns once all ranks have one.
+
+    Args:
+        store: a path that all ranks are given, in a folder of nobody else's; the file is made.
+        timeout_s: of one collective on the CPU; with NCCL, the time after which torch itself gives up.
+    Raises: CollectiveFailed.
+    """
+
+    def __init__(self, store: str, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, device
+        timeout = timedelta(seconds=timeout_s)
+        self._reduce, self._gather = dist.AllreduceOptions(), AllgatherOptions()
+        self._reduce.asyncOp = self._gather.asyncOp = False  # on the stream of whoever calls, not beside it
+        self._reduce.timeout = self._gather.timeout = timeout
+        self._nccl = device.type == "cuda"
+        self._group: Any = self._attempt("meeting", lambda: self._meet(store, timeout))
+
+    def parallel(self) -> Parallel:
+        """What models are made with."""
+        return Parallel(self.rank, self.ranks, self.all_reduce, self.all_gather)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits on each. May overwrite what it is given."""
+        if not tensor.numel():
+            return tensor
+        tensor = tensor.contiguous()
+        self._attempt("sum", lambda: self._group.allreduce([tensor], self._reduce).wait())
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[n, k] of each rank side by side: [n, ranks * k]."""
+        rows, columns = tensor.shape
+        if not rows:
+            return tensor.new_empty(0, self.ranks * columns)
+        tensor = tensor.contiguous()
+        all_ranks = tensor.new_empty(self.ranks, rows, columns)
+        parts = list(all_ranks.unbind())
+        if self._nccl:
+            flat = all_ranks.view(-1, columns)
+            self._attempt("join", lambda: self._group._allgather_base(flat, tensor, self._gather).wait())
+        else:
+            self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather).wait())
+        return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
+
+    def abort(self) -> None:
+        """Let go of whoever waits for ranks that have ended. gloo has noticed by itself, NCCL's kernels have not."""
+        if self._nccl:
+            self._group.abort()
+
+    def close(self) -> None:
+        """Leave, without waiting for the others. Collectives may not be used any more."""
+        self.abort()
+        self._group = None
+
+    def _meet(self, store: str, timeout: timedelta) -> Any:
+        shared = FileStore(store, self.ranks)
+        shared.set_timeout(timeout)
+        if self._nccl:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            group = dist.ProcessGroupNCCL(shared, self.rank, self.ranks, nccl)
+            group._set_sequence_number_for_group()
+            group.eager_connect_single_device(self.device)
+            return group
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo._timeout = timeout
+        return dist.ProcessGroupGloo(shared, self.rank, self.ranks, gloo)
+
+    def _attempt(self, what: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except RuntimeError as error:
+            said = str(error).strip().partition("\n")[0]
+            raise CollectiveFailed(f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {said}") from error

@@ -1,0 +1,258 @@
+"""What passes between rank 0 and the workers of a tensor-parallel group: typed messages over one socket pair each.
+
+    4 bytes      length bytes
+    | length   | message, msgpack |          little endian; never a pickle
+
+Every order that reaches the device is part of a chain: rank 0 hashes what it sends, each worker hashes what it decoded,
+encoded again, and both mix in the value before. So a plan that was lost, doubled, moved or read differently is refused
+before it is run, and not found in an answer that looks odd.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from lockstep.core.commands import BatchPlan
+from lockstep.core.config import SchedConfig
+from lockstep.core.events import BatchId
+from lockstep.host.batches import BatchResult, ContextOf, RowContext
+from lockstep.runtime.attention.base import Numerics
+from lockstep.runtime.errors import RankLost
+from lockstep.runtime.graphs import GraphMode
+
+MESSAGE_BYTES_MAX = 1 << 30  # longer lengths are not believed
+DIGEST_BYTES = 16
+NO_CHAIN = bytes(DIGEST_BYTES)
+
+_LENGTH = struct.Struct("<I")
+
+# --------------------------------------------------------------------------------------------------------- to a worker
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every rank makes its part of the model, its pool and its executor from. See `LLM` for the fields."""
+
+    model: str
+    dtype: str
+    attention_backend: str
+    numerics: Numerics
+    random_weights_seed: int | None
+    mem_fraction: float
+    cuda_graphs: GraphMode
+    cuda_graph_max_batch: int | None
+    logit_processors: tuple[str, ...]
+    debug: bool
+    sched: dict[str, Any]  # of SchedConfig, as given
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """The first message: who the worker is."""
+
+    rank: int
+    ranks: int
+    device: str
+    threads: int  # of torch on the CPU: of all ranks alike, since some results depend on it
+    store: str  # a file in a folder that only this user can read, where the ranks find each other
+    timeout_s: float
+    settings: RankSettings
+
+
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """What the ranks agreed on; the executor can be made."""
+
+    config: SchedConfig
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that `Executor.launch` is told."""
+
+    plan: BatchPlan
+    deferred: bool
+    contexts: tuple[RowContext, ...]  # of `plan.rows_taken`
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Launch an order, if the digest fits."""
+
+    order: bytes  # of Order
+    digest: bytes  # of the chain, this order included
+
+
+class Mask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """What the sampling rows of the batch just named may say next: int32 [rows, words]; no words where all may."""
+
+    rows: int
+    words: bytes | None
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Let a deferred batch sample."""
+
+    batch_id: BatchId
+
+
+class Collect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Take the oldest batch's results, and say what was drawn."""
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """End."""
+
+
+ToWorker = Setup | Start | Launch | Mask | Sample | Collect | Stop
+
+# --------------------------------------------------------------------------------------------------------- to rank 0
+
+
+class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """What the worker begins to do, for a message about its end: `loading the model`."""
+
+    what: str
+
+
+class Sized(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The model is there, and so many pages of KV fit beside it."""
+
+    pages: int
+    chosen: str  # attention backend and graphs
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The executor is there."""
+
+
+class Collected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A batch came back on the worker; `drawn` is the digest of its tokens, which must be those of rank 0."""
+
+    batch_id: BatchId
+    drawn: bytes
+
+
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The worker's last word."""
+
+    message: str
+    kind: Literal["config", "collective", "other"]  # collective: perhaps only because another rank ended
+    trace: str
+
+
+ToLead = Doing | Sized | Ready | Collected | Failed
+
+# --------------------------------------------------------------------------------------------------------- as bytes
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} does not pass between ranks")
+
+
+def _array_of(kind: type, value: Any) -> Any:
+    """An array of the annotated type, e.g. NDArray[np.int32], from its bytes; read only."""
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.frombuffer(value, dtype)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_bytes_of, order="deterministic").encode
+_read_order = msgspec.msgpack.Decoder(Order, dec_hook=_array_of).decode
+_read_by: dict[object, Callable[[bytes], Any]] = {
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=_array_of).decode for kind in (ToWorker, ToLead)
+}
+
+
+class PlanChain:
+    """The digest of all orders so far. Rank 0 and each worker keep one."""
+
+    def __init__(self) -> None:
+        self.digest = NO_CHAIN
+
+    def seal(self, order: Order) -> Launch:
+        """An order as it is sent."""
+        encoded = _encode(order)
+        self._add(encoded)
+        return Launch(encoded, self.digest)
+
+    def verify(self, launch: Launch) -> Order:
+        """What was sent, understood as it was meant. Raises RankLost otherwise."""
+        order = _read_order(launch.order)
+        self._add(_encode(order))
+        if self.digest != launch.digest:
+            raise RankLost(
+                f"the plan of batch {order.plan.batch_id} is not the one that rank 0 launched: expected digest "
+                f"{launch.digest.hex()}, found {self.digest.hex()}; plans were lost, changed or reordered on the way"
+            )
+        return order
+
+    def _add(self, encoded: bytes) -> None:
+        self.digest = blake2b(self.digest + encoded, digest_size=DIGEST_BYTES).digest()
+
+
+def in_turn(contexts: Iterable[RowContext]) -> ContextOf:
+    """Contexts found before, given out in the order in which an executor asks for them."""
+    waiting = iter(contexts)
+    return lambda taken: next(waiting)
+
+
+def drawn_digest(result: BatchResult) -> bytes:
+    """Of the tokens of a batch, and of which of them mean nothing."""
+    invalid = np.array(result.invalid, np.int32)
+    return blake2b(result.tokens.astype("<i4").tobytes() + invalid.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+class Channel:
+    """One end of the socket pair between rank 0 and a worker. One thread receives; any may send.
+
+    Args:
+        reads: ToLead or ToWorker.
+        timeout_s: a peer that takes nothing in for so long is lost. Waiting for its next message has no limit.
+    """
+
+    def __init__(self, end: socket.socket, reads: object, timeout_s: float) -> None:
+        self._socket, self._read = end, _read_by[reads]
+        # Only what is sent has a limit: SO_SNDTIMEO, since settimeout would limit receiving as well.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, round(timeout_s)), 0))
+        self._sending = threading.Lock()
+
+    def send(self, message: ToWorker | ToLead) -> None:
+        """Raises: OSError when the other end is gone, or takes nothing in."""
+        encoded = _encode(message)
+        with self._sending:
+            self._socket.sendall(_LENGTH.pack(len(encoded)) + encoded)
+
+    def receive(self) -> Any:
+        """The next message; None when the other end is gone. Raises msgspec.DecodeError for what is no message."""
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > MESSAGE_BYTES_MAX:
+            raise msgspec.DecodeError(f"a message of {length:,} bytes between ranks")
+        body = self._exactly(length)
+        return None if body is None else self._read(body)
+
+    def close(self) -> None:
+        """The other end is told, and so is whoever waits in `receive` on this one."""
+        with suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _exactly(self, count: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                new = self._socket.recv(min(count - len(parts), 1 << 20))
+            except OSError:  # reset, or closed by `close`
+                return None
+            if not new:
+                return None
+            parts += new
+        return bytes(parts)

@@ -1,0 +1,235 @@
+"""A rank other than the first: `python -m lockstep.runtime.worker FD`, started by `ranks.py` and by nobody else.
+
+It makes its part of the model, then does what rank 0 says, in that order: the same launches, the same samples, the same
+results taken. It decides nothing, hears of no request and keeps no journal.
+
+Every rank draws every token. Logits are joined on all ranks with the same bits, and a draw is a function of them, the
+row's settings, the seed and the position; so the next token of a row is known on each device without another message.
+What was drawn is compared afterwards, by digest.
+
+Rank 0 may end in any way: the channel closes, or the parent is another one, and a thread of its own ends this process,
+wherever the main thread may be waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.core.commands import RowTaken
+from lockstep.core.config import SchedConfig
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestId
+from lockstep.host.loop import HostClock
+from lockstep.runtime.collectives import CollectiveFailed, Collectives
+from lockstep.runtime.errors import RankLost
+from lockstep.runtime.executor import Executor
+from lockstep.runtime.llm import assemble
+from lockstep.runtime.models.layers import Parallel
+from lockstep.runtime.rank_wire import (
+    Channel,
+    Collect,
+    Collected,
+    Doing,
+    Failed,
+    Launch,
+    Mask,
+    PlanChain,
+    Ready,
+    Sample,
+    Setup,
+    Sized,
+    Start,
+    Stop,
+    ToWorker,
+    drawn_digest,
+    in_turn,
+)
+
+Int32s = NDArray[np.int32]
+T = TypeVar("T")
+
+PARENT_S = 1.0  # between two looks at who the parent is
+FAILED = 1
+
+
+class Orders:
+    """What rank 0 sends, in order. Ends the process when rank 0 is gone."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.folder: Path | None = None  # of all ranks; whoever finds rank 0 gone removes it
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._receive, name="orders", daemon=True).start()
+        threading.Thread(target=self._watch, args=(os.getppid(),), name="parent", daemon=True).start()
+
+    def next(self) -> Any:
+        """The next message."""
+        message = self._inbox.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def expect(self, kind: type[T]) -> T:
+        """The next message, which must be of this kind."""
+        message = self.next()
+        if not isinstance(message, kind):
+            raise RankLost(f"rank 0 sent {type(message).__name__} where {kind.__name__} was due")
+        return message
+
+    def _receive(self) -> None:
+        try:
+            while (message := self.channel.receive()) is not None:
+                self._inbox.put(message)
+        except Exception as error:  # no message of ours
+            self._inbox.put(RankLost(f"rank 0 sent what cannot be read: {error}"))
+            return
+        self._leave()
+
+    def _watch(self, parent: int) -> None:
+        """The channel stays open where rank 0 had forked, and its child lives on."""
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(FAILED)
+
+
+class SentMasks:
+    """The executor's matchers, of which there is one set only, that of rank 0: masks come with the orders."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    def take_row(self, taken: RowTaken) -> None:
+        """Rank 0 has done it."""
+
+    def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
+        """Rank 0 has done it."""
+
+    def allowed(self, rows: Int32s) -> Int32s | None:
+        """What rank 0 found for the same rows."""
+        mask = self._orders.expect(Mask)
+        if mask.rows != len(rows):
+            raise RankLost(f"rank 0 sent a mask of {mask.rows} rows for {len(rows)}")
+        if mask.words is None:
+            return None
+        return np.frombuffer(mask.words, np.int32).reshape(len(rows), -1)
+
+    def ended(self, row: int, token: int) -> bool:
+        """Rank 0 says it to the core; nobody asks here."""
+        return False
+
+
+class LeadRank:
+    """What this rank must know of the others to be put together: they do as rank 0 says."""
+
+    def __init__(self, orders: Orders, collectives: Collectives) -> None:
+        self._orders, self._collectives = orders, collectives
+        self.matchers = SentMasks(orders)
+
+    def parallel(self) -> Parallel:
+        """This rank's part of the model."""
+        return self._collectives.parallel()
+
+    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
+        """Tell what fits here; hear what fits everywhere."""
+        self._orders.channel.send(Sized(config.pages, chosen))
+        start = self._orders.expect(Start)
+        self._orders.channel.send(Doing("making its pool and its executor"))
+        return start.config
+
+
+class Follower:
+    """Does what rank 0 says, with the executor of this rank."""
+
+    def __init__(self, executor: Executor, orders: Orders) -> None:
+        self.executor, self.orders, self.chain = executor, orders, PlanChain()
+
+    def run(self) -> None:
+        """Until told to stop. Raises what ends this rank."""
+        while True:
+            match self.orders.next():
+                case Launch() as launch:
+                    order = self.chain.verify(launch)
+                    self.executor.launch(order.plan, deferred=order.deferred, contexts=in_turn(order.contexts))
+                case Sample(batch_id):
+                    self.executor.sample(batch_id, ())
+                case Collect():
+                    result = self.executor.collect()
+                    self.orders.channel.send(Collected(result.plan.batch_id, drawn_digest(result)))
+                case Stop():
+                    return
+                case other:
+                    raise RankLost(f"rank 0 sent {type(other).__name__} to a rank that runs")
+
+
+def follow(orders: Orders) -> None:
+    """A rank's whole life."""
+    setup = orders.expect(Setup)
+    orders.folder = Path(setup.store).parent
+    torch.set_num_threads(setup.threads)
+    device = torch.device(setup.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    send = orders.channel.send
+    send(Doing("meeting the other ranks"))
+    collectives = Collectives(setup.store, setup.rank, setup.ranks, device, setup.timeout_s)
+    send(Doing("loading the model"))
+    assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, collectives))
+    send(Ready())
+    Follower(assembled.executor, orders).run()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run, and end the process without ceremony: torch may wait for ranks that are not there any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody at the terminal; rank 0 says what follows
+    channel = Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0)
+    status = 0
+    try:
+        follow(Orders(channel))
+    except BaseException as error:
+        status = FAILED
+        try:
+            channel.send(_failed(error))
+        except OSError:
+            traceback.print_exc()  # nobody listens; stderr may still be read
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _failed(error: BaseException) -> Failed:
+    """What rank 0 is told: one line, and all of it for whoever mends it."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, ConfigError):
+        return Failed(str(error), "config", trace)
+    root = error
+    while root.__cause__ is not None and not isinstance(root, CollectiveFailed):
+        root = root.__cause__
+    where = ""
+    if not isinstance(root, CollectiveFailed | RankLost) and (frames := traceback.extract_tb(root.__traceback__)):
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    said = str(root).strip().partition("\n")[0]
+    kind = "collective" if isinstance(root, CollectiveFailed) else "other"
+    return Failed(f"{type(root).__name__}: {said}{where}", kind, trace)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

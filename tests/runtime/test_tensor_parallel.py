@@ -1,0 +1,532 @@
+"""One engine over several ranks: the same tokens as one rank, and an end with one sentence when a rank is lost.
+
+Ranks are processes on the CPU that sum over gloo. Starting one takes seconds, so engines are shared: first each answers
+as a single rank does, then each is lost in its own way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from safetensors.torch import save_file  # noqa: E402
+
+from lockstep.core.commands import BatchPlan, RowTaken  # noqa: E402
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
+from lockstep.core.replay import fold  # noqa: E402
+from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
+from lockstep.runtime import LLM, Answer, Params  # noqa: E402
+from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
+from lockstep.runtime.models import build_model, read_settings  # noqa: E402
+from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from lockstep.runtime.rank_wire import (  # noqa: E402
+    Channel,
+    Collected,
+    Launch,
+    Order,
+    PlanChain,
+    Stop,
+    ToLead,
+    ToWorker,
+    drawn_digest,
+)
+from lockstep.runtime.ranks import LeadExecutor, check_split  # noqa: E402
+from lockstep.runtime.worker import Follower, SentMasks  # noqa: E402
+from tests.runtime.test_host import Alternating  # noqa: E402
+from tests.support.small_runtime import SmallRuntime, alone, make_executor  # noqa: E402
+
+T = TypeVar("T")
+
+# Mistakes planted in workers: at these prompts, and while a model is filled with random weights of this seed.
+RAISE, MISDRAW, CANNOT_BEGIN = [11] * 7, [13] * 7, 4711
+PLANTED = f"""
+import sys
+if "lockstep.runtime.worker" in sys.orig_argv:
+    from lockstep.runtime.executor import Executor
+    run, finish = Executor._pass, Executor._finish
+    def _pass(self, launched, number):
+        if launched.plan.token_ids.tolist()[:7] == {RAISE}:
+            raise ZeroDivisionError("planted")
+        return run(self, launched, number)
+    def _finish(self, launched):
+        if launched.plan.token_ids.tolist()[:7] == {MISDRAW}:
+            launched.logits = -launched.logits
+        finish(self, launched)
+    Executor._pass, Executor._finish = _pass, _finish
+    import lockstep.runtime.models as models
+    fill = models.fill_randomly
+    def fill_randomly(wanted, seed, **ranks):
+        if seed == {CANNOT_BEGIN}:
+            raise OSError("planted")
+        fill(wanted, seed, **ranks)
+    models.fill_randomly = fill_randomly
+"""
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 301,  # an odd number of tokens: the last rank has a row of padding
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,  # on both ranks
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+SMALL: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 16, "max_running_requests": 8, "pages": 200}
+ENGINES: dict[str, dict[str, Any]] = {
+    "depth 0": {"overlap_depth": 0, "debug": True},
+    "depth 1, retractions, shared in the same step": {
+        "overlap_depth": 1,
+        "retract_every": 3,
+        "same_step_sharing": True,
+    },
+    "depth 2, mixed, several steps, short of pages": {
+        "overlap_depth": 2,
+        "batching": "mixed",
+        "decode_steps_per_launch": 2,
+        "pages": 26,
+        "reserve": "on_demand",
+    },
+    "experts, depth 1": {"overlap_depth": 1, "retract_every": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small mixture of experts, with weights large enough that tokens differ."""
+    folder: Path = tmp_path_factory.mktemp("experts")
+    (folder / "config.json").write_text(json.dumps(MOE))
+    made = torch.Generator().manual_seed(7)
+    wanted = build_model(MOE, random_weights_seed=0).tensors()
+    save_file(
+        {
+            want.name: torch.ones(want.shape)
+            if want.initial
+            else torch.empty(want.shape).normal_(0, 0.3, generator=made)
+            for want in wanted
+        },
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """`lockstep generate --tp 2`, twice, waiting for its input while the other tests run."""
+    folder = tmp_path_factory.mktemp("shells")
+    about = folder / "lockstep_planted-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-planted\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[lockstep.commands]\ngenerate = lockstep.runtime.generate:generate\n")
+    run = "from lockstep.core.command import main; raise SystemExit(main())"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", run, "generate", "-", "--tp", "2", "--device", "cpu"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def busy(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """Give it more to do than it will have done when it ends, and wait for its first answer."""
+    line = {"prompt": [5, 6, 7], "ignore_eos": True}
+    lines = [line | {"max_new_tokens": 1}] + [line | {"max_new_tokens": 500}] * 300
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n".join(map(json.dumps, lines)).encode())
+    process.stdin.close()
+    process.stdin = None
+    assert select.select([process.stdout], [], [], 100)[0], "no answer in 100 s"
+    assert b"finish_reason" in process.stdout.readline()
+    return process
+
+
+class Engines:
+    """Engines of two ranks, made when first asked for."""
+
+    def __init__(self, experts: Path, journals: Path) -> None:
+        self.experts, self.journals = experts, journals
+        self.made: dict[str, LLM] = {}
+
+    def options(self, name: str) -> dict[str, Any]:
+        return {"model": self.experts if "experts" in name else None, **SMALL, **ENGINES[name]}
+
+    def __call__(self, name: str) -> LLM:
+        if name not in self.made:
+            journal = self.journals / str(len(self.made))
+            self.made[name] = LLM(tensor_parallel=2, rank_timeout_s=60, journal=journal, **self.options(name))
+        return self.made[name]
+
+
+@pytest.fixture(scope="module")
+def engines(experts: Path, shells: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    planted = tmp_path_factory.mktemp("planted")
+    (planted / "sitecustomize.py").write_text(PLANTED)
+    sys.path.insert(0, str(planted))  # workers find modules where this process does
+    made = Engines(experts, tmp_path_factory.mktemp("journals"))
+    yield made
+    sys.path.remove(str(planted))
+    for llm in made.made.values():
+        llm.close()
+
+
+def some_requests(count: int, vocabulary: int = 300) -> list[tuple[list[int], Params]]:
+    """Prompts that begin alike, in groups; some are sampled, some penalised, some want logprobs."""
+    rng = random.Random(5)
+    beginnings = [[rng.randrange(3, vocabulary) for _ in range(rng.randrange(24))] for _ in range(4)]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 20, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.2},
+        {"logprobs": 2, "prompt_logprobs": True, "min_new_tokens": 6},
+    ]
+    return [
+        (
+            rng.choice(beginnings) + [rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, 20))],
+            Params(max_new_tokens=rng.randrange(1, 13), **kinds[number % len(kinds)]),
+        )
+        for number in range(count)
+    ]
+
+
+def answered(llm: LLM) -> list[Answer]:
+    requests = some_requests(24)
+    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+
+
+def lost(llm: LLM, prompt: Sequence[int] = (5, 6, 7)) -> str:
+    """What somebody is told who asks an engine that is, or gets, lost; in seconds, not never."""
+    began = time.monotonic()
+    with pytest.raises(EngineStopped) as said:
+        llm.generate([list(prompt)] * 3, Params(max_new_tokens=200, ignore_eos=True))
+    llm.close()
+    assert time.monotonic() - began < 20
+    assert llm.group is not None
+    assert all(worker.process.returncode is not None for worker in llm.group._workers)
+    return str(said.value)
+
+
+def worker_of(llm: LLM) -> int:
+    assert llm.group is not None
+    return llm.group._workers[0].process.pid
+
+
+# ------------------------------------------------------------------------------------------------------ the same tokens
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_two_ranks_say_what_one_says(engines: Engines, name: str) -> None:
+    with LLM(**engines.options(name)) as single:
+        expected = answered(single)
+    llm = engines(name)
+    found = answered(llm)
+    assert llm.model.parallel.ranks == 2
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert len({tuple(answer.token_ids) for answer in found}) > 12, "of tokens that are all alike little is learnt"
+    assert any(answer.cached_tokens for answer in found)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-4)
+        assert list(ours.prompt_logprobs) == list(theirs.prompt_logprobs)
+        np.testing.assert_allclose(
+            list(ours.prompt_logprobs.values()), list(theirs.prompt_logprobs.values()), atol=2e-4
+        )
+    one = some_requests(1)[0][0]
+    with LLM(**engines.options(name)) as single:
+        np.testing.assert_allclose(llm.embed([one])[0].vector, single.embed([one])[0].vector, atol=2e-4)
+    assert llm._journal is not None
+    llm._journal.flush()
+    decided = [event for _, step in fold(llm._journal.folder.parent) for event in step.decided]
+    retracted = any(isinstance(event, RequestRetracted) for event in decided)
+    assert retracted == ("retract_every" in ENGINES[name] or "short" in name)
+
+
+# ------------------------------------------------------------------------------------------------------- a rank is lost
+
+
+def test_a_worker_that_does_not_answer_ends_the_engine(engines: Engines) -> None:
+    llm = engines("depth 0")
+    assert llm.group is not None
+    llm.group.timeout_s = 2.0
+    os.kill(worker_of(llm), signal.SIGSTOP)
+    said = lost(llm)
+    assert f"did not come back in 2 s from rank 1 (process {worker_of(llm)})" in said
+    assert "stopped" in said or not Path("/proc/self/stat").exists()
+
+
+def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine(engines: Engines) -> None:
+    llm = engines("depth 1, retractions, shared in the same step")
+    os.kill(worker_of(llm), signal.SIGKILL)
+    until = time.monotonic() + 20
+    while not llm.host.failure and time.monotonic() < until:
+        time.sleep(0.02)
+    said = lost(llm)
+    assert f"rank 1 (process {worker_of(llm)}) was ended by SIGKILL" in said
+    assert "with nothing to do" in said
+
+
+def test_a_worker_that_raises_ends_the_engine_with_its_error(engines: Engines) -> None:
+    llm = engines("depth 2, mixed, several steps, short of pages")
+    said = lost(llm, RAISE)
+    assert f"rank 1 (process {worker_of(llm)}) failed with batch" in said
+    assert "ZeroDivisionError: planted" in said
+    assert "\n" not in said
+
+
+def test_ranks_that_draw_other_tokens_end_the_engine(engines: Engines) -> None:
+    llm = engines("experts, depth 1")
+    said = lost(llm, MISDRAW)
+    assert f"rank 1 (process {worker_of(llm)}) drew other tokens than rank 0 in batch" in said
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone_within(pids: Sequence[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found by /proc")
+
+
+@needs_proc
+def test_a_killed_worker_ends_the_command_with_one_sentence(shells: list[subprocess.Popen[bytes]]) -> None:
+    shell = busy(shells[0])
+    (worker,) = children(shell.pid)
+    os.kill(worker, signal.SIGKILL)
+    _, said = shell.communicate(timeout=20)
+    assert shell.returncode == 1
+    assert said.decode().count("\n") == 1
+    assert f"rank 1 (process {worker}) was ended by SIGKILL" in said.decode()
+    assert " in flight" in said.decode()
+
+
+@needs_proc
+def test_workers_end_when_rank_0_is_killed(shells: list[subprocess.Popen[bytes]]) -> None:
+    shell = busy(shells[1])
+    workers = children(shell.pid)
+    assert workers
+    os.kill(shell.pid, signal.SIGKILL)
+    assert gone_within(workers, 10)
+
+
+def test_a_worker_that_cannot_begin_says_why(engines: Engines, experts: Path) -> None:
+    """Rank 0 is fine, so that what is said must come from the worker."""
+    with pytest.raises(
+        RankLost, match=r"rank 1 \(process \d+\) failed while loading the model: OSError: planted"
+    ) as said:
+        LLM(experts, tensor_parallel=2, random_weights_seed=CANNOT_BEGIN, **SMALL)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "names"),
+    [
+        (3, {}, ["num_attention_heads` 4", "intermediate_size` 50", "it can be 1, 2"]),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, ["num_key_value_heads` 6", "intermediate_size` 50"]),
+        (0, {}, ["must be at least 1, got `0`"]),
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_one_error(
+    ranks: int, changed: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {"intermediate_size": 50} | changed))
+    with pytest.raises(ConfigError) as said:
+        LLM(tmp_path, tensor_parallel=ranks)
+    assert all(name in str(said.value) for name in names)
+
+
+def test_ranks_that_fit_a_model_are_accepted(experts: Path) -> None:
+    for ranks in (1, 2, 4):
+        check_split(read_settings(experts), ranks)
+
+
+# ------------------------------------------------------------------------------------------------------------- the wire
+
+
+def an_order(batch_id: int) -> Order:
+    ints = np.arange(4, dtype=np.int32)
+    plan = BatchPlan(
+        batch_id=batch_id,
+        mode="decode",
+        rows=ints,
+        request_ids=ints.astype(np.int64),
+        starts=ints,
+        stops=ints + 1,
+        rows_taken=(RowTaken(1, 7, 0, SamplingParams(temperature=0.5, logit_bias=((3, 1.5),))),),
+    )
+    return Order(plan, False, (RowContext(ints, 2, stop_token_ids=(1, 2)),))
+
+
+def as_lists(value: Any) -> Any:
+    return msgspec.to_builtins(value, enc_hook=lambda array: array.tolist())
+
+
+def test_a_plan_arrives_as_it_was_sent() -> None:
+    lead, worker = PlanChain(), PlanChain()
+    for number in range(3):
+        order = an_order(number)
+        found = worker.verify(lead.seal(order))
+        assert as_lists(found.plan) == as_lists(order.plan)
+        assert found.plan.rows.dtype == np.int32
+        assert found.plan.request_ids.dtype == np.int64
+        assert as_lists(found.contexts) == as_lists(order.contexts)
+
+
+@pytest.mark.parametrize("wrong", ["changed", "lost", "doubled"])
+def test_a_plan_of_another_digest_is_refused(wrong: str) -> None:
+    lead, worker = PlanChain(), PlanChain()
+    sent = [lead.seal(an_order(number)) for number in range(3)]
+    if wrong == "changed":
+        changed = an_order(1)
+        changed.plan.rows[2] = 0
+        sent[1] = Launch(PlanChain().seal(changed).order, sent[1].digest)
+    arrived = {"changed": sent, "lost": [sent[0], sent[2]], "doubled": [sent[0], sent[0]]}[wrong]
+    worker.verify(arrived[0])
+    with pytest.raises(RankLost, match=r"the plan of batch \d is not the one that rank 0 launched: expected digest"):
+        worker.verify(arrived[1])
+
+
+# ---------------------------------------------------------------------- all that executors are told, without processes
+
+
+class Inbox:
+    """`worker.Orders` of a thread: the process lives on when they end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def next(self) -> Any:
+        return self.channel.receive()
+
+    def expect(self, kind: type[T]) -> T:
+        message = self.next()
+        assert isinstance(message, kind)
+        return message
+
+
+class OneThread:
+    """`RankGroup` with one worker, a thread that has the whole model: what is compared is what it is told."""
+
+    def __init__(self, runtime: SmallRuntime, run_at: Any) -> None:
+        ends = socket.socketpair()
+        self.channel = Channel(ends[0], ToLead, 10.0)
+        self.inbox: Any = Inbox(Channel(ends[1], ToWorker, 10.0))
+        executor = make_executor(runtime.config, CpuLane(runtime.clock, run_at=run_at), matchers=SentMasks(self.inbox))
+        self.errors: list[BaseException] = []
+        self.batches = 0
+        self.chain = PlanChain()
+        self._thread = threading.Thread(target=self._follow, args=(Follower(executor, self.inbox),))
+        self._thread.start()
+        runtime.host.executor = LeadExecutor(runtime.executor, self)  # type: ignore[arg-type]
+
+    def _follow(self, follower: Follower) -> None:
+        try:
+            follower.run()
+        except BaseException as error:
+            self.errors.append(error)
+            self.inbox.channel.close()
+
+    def check(self) -> None:
+        pass
+
+    def explain(self, error: DeviceLost) -> DeviceLost:
+        return error
+
+    def launch(self, order: Order) -> None:
+        self.tell(self.chain.seal(order))
+
+    def tell(self, message: Any) -> None:
+        self.channel.send(message)
+
+    def drew(self, result: BatchResult) -> None:
+        said = self.channel.receive()
+        assert said == Collected(result.plan.batch_id, drawn_digest(result)), self.errors
+        self.batches += 1
+
+    def close(self) -> None:
+        if not self.errors:
+            self.channel.send(Stop())
+        self._thread.join(10)
+        self.channel.close()
+        self.inbox.channel.close()
+        assert not self._thread.is_alive()
+
+
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_workers_sample_under_the_masks_of_rank_0(depth: int, run_at: Any) -> None:
+    runtime = SmallRuntime(
+        run_at=run_at,
+        overlap_depth=depth,
+        retract_every=3,
+        matchers=Alternating(),
+        host_options={"compile_grammar": lambda command, answer: answer("")},
+    )
+    group = OneThread(runtime, run_at)
+    grammar = Grammar("regex", "alternating", b"digest of sixteen")
+    bound = [runtime.submit([n, 2, 3], 12, grammar=grammar) for n in range(4)]
+    free = runtime.submit([9, 9], 12)
+    runtime.run()
+    group.close()
+    assert free.tokens == alone([9, 9], 12)
+    for answer in bound:
+        assert [token % 2 for token in answer.tokens] == [n % 2 for n in range(len(answer.tokens))]
+    assert group.batches == runtime.host.batches > 12
+
+
+def test_a_worker_refuses_what_rank_0_did_not_plan() -> None:
+    runtime = SmallRuntime()
+    group = OneThread(runtime, "launch")
+    sealed = group.chain.seal(an_order(0))
+    group.tell(msgspec.structs.replace(sealed, digest=bytes(16)))
+    group._thread.join(10)
+    group.close()
+    assert [type(error) for error in group.errors] == [RankLost]
