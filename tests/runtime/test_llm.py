@@ -229,6 +229,18 @@ def test_logprobs_and_vectors_come_with_answers(llm: LLM) -> None:
     assert embedded.vector.shape == (32,)
 
 
+def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Path) -> None:
+    """The others, which did not ask, go on alone."""
+    with LLM(folder, random_weights_seed=1, decode_steps_per_launch=3, **SMALL) as llm:
+        prompts: list[Any] = [[5, 6, 7], [8, 9]]
+        asking, silent = Params(max_new_tokens=3, logprobs=2), Params(max_new_tokens=7, ignore_eos=True)
+        both = llm.generate(prompts, [asking, silent])
+        (alone,) = llm.generate([prompts[0]], asking)
+    assert both[0].logprobs == pytest.approx(alone.logprobs)
+    assert both[0].top_logprobs[0].keys() == alone.top_logprobs[0].keys()
+    assert not both[1].logprobs
+
+
 def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) -> None:
     too_long, wrong, fine = llm.generate(
         [[5] * 200, [5], [5, 6]], [Params(), Params(top_p=2.0), Params(max_new_tokens=1)]

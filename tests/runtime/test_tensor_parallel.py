@@ -26,6 +26,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
+from click.testing import CliRunner  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from lockstep.core.commands import BatchPlan, RowTaken  # noqa: E402
@@ -35,6 +36,8 @@ from lockstep.core.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
 from lockstep.runtime import LLM, Answer, Params  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
+from lockstep.runtime.executor import Executor  # noqa: E402
+from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.models import build_model, read_settings  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.rank_wire import (  # noqa: E402
@@ -48,7 +51,7 @@ from lockstep.runtime.rank_wire import (  # noqa: E402
     ToWorker,
     drawn_digest,
 )
-from lockstep.runtime.ranks import LeadExecutor, check_split  # noqa: E402
+from lockstep.runtime.ranks import LeadExecutor, check_split, rank_device  # noqa: E402
 from lockstep.runtime.worker import Follower, SentMasks  # noqa: E402
 from tests.runtime.test_host import Alternating  # noqa: E402
 from tests.support.small_runtime import SmallRuntime, alone, make_executor  # noqa: E402
@@ -64,6 +67,7 @@ if "lockstep.runtime.worker" in sys.orig_argv:
     run, finish = Executor._pass, Executor._finish
     def _pass(self, launched, number):
         if launched.plan.token_ids.tolist()[:7] == {RAISE}:
+            print("a word of the worker", flush=True)
             raise ZeroDivisionError("planted")
         return run(self, launched, number)
     def _finish(self, launched):
@@ -138,9 +142,16 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[bytes]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the commands below."""
+    made: Path = tmp_path_factory.mktemp("shells")
+    (made / "tmp").mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """`lockstep generate --tp 2`, twice, waiting for its input while the other tests run."""
-    folder = tmp_path_factory.mktemp("shells")
     about = folder / "lockstep_planted-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-planted\nVersion: 0\n")
@@ -149,7 +160,11 @@ def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess
     started = [
         subprocess.Popen(
             [sys.executable, "-c", run, "generate", "-", "--tp", "2", "--device", "cpu"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
+                "TMPDIR": str(folder / "tmp"),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -299,12 +314,15 @@ def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine(engines: Eng
     assert "with nothing to do" in said
 
 
-def test_a_worker_that_raises_ends_the_engine_with_its_error(engines: Engines) -> None:
+def test_a_worker_that_raises_ends_the_engine_with_its_error(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
     llm = engines("depth 2, mixed, several steps, short of pages")
     said = lost(llm, RAISE)
     assert f"rank 1 (process {worker_of(llm)}) failed with batch" in said
     assert "ZeroDivisionError: planted" in said
     assert "\n" not in said
+    assert "rank 1: a word of the worker" in caplog.messages
 
 
 def test_ranks_that_draw_other_tokens_end_the_engine(engines: Engines) -> None:
@@ -349,12 +367,29 @@ def test_a_killed_worker_ends_the_command_with_one_sentence(shells: list[subproc
 
 
 @needs_proc
-def test_workers_end_when_rank_0_is_killed(shells: list[subprocess.Popen[bytes]]) -> None:
+def test_workers_end_when_rank_0_is_killed(shells: list[subprocess.Popen[bytes]], folder: Path) -> None:
     shell = busy(shells[1])
+    assert list(folder.glob("tmp/*"))
     workers = children(shell.pid)
-    assert workers
+    assert len(workers) == 1
     os.kill(shell.pid, signal.SIGKILL)
     assert gone_within(workers, 10)
+    assert not list(folder.glob("tmp/*")), "what the ranks met by is left behind"
+
+
+def test_a_lost_device_ends_the_command_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one rank: the same end."""
+
+    def lose(*_: Any) -> None:
+        raise DeviceLost("cuda:0 does not work any more: planted")
+
+    monkeypatch.setattr(Executor, "_pass", lose)
+    ran = CliRunner().invoke(generate, ["--prompt", "Returns", "--device", "cpu"], standalone_mode=False)
+    assert ran.return_value == 1  # which `lockstep` ends with
+    assert ran.stderr == ("lockstep generate: the engine failed: DeviceLost: cuda:0 does not work any more: planted\n")
+    assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
 
 
 def test_a_worker_that_cannot_begin_says_why(engines: Engines, experts: Path) -> None:
@@ -381,6 +416,16 @@ def test_ranks_that_do_not_divide_a_model_are_one_error(
     with pytest.raises(ConfigError) as said:
         LLM(tmp_path, tensor_parallel=ranks)
     assert all(name in str(said.value) for name in names)
+
+
+def test_each_rank_has_the_gpu_behind_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    first = torch.device("cuda", 1)
+    assert [str(rank_device(first, rank, 3)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert str(rank_device(torch.device("cuda"), 0, 4)) == "cuda:0"
+    with pytest.raises(ConfigError, match="`tensor_parallel` 4 from cuda:1 on needs 5 GPUs, but torch sees 4"):
+        rank_device(first, 0, 4)
+    assert rank_device(torch.device("cpu"), 7, 8).type == "cpu"
 
 
 def test_ranks_that_fit_a_model_are_accepted(experts: Path) -> None:

@@ -43,7 +43,8 @@ class Collectives:
         self._reduce.asyncOp = self._gather.asyncOp = False  # on the stream of whoever calls, not beside it
         self._reduce.timeout = self._gather.timeout = timeout
         self._nccl = device.type == "cuda"
-        self._group: Any = self._attempt("meeting", lambda: self._meet(store, timeout))
+        self._group: Any = None
+        self._attempt("meeting", lambda: self._meet(store, timeout))
 
     def parallel(self) -> Parallel:
         """What models are made with."""
@@ -54,7 +55,7 @@ class Collectives:
         if not tensor.numel():
             return tensor
         tensor = tensor.contiguous()
-        self._attempt("sum", lambda: self._group.allreduce([tensor], self._reduce).wait())
+        self._attempt("sum", lambda: self._group.allreduce([tensor], self._reduce))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -67,9 +68,9 @@ class Collectives:
         parts = list(all_ranks.unbind())
         if self._nccl:
             flat = all_ranks.view(-1, columns)
-            self._attempt("join", lambda: self._group._allgather_base(flat, tensor, self._gather).wait())
+            self._attempt("join", lambda: self._group._allgather_base(flat, tensor, self._gather))
         else:
-            self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather).wait())
+            self._attempt("join", lambda: self._group.allgather([parts], [tensor], self._gather))
         return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
 
     def abort(self) -> None:
@@ -82,25 +83,27 @@ class Collectives:
         self.abort()
         self._group = None
 
-    def _meet(self, store: str, timeout: timedelta) -> Any:
+    def _meet(self, store: str, timeout: timedelta) -> None:
         shared = FileStore(store, self.ranks)
         shared.set_timeout(timeout)
         if self._nccl:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            group = dist.ProcessGroupNCCL(shared, self.rank, self.ranks, nccl)
-            group._set_sequence_number_for_group()
-            group.eager_connect_single_device(self.device)
-            return group
+            self._group = dist.ProcessGroupNCCL(shared, self.rank, self.ranks, nccl)
+            self._group._set_sequence_number_for_group()
+            self._group.eager_connect_single_device(self.device)
+            return
         gloo = dist.ProcessGroupGloo._Options()
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         gloo._timeout = timeout
-        return dist.ProcessGroupGloo(shared, self.rank, self.ranks, gloo)
+        self._group = dist.ProcessGroupGloo(shared, self.rank, self.ranks, gloo)
 
-    def _attempt(self, what: str, run: Callable[[], Any]) -> Any:
+    def _attempt(self, what: str, begin: Callable[[], Any]) -> None:
+        """Begin something of all ranks, and wait: on the CPU until it is done, with NCCL until it is on the stream."""
         try:
-            return run()
+            if (work := begin()) is not None:
+                work.wait()
         except RuntimeError as error:
             said = str(error).strip().partition("\n")[0]
             raise CollectiveFailed(f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {said}") from error

@@ -244,6 +244,7 @@ class LLM:
                 check_split(read_settings(folder), tensor_parallel)
                 self.group = RankGroup(tensor_parallel, where, settings, timeout_s=rank_timeout_s)
                 undo.callback(self.group.close)
+                where = self.group.device
             made = assemble(settings, where, clock, self.group)
             self.model, self.config, self.memory = made.model, made.config, made.memory
             self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors

@@ -138,7 +138,7 @@ class _Worker:
     ready: bool = False
     launched: deque[BatchId] = field(default_factory=deque)  # and not answered
     drawn: dict[BatchId, bytes] = field(default_factory=dict)  # what it drew, where rank 0 has not said yet
-    heard_s: float = 0.0  # spent waiting since it said something, or was told something
+    waited_s: float = 0.0  # spent waiting since it said something, or was told something
     threads: list[threading.Thread] = field(default_factory=list)
 
     def described(self) -> str:
@@ -160,7 +160,7 @@ class RankGroup:
     """The workers, and rank 0's end of the collectives. Returns once all ranks have met.
 
     Args:
-        device: of rank 0.
+        device: of rank 0. `cuda` is the first GPU; `self.device` says so.
         timeout_s: in which a batch must come back from every rank.
     Raises: ConfigError; RankLost when a worker ends before it has begun.
     """
@@ -189,6 +189,7 @@ class RankGroup:
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             devices = [rank_device(device, rank, ranks) for rank in range(ranks)]
+            self.device = devices[0]
             self._workers += [self._spawn(rank) for rank in range(1, ranks)]
             self._watcher.start()
             store = str(self._folder / "store")
@@ -333,7 +334,7 @@ class RankGroup:
 
     def _send(self, worker: _Worker, message: ToWorker) -> None:
         self.check()
-        worker.heard_s = 0.0
+        worker.waited_s = 0.0
         try:
             worker.channel.send(message)
         except OSError as error:
@@ -404,7 +405,7 @@ class RankGroup:
     def _take_in(self, worker: _Worker, message: ToLead) -> None:
         compared: tuple[BatchId, bytes, bytes] | None = None
         with self._lock:
-            worker.heard_s = 0.0
+            worker.waited_s = 0.0
             match message:
                 case Doing(what):
                     worker.doing = what
@@ -458,8 +459,8 @@ class RankGroup:
             with self._lock:
                 late = [worker for worker in self._workers if worker.launched]
                 for worker in late:
-                    worker.heard_s += passed
-                late = [worker for worker in late if worker.heard_s > self.timeout_s]
+                    worker.waited_s += passed
+                late = [worker for worker in late if worker.waited_s > self.timeout_s]
             if late:
                 names = ", ".join(worker.described() + _state(worker.process.pid) for worker in late)
                 self._fail(f"batch {late[0].launched[0]} did not come back in {self.timeout_s:g} s from {names}")

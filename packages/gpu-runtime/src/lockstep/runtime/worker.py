@@ -98,15 +98,16 @@ class Orders:
         except Exception as error:  # no message of ours
             self._inbox.put(RankLost(f"rank 0 sent what cannot be read: {error}"))
             return
-        self._leave()
+        self.leave()
 
     def _watch(self, parent: int) -> None:
         """The channel stays open where rank 0 had forked, and its child lives on."""
         while os.getppid() == parent:
             time.sleep(PARENT_S)
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Rank 0 is gone: clean up, end."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(FAILED)
@@ -201,17 +202,16 @@ def follow(orders: Orders) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run, and end the process without ceremony: torch may wait for ranks that are not there any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody at the terminal; rank 0 says what follows
-    channel = Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0)
+    orders = Orders(Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0))
     status = 0
     try:
-        follow(Orders(channel))
+        follow(orders)
     except BaseException as error:
         status = FAILED
         try:
-            channel.send(_failed(error))
+            orders.channel.send(_failed(error))
         except OSError:
-            traceback.print_exc()  # nobody listens; stderr may still be read
-    sys.stderr.flush()
+            orders.leave()
     os._exit(status)
 
 
