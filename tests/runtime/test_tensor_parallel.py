@@ -82,6 +82,28 @@ if "lockstep.runtime.worker" in sys.orig_argv:
             raise OSError("planted")
         fill(wanted, seed, **ranks)
     models.fill_randomly = fill_randomly
+    import lockstep.runtime.memory as memory
+    memory.CPU_KV_BYTES //= 2
+"""
+
+# Rank 0 is held, as by a kernel that never ends, when its worker is killed. It would end with status 0 otherwise.
+HELD = """
+import os, signal, sys, time
+from lockstep.runtime import LLM, Params, llm, ranks
+from lockstep.runtime.errors import EngineStopped
+llm.GRACE_S = ranks.GRACE_S = 1.0
+engine = LLM(tensor_parallel=2, device="cpu")
+(worker,) = engine.group._workers
+def hold(*_, **__):
+    os.kill(worker.process.pid, signal.SIGKILL)
+    time.sleep(3600)
+engine.host.executor.executor.launch = hold
+sys.stdin.read()
+try:
+    with engine:
+        engine.generate("def ")
+except EngineStopped as error:
+    print(error)
 """
 
 MOE: dict[str, Any] = {
@@ -151,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`lockstep generate --tp 2`, twice, waiting for its input while the other tests run."""
+    """`lockstep generate --tp 2`, twice, and HELD, waiting for their input while the other tests run."""
     about = folder / "lockstep_planted-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-planted\nVersion: 0\n")
@@ -171,6 +193,15 @@ def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         )
         for _ in range(2)
     ]
+    started.append(
+        subprocess.Popen(
+            [sys.executable, "-c", HELD],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    )
     yield started
     for process in started:
         process.kill()
@@ -199,7 +230,11 @@ class Engines:
         self.made: dict[str, LLM] = {}
 
     def options(self, name: str) -> dict[str, Any]:
-        return {"model": self.experts if "experts" in name else None, **SMALL, **ENGINES[name]}
+        options = {"model": None, **SMALL, **ENGINES[name]}
+        if "experts" in name:
+            options["model"] = self.experts
+            del options["pages"]  # as many as fit
+        return options
 
     def __call__(self, name: str) -> LLM:
         if name not in self.made:
@@ -267,10 +302,11 @@ def worker_of(llm: LLM) -> int:
 @pytest.mark.parametrize("name", ENGINES)
 def test_two_ranks_say_what_one_says(engines: Engines, name: str) -> None:
     with LLM(**engines.options(name)) as single:
-        expected = answered(single)
+        expected, pages = answered(single), single.config.pages
     llm = engines(name)
     found = answered(llm)
     assert llm.model.parallel.ranks == 2
+    assert llm.config.pages == (pages // 2 if "experts" in name else pages), "the worker has room for half"
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert len({tuple(answer.token_ids) for answer in found}) > 12, "of tokens that are all alike little is learnt"
     assert any(answer.cached_tokens for answer in found)
@@ -364,6 +400,14 @@ def test_a_killed_worker_ends_the_command_with_one_sentence(shells: list[subproc
     assert said.decode().count("\n") == 1
     assert f"rank 1 (process {worker}) was ended by SIGKILL" in said.decode()
     assert " in flight" in said.decode()
+
+
+def test_who_waits_is_told_although_rank_0_is_held(shells: list[subprocess.Popen[bytes]]) -> None:
+    out, said = shells[2].communicate(b"", timeout=100)
+    assert out.startswith(b"the engine failed: rank 1 (process ")
+    assert b" was ended by SIGKILL" in out
+    assert b"a thread of rank 0 does not come back" in said
+    assert shells[2].returncode == 1
 
 
 @needs_proc

@@ -88,6 +88,8 @@ class Collectives:
         shared.set_timeout(timeout)
         if self._nccl:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
+            # 2: let go of kernels that wait for a lost rank, but do not end this process; whoever asked is told first.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             self._group = dist.ProcessGroupNCCL(shared, self.rank, self.ranks, nccl)
