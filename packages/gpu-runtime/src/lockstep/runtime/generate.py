@@ -106,6 +106,9 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--profile-shapes", is_flag=True, help="With the shapes of what operators are given. Slower.")
 @click.option("--profile-stacks", is_flag=True, help="With the Python lines that called them. Much slower.")
 @click.option("--profile-by-stage", is_flag=True, help="Extends and decodes in files of their own.")
+@click.option(
+    "--warm-up/--no-warm-up", default=None, help="Compile kernels before the first request; default: on a GPU."
+)
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
 @click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -140,6 +143,7 @@ def generate(
     profile_shapes: bool,
     profile_stacks: bool,
     profile_by_stage: bool,
+    warm_up: bool | None,
     debug: bool,
     show_token_ids: bool,
     quiet: bool,
@@ -173,6 +177,7 @@ def generate(
             seed=seed,
             journal=journal,
             logit_processors=logit_processors,
+            warm_up=warm_up,
             debug=debug,
             **_sched(settings),
         )

@@ -72,6 +72,7 @@ from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
+from lockstep.runtime.warmup import warm_up as run_warm_up
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -182,6 +183,7 @@ class LLM:
         cuda_graph_max_batch: rows of the largest graph; None: max_running_requests, at most 512.
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
+        warm_up: run a few requests first, so that none waits for a kernel to be compiled; None: on a GPU.
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         sched: fields of SchedConfig. Sizes not given follow from the model and the device.
@@ -203,6 +205,7 @@ class LLM:
         seed: int = 0,
         journal: str | Path | None = None,
         logit_processors: Sequence[str] = (),
+        warm_up: bool | None = None,
         debug: bool = False,
         **sched: Any,
     ) -> None:
@@ -233,6 +236,8 @@ class LLM:
             debug=debug,
             graph_sizes=sizes,
         )
+        if where.type == "cuda" if warm_up is None else warm_up:
+            run_warm_up(executor, self.config, clock, self.model.settings.vocab)
         self._journal: JournalWriter | None = None
         if journal is not None:
             host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name}
