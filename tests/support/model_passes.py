@@ -1,4 +1,4 @@
-"""Passes of a model over a few rows whose pages lie anywhere; attention is the reference backend. For tests of models."""
+"""Passes of a model over a few rows whose pages lie anywhere, on the reference backend: for tests of models."""
 
 from __future__ import annotations
 
