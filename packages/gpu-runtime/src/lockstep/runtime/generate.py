@@ -12,7 +12,10 @@ others go on; the exit status is then 1.
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -111,7 +114,7 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 )
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
 @click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--quiet", is_flag=True, help="No log, summary and progress bar.")
 def generate(
     source: IO[bytes] | None,
     prompts: tuple[str, ...],
@@ -155,6 +158,8 @@ def generate(
     """
     if (source is None) == (not prompts):
         raise click.UsageError("give either INPUT.jsonl (- for stdin) or --prompt")
+    if out is not None:
+        _check_out(out, source)
     params = Params(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -163,6 +168,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
+    click.get_current_context().with_resource(_logged(quiet))
     try:
         llm = LLM(
             model,
@@ -203,6 +209,34 @@ def generate(
     except (EngineStopped, JournalError) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return 1
+
+
+def _check_out(out: Path, source: IO[bytes] | None) -> None:
+    """Raise ConfigError, before a model is loaded, for a file that cannot be written, or that is being read."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"`--out` {out}: there is no folder {out.parent}\nhint: make it first")
+    if out.is_dir():
+        raise ConfigError(f"`--out` {out} is a folder\nhint: name a file in it")
+    try:
+        same = source is not None and out.exists() and os.path.samestat(out.stat(), os.fstat(source.fileno()))
+    except io.UnsupportedOperation:  # input that is no file
+        same = False
+    if same:
+        raise ConfigError(f"`--out` {out} is the input, which would be lost\nhint: name another file")
+
+
+@contextmanager
+def _logged(quiet: bool) -> Iterator[None]:
+    """What the runtime logs goes to stderr: which backend was chosen, what takes memory, how long a start took."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("lockstep.runtime")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:
