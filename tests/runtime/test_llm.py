@@ -588,6 +588,7 @@ def test_the_input_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_log_says_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
-    arguments = ("--prompt", "the dog", "--max-new-tokens", "1", "--warm-up", "--set", "chunked_prefill_size=16")
-    assert "warm-up: " in run(folder, *arguments).stderr
-    assert run(folder, *arguments, "--quiet").stderr == ""
+    one = ("--prompt", "the dog", "--max-new-tokens", "1", "--warm-up", "--set", "chunked_prefill_size=16")
+    assert run(folder, *one).stderr == "", "a text on a terminal"
+    assert "warm-up: " in run(folder, *one, *one).stderr
+    assert run(folder, *one, *one, "--quiet").stderr == ""

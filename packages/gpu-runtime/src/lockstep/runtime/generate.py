@@ -168,7 +168,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    click.get_current_context().with_resource(_logged(quiet))
+    click.get_current_context().with_resource(_logged(quiet or (len(prompts) == 1 and out is None)))
     try:
         llm = LLM(
             model,

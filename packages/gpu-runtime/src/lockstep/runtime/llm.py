@@ -212,6 +212,7 @@ class LLM:
         _refuse_unknown(sched)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
+        packages = processors.versions(logit_processors)
         folder = demo_folder() if model is None else Path(model)
         where = _device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
@@ -241,8 +242,8 @@ class LLM:
         self._journal: JournalWriter | None = None
         if journal is not None:
             host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name}
-            if logit_processors:
-                host["logit_processors"] = processors.versions(logit_processors)
+            if packages:
+                host["logit_processors"] = packages
             header = JournalHeader(config=self.config, seed=seed, host=host)
             self._journal = JournalWriter.create(journal, header)
         self.host = RuntimeHost(

@@ -67,7 +67,7 @@ def build_model(
 
 
 def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings whose `eos_token_id` has those of generation_config.json as well, where chat models name most of them."""
+    """Settings whose `eos_token_id` has those of generation_config.json, too, where chat models name most of them."""
     of_config = ConfigReader(config)
     found = of_config.end_tokens()
     if of_config.problems:
