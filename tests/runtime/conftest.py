@@ -1,4 +1,7 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter; it must be asked for before `triton` is imported."""
+"""Without a GPU, Triton kernels run in Triton's interpreter; it must be asked for before `triton` is imported.
+
+One thread of torch: the models here are tiny, and threads that wait for one another make a busy machine twice as slow.
+"""
 
 from __future__ import annotations
 
@@ -9,5 +12,6 @@ try:
 except ModuleNotFoundError:  # the tests here skip, each saying so
     pass
 else:
+    torch.set_num_threads(1)
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -195,6 +195,18 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     assert whole.text
 
 
+def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> None:
+    """Chat models name the end of a turn in generation_config.json only."""
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [7, 2]}')
+    with LLM(tmp_path, random_weights_seed=3, **SMALL) as llm:
+        assert llm.config.eos_token_ids == (2, 7)
+    generation.write_text('{"eos_token_id": "end"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json .*\n.*`eos_token_id` must be token ids, got `end`"):
+        LLM(tmp_path, random_weights_seed=3, **SMALL)
+
+
 def test_leaving_a_stream_early_cancels_its_request(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], Params(max_new_tokens=100, ignore_eos=True))
     next(stream)
@@ -381,8 +393,14 @@ def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="roles must alternate"):
         Text(tmp_path).chat([])
     template.write_text("{{ messages | tojson }} {{ strftime_now('%Y') }}{% if tools %}!{% endif %}")
-    said = Text(tmp_path).chat([{"role": "user", "content": "é"}], now=lambda: time.gmtime(0))
-    assert said == '[{"role": "user", "content": "é"}] 1970'
+    text = Text(tmp_path)
+    assert text.chat([{"role": "user", "content": "é"}], now=lambda: time.gmtime(0)) == (
+        '[{"role": "user", "content": "é"}] 1970'
+    )
+    assert text.chat([], now=lambda: time.gmtime(2**30)) == "[] 2004", "each conversation has its own time"
+    template.write_text("{{ 1 / 0 }}")
+    with pytest.raises(ConfigError, match="the chat template refuses the conversation: division by zero"):
+        Text(tmp_path).chat([])
 
 
 def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
@@ -562,4 +580,27 @@ def test_a_journal_that_cannot_be_written_is_said_in_one_line(folder: Path, tmp_
     (tmp_path / "file").write_text("")
     result = run(folder, "--prompt", "the dog", "--journal", str(tmp_path / "file"))
     assert result.return_value == 1
-    assert result.stderr.startswith(f"lockstep generate: cannot make {tmp_path / 'file' / 'journal'}: ")
+    assert result.stderr.splitlines()[-1].startswith(
+        f"lockstep generate: cannot make {tmp_path / 'file' / 'journal'}: "
+    )
+
+
+def test_the_input_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "build_model", lambda *_, **__: pytest.fail("a model is loaded in vain"))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "the dog"}\n')
+    same, nowhere, a_folder = (
+        run(folder, str(lines), "--out", str(out)).exception
+        for out in (tmp_path / "." / "lines.jsonl", tmp_path / "none" / "out.jsonl", tmp_path)
+    )
+    assert lines.read_text() == '{"prompt": "the dog"}\n'
+    assert str(same) == f"`--out` {lines} is the input, which would be lost\nhint: name another file"
+    assert "there is no folder" in str(nowhere)
+    assert "is a folder" in str(a_folder)
+
+
+def test_the_log_says_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
+    one = ("--prompt", "the dog", "--max-new-tokens", "1", "--warm-up", "--set", "chunked_prefill_size=16")
+    assert run(folder, *one).stderr == "", "a text on a terminal"
+    assert "warm-up: " in run(folder, *one, *one).stderr
+    assert run(folder, *one, *one, "--quiet").stderr == ""

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.runtime.models import Decoder, Parallel, build_model  # noqa: E402
 from lockstep.runtime.models.rope import RopeSettings, read_rope  # noqa: E402
-from tests.support.torch_attention import Passes  # noqa: E402
+from tests.support.model_passes import Passes  # noqa: E402
 
 TOLERANCE = 1e-4  # relative to the largest logit
 

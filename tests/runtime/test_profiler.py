@@ -88,19 +88,20 @@ def test_what_cannot_be_recorded_is_said_by_name(llm: LLM, tmp_path: Path) -> No
         ({"steps": 0}, "`steps` must be at least 1, got `0`"),
         ({"activities": ("npu",)}, "`activities` must be of cpu, gpu, got `npu`"),
         ({"activities": ("gpu",)}, "`activities` names gpu, but the model is on `cpu`"),
+        ({"folder": __file__}, f"`folder` {__file__} of a profile is a file"),
         ({"stacks": True}, "there is no option `stacks` of a profile"),
     ]
     for given, said in wrong:
         with pytest.raises(ConfigError) as caught:
-            llm.start_profile(tmp_path, **given)
+            llm.start_profile(**{"folder": tmp_path, **given})
         assert str(caught.value).startswith(said)
     with pytest.raises(ConfigError, match="no profile is running"):
         LLM.stop_profile(llm)
 
 
 def test_a_trace_that_cannot_be_written_ends_nothing_but_itself(llm: LLM, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    llm.start_profile(tmp_path / "file", steps=1)
+    llm.start_profile(tmp_path / "traces", steps=1)
+    (tmp_path / "traces").write_text("")  # where the folder was to be made
     (answer,) = llm.generate([[3, 6, 7]], FOUR)
     assert len(answer.token_ids) == 4
     with pytest.raises(ConfigError, match="the profile failed: lost a recording: FileExistsError"):

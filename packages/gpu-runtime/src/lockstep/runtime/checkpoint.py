@@ -216,6 +216,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder, "config.json")
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says; nothing where there is none. Raises CheckpointError if it cannot be read."""
+    return _read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
+
+
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         data = json.loads((folder / name).read_bytes())

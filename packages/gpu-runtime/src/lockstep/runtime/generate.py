@@ -12,7 +12,10 @@ others go on; the exit status is then 1.
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -110,9 +113,12 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--profile-shapes", is_flag=True, help="With the shapes of what operators are given. Slower.")
 @click.option("--profile-stacks", is_flag=True, help="With the Python lines that called them. Much slower.")
 @click.option("--profile-by-stage", is_flag=True, help="Extends and decodes in files of their own.")
+@click.option(
+    "--warm-up/--no-warm-up", default=None, help="Compile kernels before the first request; default: on a GPU."
+)
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
 @click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--quiet", is_flag=True, help="No log, summary and progress bar.")
 def generate(
     source: IO[bytes] | None,
     prompts: tuple[str, ...],
@@ -146,6 +152,7 @@ def generate(
     profile_shapes: bool,
     profile_stacks: bool,
     profile_by_stage: bool,
+    warm_up: bool | None,
     debug: bool,
     show_token_ids: bool,
     quiet: bool,
@@ -157,6 +164,8 @@ def generate(
     """
     if (source is None) == (not prompts):
         raise click.UsageError("give either INPUT.jsonl (- for stdin) or --prompt")
+    if out is not None:
+        _check_out(out, source)
     params = Params(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -165,6 +174,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
+    click.get_current_context().with_resource(_logged(quiet or (len(prompts) == 1 and out is None)))
     try:
         llm = LLM(
             model,
@@ -181,6 +191,7 @@ def generate(
             seed=seed,
             journal=journal,
             logit_processors=logit_processors,
+            warm_up=warm_up,
             debug=debug,
             **_sched(settings),
         )
@@ -206,6 +217,34 @@ def generate(
     except (EngineStopped, DeviceLost, JournalError) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return 1
+
+
+def _check_out(out: Path, source: IO[bytes] | None) -> None:
+    """Raise ConfigError, before a model is loaded, for a file that cannot be written, or that is being read."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"`--out` {out}: there is no folder {out.parent}\nhint: make it first")
+    if out.is_dir():
+        raise ConfigError(f"`--out` {out} is a folder\nhint: name a file in it")
+    try:
+        same = source is not None and out.exists() and os.path.samestat(out.stat(), os.fstat(source.fileno()))
+    except io.UnsupportedOperation:  # input that is no file
+        same = False
+    if same:
+        raise ConfigError(f"`--out` {out} is the input, which would be lost\nhint: name another file")
+
+
+@contextmanager
+def _logged(quiet: bool) -> Iterator[None]:
+    """What the runtime logs goes to stderr: which backend was chosen, what takes memory, how long a start took."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("lockstep.runtime")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _print(llm: LLM, prompt: str, chat: bool, params: Params) -> int:

@@ -75,6 +75,7 @@ from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split
 from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
+from lockstep.runtime.warmup import warm_up as run_warm_up
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -185,6 +186,7 @@ class LLM:
         cuda_graph_max_batch: rows of the largest graph; None: max_running_requests, at most 512.
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
+        warm_up: run a few requests first, so that none waits for a kernel to be compiled; None: on a GPU.
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
@@ -208,6 +210,7 @@ class LLM:
         seed: int = 0,
         journal: str | Path | None = None,
         logit_processors: Sequence[str] = (),
+        warm_up: bool | None = None,
         debug: bool = False,
         tensor_parallel: int = 1,
         rank_timeout_s: float = TIMEOUT_S,
@@ -216,6 +219,7 @@ class LLM:
         _refuse_unknown(sched)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
+        packages = processors.versions(logit_processors)
         folder = demo_folder() if model is None else Path(model)
         where = _device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
@@ -248,16 +252,19 @@ class LLM:
             made = assemble(settings, where, clock, self.group)
             self.model, self.config, self.memory = made.model, made.config, made.memory
             self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors
+            executor = made.executor if self.group is None else self.group.lead(made.executor)
+            if where.type == "cuda" if warm_up is None else warm_up:
+                run_warm_up(executor, self.config, clock, self.model.settings.vocab)
             if journal is not None:
                 host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name, "tp": tensor_parallel}
-                if logit_processors:
-                    host["logit_processors"] = processors.versions(logit_processors)
+                if packages:
+                    host["logit_processors"] = packages
                 header = JournalHeader(config=self.config, seed=seed, host=host)
                 self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
             self.host = RuntimeHost(
                 Engine(self.config),
-                made.executor if self.group is None else self.group.lead(made.executor),
+                executor,
                 self._journal or NoJournal(),
                 clock,
                 check_request=self._check,

@@ -56,6 +56,10 @@ class ProfileOptions:
 
     def check(self, device: torch.device) -> None:
         """Raise ConfigError, naming the field, for what cannot be recorded on this device."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(
+                f"`folder` {self.folder} of a profile is a file\nhint: name a folder; it is made if missing"
+            )
         if self.start_step < 0:
             raise ConfigError(f"`start_step` must be at least 0, got `{self.start_step}`")
         if self.steps is not None and self.steps < 1:

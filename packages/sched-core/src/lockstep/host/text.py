@@ -85,9 +85,10 @@ class Text:
         given = {"add_generation_prompt": True, "tools": None, "documents": None} | self._special_tokens() | more
         try:
             if self._template is None:
-                self._template = _environment(now).from_string(self._template_source)
+                self._template = _environment().from_string(self._template_source)
+            given["strftime_now"] = lambda format_: time.strftime(format_, now())
             return self._template.render(messages=[dict(message) for message in messages], **given)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # of any kind: a template is a program of a stranger
             raise ConfigError(f"the chat template refuses the conversation: {error}") from error
 
     def _special_tokens(self) -> dict[str, str]:
@@ -186,7 +187,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _environment(now: Callable[[], time.struct_time]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """What templates of Hugging Face folders expect, and no more."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -199,6 +200,5 @@ def _environment(now: Callable[[], time.struct_time]) -> jinja2.sandbox.Immutabl
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format_: time.strftime(format_, now())
     environment.filters["tojson"] = tojson
     return environment

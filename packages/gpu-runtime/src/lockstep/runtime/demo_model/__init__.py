@@ -2,6 +2,9 @@
 
 It has the form of Qwen3 (four layers, 2.2 million weights) and continues texts in the manner of Python's documentation;
 asked about a function of the standard library, it answers in that manner. What it says is not true.
+
+The text it learnt from, and the words in its tokenizer, are Python's: copyright Python Software Foundation, under the
+PSF License Agreement (PSF-2.0), https://docs.python.org/3/license.html. The committed files hold no passage of it.
 """
 
 from __future__ import annotations

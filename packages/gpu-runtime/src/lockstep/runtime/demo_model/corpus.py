@@ -2,7 +2,8 @@
 
 Documentation strings of the standard library, the language reference behind `help()`, and the licence. A documentation
 string becomes a short conversation, so that the model answers in the form of its chat template; everything else, and
-every documentation string once more, is plain text.
+every documentation string once more, is plain text. All of it is the Python Software Foundation's, under the PSF
+License Agreement; it is read where Python is installed and not kept.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.core.errors import ConfigError
-from lockstep.runtime.checkpoint import Checkpoint, fill_randomly, load, read_config
+from lockstep.runtime.checkpoint import Checkpoint, fill_randomly, load, read_config, read_generation_config
 from lockstep.runtime.models import llama as llama
 from lockstep.runtime.models import qwen2 as qwen2
 from lockstep.runtime.models import qwen3 as qwen3
@@ -44,7 +44,7 @@ def build_model(
         folder, config = None, source
     else:
         folder = Path(source)
-        config = read_config(folder)
+        config = _with_all_end_tokens(read_config(folder), folder)
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:
@@ -68,9 +68,21 @@ def build_model(
 
 def read_settings(folder: str | Path) -> ModelSettings:
     """What config.json of a folder says, without making anything. Raises ConfigError."""
-    config = read_config(Path(folder))
+    config = _with_all_end_tokens(read_config(Path(folder)), Path(folder))
     settings: ModelSettings = _builder(config)(config, Maker(device=torch.device("meta"))).settings
     return settings
+
+
+def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Settings whose `eos_token_id` has those of generation_config.json, too, where chat models name most of them."""
+    of_config = ConfigReader(config)
+    found = of_config.end_tokens()
+    if of_config.problems:
+        return config  # whoever reads it says so
+    reader = ConfigReader(read_generation_config(folder), "generation_config.json")
+    more = [token for token in reader.end_tokens() if token not in found]
+    reader.check()
+    return config | {"eos_token_id": [*found, *more]} if more else config
 
 
 def _builder(config: Mapping[str, Any]) -> Builder:

@@ -78,7 +78,10 @@ def load(names: Iterable[str], vocab: int, device: torch.device) -> dict[str, Lo
 
 
 def versions(names: Iterable[str]) -> str:
-    """Which packages bring these, for a journal's header: "name (package version), ..."."""
+    """Which packages bring these, for a journal's header: "name (package version), ...".
+
+    Raises: ConfigError if none brings one of them, or two do.
+    """
     return ", ".join(f"{name} ({_giver(_entry(name))})" for name in names)
 
 

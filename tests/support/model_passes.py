@@ -1,50 +1,15 @@
-"""Attention row by row over a KvPool, and passes over a few rows whose pages lie anywhere: for tests of models."""
+"""Passes of a model over a few rows whose pages lie anywhere, on the reference backend: for tests of models."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
+from lockstep.runtime.attention.reference import ReferenceAttention
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.models import Decoder
-
-
-class RowByRow:
-    """Each row gathers its positions from the pool and attends to them; nothing is clever."""
-
-    name = "row by row"
-
-    def __init__(self, pool: KvPool, scale: float) -> None:
-        self.pool, self.scale = pool, scale
-
-    def plan(self, batch: ForwardBatch) -> None:
-        """Nothing depends on the batch."""
-
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """See AttentionBackend."""
-        self.pool.write(layer, key, value, batch)
-        size, mixed = self.pool.page_size, []
-        indptr = batch.indptr.tolist()
-        for index, (start, stop) in enumerate(zip(batch.starts_host, batch.lengths_host, strict=True)):
-            pages = batch.page_table[int(batch.rows[index]), : -(-int(stop) // size)].long()
-            keys = self.pool.keys[layer][pages].flatten(0, 1)[: int(stop)].to(query.dtype)
-            values = self.pool.values[layer][pages].flatten(0, 1)[: int(stop)].to(query.dtype)
-            sees = torch.arange(int(stop))[None] <= torch.arange(int(start), int(stop))[:, None]
-            part = query[indptr[index] : indptr[index + 1]]
-            mixed.append(
-                F.scaled_dot_product_attention(
-                    part.transpose(0, 1),
-                    keys.transpose(0, 1),
-                    values.transpose(0, 1),
-                    attn_mask=sees,
-                    scale=self.scale,
-                    enable_gqa=True,
-                ).transpose(0, 1)
-            )
-        return torch.cat(mixed)
 
 
 class Passes:
@@ -62,7 +27,7 @@ class Passes:
         pages = np.random.default_rng(seed).permutation(rows * pages_each).reshape(rows, pages_each)
         self.table = torch.from_numpy(pages.astype(np.int32))
         self.lengths = [0] * rows
-        self.attention = RowByRow(self.pool, model.scale)
+        self.attention = ReferenceAttention(self.pool, model.scale)
 
     def batch(self, new: dict[int, list[int]], extend_rows: int) -> ForwardBatch:
         """A pass over new tokens by row, in the order given; all of them have their logits computed."""

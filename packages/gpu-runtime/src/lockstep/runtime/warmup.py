@@ -1,0 +1,132 @@
+"""A few requests before the first real one, so that nobody waits while kernels are compiled.
+
+Triton compiles a kernel when it is first launched, for seconds, and again for each way in which it is specialised: by
+the size of a tile, by whether some number is 1 or a multiple of 16. So this runs what serving will run, through the
+real executor: extends of every tile size, decodes of one row, few, and many, and every step of sampling. The engine is
+one of its own, without a journal; what it leaves in tables and pool nobody reads, because a row is reset when it is
+taken and a slot is written before it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.core.commands import FinishRequest, RejectRequest
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.host.batches import BatchExecutor
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+
+log = logging.getLogger("lockstep.runtime")
+
+NEW_TOKENS = 4  # of each request: an extend and decodes
+PROMPT_TOKENS = (1, 5, 12, 24, 48, 96, 200)  # by what an extend's tiles are chosen, for any number of heads that share
+ROWS = (1, 3, 16, 40)  # Triton tells 1, multiples of 16 and other numbers apart; many rows decode without splitting
+LOGIT_BIAS = ((0, 0.5), (1, -0.5), (2, 0.25))
+
+SHAPING = (
+    "page_size pages context_tokens_max max_running_requests request_rows max_prefill_tokens chunked_prefill_size "
+    "chunk_unit truncation_align_size batching overlap_depth decode_steps_per_launch"
+).split()
+"""Settings that decide about the shape of a batch."""
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.8, seed=1)
+LIMITED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2, top_logprobs=2)
+EDITED = SamplingParams(
+    temperature=1.0, seed=3, logit_bias=LOGIT_BIAS, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1
+)
+KINDS = (GREEDY, SAMPLED, LIMITED, EDITED)
+
+
+@dataclass(slots=True)
+class WarmUp:
+    """What was run."""
+
+    requests: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A sink that waits for the end."""
+
+    failure: str = field(default="the engine stopped")
+
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Nobody reads them."""
+
+    def finished(self, end: FinishRequest, extras: Extras) -> None:
+        """Whether a batch failed; logits that are no numbers are nothing to say about kernels."""
+        self.failure = extras.error if end.reason == "error" else ""
+
+    def rejected(self, end: RejectRequest) -> None:
+        """It was one too long for this engine."""
+        self.failure = end.message
+
+    def failed(self, message: str) -> None:
+        """The engine ended."""
+        self.failure = message
+
+
+def warm_up(executor: BatchExecutor, config: SchedConfig, clock: HostClock, vocab: int) -> WarmUp:
+    """Run every kernel that serving will; logs how long it took.
+
+    Args:
+        executor: idle. clock: that of its lane.
+        vocab: of the model; prompts are of all its ids.
+    Raises: ConfigError with the first error if any of it fails: no request would fare better.
+    """
+    began_s, done = time.monotonic(), WarmUp()
+    shapes = SchedConfig(**{name: getattr(config, name) for name in SHAPING})  # no policy, limit or timeout of theirs
+    host = RuntimeHost(Engine(shapes), executor, NoJournal(), clock)
+    for wave in _waves(shapes, vocab):
+        ends = [_Ended() for _ in wave]
+        for request, end in zip(wave, ends, strict=True):
+            host.submit(request, end)
+        host.run(until_idle=True)
+        done.requests += len(wave)
+        for end in ends:
+            if end.failure:
+                raise ConfigError(f"the warm-up failed: {end.failure}\nhint: another --attention-backend may run here")
+    done.batches, done.seconds = host.batches, time.monotonic() - began_s
+    log.info("warm-up: %d batches of %d requests took %.1f s", done.batches, done.requests, done.seconds)
+    return done
+
+
+def _waves(config: SchedConfig, vocab: int) -> Iterator[list[RequestArrived]]:
+    """Requests that run together, wave by wave."""
+    most = config.request_tokens_max - NEW_TOKENS
+    longest = (config.chunked_prefill_size or config.max_prefill_tokens) + 1
+    number = 0
+
+    def request(tokens: int) -> RequestArrived:
+        nonlocal number
+        number += 1
+        ids = (np.arange(tokens, dtype=np.int64) * 31 + number * 7919) % vocab
+        return RequestArrived(
+            0,
+            request_id=-1,
+            prompt=TokenIds(ids.astype(np.int32).tobytes()),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            stop_token_ids=(0,),  # banned for so long, which is a kernel of its own
+            sampling=KINDS[number % len(KINDS)],
+        )
+
+    for tokens in (*PROMPT_TOKENS, longest):  # each alone, for its tiles; the longest in two chunks
+        if 0 < tokens <= most:
+            yield [request(tokens)]
+    for _ in KINDS:  # one row of each kind
+        yield [request(1)]
+    for rows in ROWS:  # and all kinds together
+        if rows <= config.max_running_requests:
+            yield [request(3 + i % 5) for i in range(rows)]
