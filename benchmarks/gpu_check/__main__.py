@@ -26,6 +26,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "engine": 100.0,
     "decode": 150.0,
     "bubbles": 90.0,
+    "start": 60.0,
     "peer": 120.0,
     "tables": 70.0,
 }
