@@ -20,7 +20,6 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import ObservedEvent, RequestArrived, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.host.batches import Int32s
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.bubbles import BubbleTimer
 from lockstep.runtime.graphs import graph_sizes
@@ -127,7 +126,7 @@ class Counting:
         self.count = 0
         self.failure = ""
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """More."""
         self.count = offset + len(tokens)
 
