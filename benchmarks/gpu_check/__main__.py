@@ -27,7 +27,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "decode": 150.0,
     "bubbles": 90.0,
     "start": 60.0,
-    "peer": 120.0,
+    "peer": 100.0,
     "tables": 70.0,
 }
 LEAST_S = 15.0  # a section is not begun with less
