@@ -374,3 +374,23 @@ def test_requests_are_answered_in_time_by_a_lane_that_runs_at_collection() -> No
     answers = [runtime.submit(prompt, count) for prompt, count in requests]
     runtime.run()
     assert [answer.tokens for answer in answers] == [alone(*one) for one in requests]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_captured_decodes_say_the_same_on_a_gpu() -> None:
+    """The demo model in float32 by Triton's kernels, every slot verified."""
+
+    def run(mode: Any) -> tuple[list[list[int]], Any]:
+        options: dict[str, Any] = {"dtype": "float32", "attention_backend": "triton", "debug": True}
+        with LLM(device="cuda", cuda_graphs=mode, max_running_requests=12, pages=300, **options) as llm:
+            prompts = [[3 + n, 17, 9, n] for n in range(9)]
+            answers = llm.generate(prompts, [Params(max_new_tokens=9 + n, ignore_eos=True) for n in range(9)])
+            return [answer.token_ids for answer in answers], llm.host.executor.graphs  # type: ignore[attr-defined]
+
+    plain, none = run("off")
+    captured, graphs = run("on")
+    assert captured == plain
+    assert none is None
+    assert graphs.replays > 10
+    assert graphs.bytes > 0
