@@ -83,6 +83,7 @@ def figures(served: Served) -> dict[str, Any]:
         "gap_us_max": round(max(gaps), 1) if gaps else None,
         "decode_us_median": round(statistics.median(served.decode_us), 1) if served.decode_us else None,
         "period_us_median": round(statistics.median(periods), 1) if periods else None,
+        "bubble_share": None if served.bubble_share is None else round(served.bubble_share, 5),
         "host_us_per_batch": served.host_us,
     }
 

@@ -27,12 +27,14 @@ WARM_UPS, STEPS = 6, 30
 
 def run(section: Section) -> None:
     """Steps of every batch by every backend, with graphs and without; then attention alone."""
-    batches, context = ((1, 4), 24) if section.small else (BATCHES, CONTEXT)
+    batches: tuple[int, ...] = (1, 4) if section.small else BATCHES
+    context = 24 if section.small else CONTEXT
     gbs = copy_gbs(section.device, 1 << 22 if section.small else COPY_BYTES)
     section.put("copy_gbs", round(gbs, 1))
     model = shapes.model(section)
     section.put("model", {"shape": "tiny" if section.small else "Qwen3-8B", "weight_bytes": model.weight_bytes})
     section.put("context", context)
+    batches = those_that_fit(section, model, batches, context)
     names = backends(section, model)
     for name in names:
         for graphs in (True, False):
@@ -47,6 +49,17 @@ def run(section: Section) -> None:
         with section.trying(f"attention by shape, {name}"):
             attention(section, model, name)
         release(section)
+
+
+def those_that_fit(section: Section, model: Decoder, batches: tuple[int, ...], context: int) -> tuple[int, ...]:
+    """Batches whose KV the device has room for."""
+    if not section.gpu:
+        return batches
+    free, _ = torch.cuda.mem_get_info(section.device)
+    fitting = tuple(one for one in batches if one * (context + 64) * layer_bytes(model, 1) * model.layers < 0.85 * free)
+    for batch in batches[len(fitting) :]:
+        section.skip(f"{batch} rows", f"{free >> 30} GiB are free, which is too little for their KV")
+    return fitting
 
 
 def floor_us(model: Decoder, batch: int, context: int, gbs: float) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.section import Section
+from benchmarks.gpu_check.timing import graph_time_us
 from lockstep.core.errors import ConfigError
 from lockstep.runtime.attention import choose, make
 from lockstep.runtime.attention.base import Numerics
@@ -52,16 +53,16 @@ def cases(section: Section) -> Iterator[Case]:
         yield Case("triton", "invariant", torch.float32, 4, 4, 2, 16)
         yield Case("reference", "fast", torch.float32, 4, 4, 2, 16)
         return
-    for backend in ("triton", "flashinfer"):
+    for backend in ("triton", "flashinfer"):  # whose kernels may have to be compiled, which takes a minute
         yield Case(backend, "fast", torch.bfloat16, 16)
         yield Case(backend, "invariant", torch.bfloat16, 16)
-    for backend in ("triton", "flashinfer"):
         for page_size in (1, 64):
             yield Case(backend, "fast", torch.bfloat16, page_size)
         yield Case(backend, "fast", torch.float16, 16)
         yield Case(backend, "fast", torch.bfloat16, 16, heads=8, kv_heads=8, head_dim=64)
-    yield Case("triton", "fast", torch.float32, 16, heads=14, kv_heads=2, head_dim=64)
-    yield Case("triton", "fast", torch.bfloat16, 16, heads=28, kv_heads=4, head_dim=80)
+        if backend == "triton":
+            yield Case(backend, "fast", torch.float32, 16, heads=14, kv_heads=2, head_dim=64)
+            yield Case(backend, "fast", torch.bfloat16, 16, heads=28, kv_heads=4, head_dim=80)
 
 
 def run(section: Section) -> None:
@@ -72,6 +73,9 @@ def run(section: Section) -> None:
     with section.trying("grouped products"):
         section.needs(5)
         grouped(section)
+    with section.trying("between products"):
+        section.needs(5)
+        between(section)
     for case in cases(section):
         with section.trying(case.name):
             section.needs(6)
@@ -291,3 +295,53 @@ def grouped(section: Section) -> None:
                 far = off(function(given, weights, ends), wanted)
                 name = f"grouped product, {label}, {rows} rows of {str(dtype).removeprefix('torch.')}"
                 section.check(name, far <= FAR[dtype], f"off by {far:.2g}")
+
+
+def between(section: Section) -> None:
+    """What lies between the products of a layer: sums with norms, turned heads, gates; and what it takes in a graph."""
+    from lockstep.runtime.models import elementwise
+
+    if not section.gpu:
+        section.skip("between products", "on a CPU torch does it")
+        return
+    from lockstep.runtime.models import elementwise_kernels as ours
+
+    device, heads, kv_heads, half, hidden, inner = section.device, 32, 8, 64, 4096, 12288
+    generator = torch.Generator(device).manual_seed(5)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (1, 64, 256, 2048):
+
+            def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+                return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+            residual, added, weight = normal(rows, hidden), normal(rows, hidden), normal(hidden)
+            qkv, weights = normal(rows, (heads + 2 * kv_heads) * 2 * half), (normal(2 * half), normal(2 * half))
+            turns, gate_up = (normal(rows, 1, half), normal(rows, 1, half)), normal(rows, 2 * inner)
+            pairs: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
+                "add_rms_norm": (
+                    ours.add_rms_norm_triton, elementwise.add_rms_norm_reference, (residual, added, weight, 1e-6)
+                ),
+                "norm_and_turn": (
+                    ours.norm_and_turn_triton,
+                    elementwise.norm_and_turn_reference,
+                    (qkv, heads, kv_heads, weights, 1e-6, *turns),
+                ),
+                "silu_and_mul": (ours.silu_and_mul_triton, elementwise.silu_and_mul_reference, (gate_up,)),
+            }  # fmt: skip
+            for name, (kernel, reference_of, given) in pairs.items():
+                found, wanted = kernel(*given), reference_of(*(exact(one) for one in given))
+                both = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+                far = max(off(one, other) for one, other in both)
+                kind = str(dtype).removeprefix("torch.")
+                section.check(f"{name}, {rows} rows of {kind}", far <= FAR[dtype], f"off by {far:.2g}")
+                if dtype == torch.bfloat16:
+                    with torch.cuda.device(device):
+                        us = graph_time_us(lambda kernel=kernel, given=given: kernel(*given), device)  # type: ignore[misc]
+                    section.put(f"between_us.{rows}.{name}", round(us, 2))
+
+
+def exact(given: Any) -> Any:
+    """Tensors in fp64, one by one or in pairs."""
+    if isinstance(given, tuple):
+        return tuple(exact(one) for one in given)
+    return given.double() if isinstance(given, Tensor) else given

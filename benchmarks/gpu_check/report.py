@@ -24,6 +24,7 @@ def _page(report: Found) -> Iterator[str]:
     yield from _steps(figures.get("decode", {}))
     yield from _attention(figures.get("decode", {}))
     yield from _bubbles(figures.get("bubbles", {}))
+    yield from _start(figures.get("start", {}))
     yield from _peer(figures.get("peer", {}))
     yield from _kernels(figures.get("kernels", {}))
     yield from _calibration(figures.get("tables", {}))
@@ -187,6 +188,15 @@ def _bubbles(bubbles: Found) -> Iterator[str]:
     yield from _table(("requests", "", *parts), host)
 
 
+def _start(start: Found) -> Iterator[str]:
+    if "table" not in start:
+        return
+    yield f"## Memory at start, {start['backend']}, ready after {start.get('seconds')} s"
+    yield ""
+    yield from ("    " + line for line in start["table"])
+    yield ""
+
+
 def _peer(peer: Found) -> Iterator[str]:
     if "ours" not in peer:
         return
@@ -211,6 +221,11 @@ def _kernels(kernels: Found) -> Iterator[str]:
     yield ""
     names = list(next(iter(times.values())))
     yield from _table(("rows", *names), [(int(rows), *one.values()) for rows, one in times.items()])
+    if between := kernels.get("between_us"):
+        yield "Between the products of a layer, microseconds in a graph:"
+        yield ""
+        names = list(next(iter(between.values())))
+        yield from _table(("rows", *names), [(int(rows), *one.values()) for rows, one in between.items()])
 
 
 def _calibration(tables: Found) -> Iterator[str]:

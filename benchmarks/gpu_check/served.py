@@ -15,13 +15,13 @@ import torch
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.shapes import PAGE_SIZE
 from benchmarks.gpu_check.timing import LaneTimes, Meter
-from lockstep.core.commands import BatchPlan, FinishRequest, PageDeltas, RejectRequest, RowTaken
+from lockstep.core.commands import BatchPlan, FinishRequest, PageDeltas, RejectRequest, RowTaken, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.events import RequestArrived, TokenIds
+from lockstep.core.events import ObservedEvent, RequestArrived, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.host.batches import Int32s
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.runtime.bubbles import BubbleTimer
 from lockstep.runtime.graphs import graph_sizes
 from lockstep.runtime.llm import make_executor
 from lockstep.runtime.models import Decoder
@@ -115,6 +115,7 @@ class Served:
     decode_us: list[float]  # their durations
     decode_periods_us: list[float]
     host_us: dict[str, float]  # CPU per batch, by what the host did
+    bubble_share: float | None  # of the whole run, by the runtime's own timer
     failures: list[str]
 
 
@@ -125,7 +126,7 @@ class Counting:
         self.count = 0
         self.failure = ""
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """More."""
         self.count = offset + len(tokens)
 
@@ -176,6 +177,13 @@ def serve(
     times = LaneTimes(executor.lane)
     engine = Engine(config)
     modes: list[str] = []
+    bubbles = BubbleTimer()
+
+    def observe(event: ObservedEvent, step: Step) -> None:
+        bubbles.fold(event, step)
+        if (plan := step.launched()) is not None:
+            modes.append(plan.mode)
+
     host_info: dict[str, str | int | float] = {
         "kind": "runtime",
         "model": journal_model,
@@ -190,7 +198,7 @@ def serve(
         executor,
         writer or NoJournal(),
         clock,
-        observe=lambda event, step: modes.append(plan.mode) if (plan := step.launched()) is not None else None,
+        observe=observe,
     )
     rng = np.random.default_rng(1)
     vocab = model.settings.vocab
@@ -231,6 +239,7 @@ def serve(
         decode_us=[took for took, mode in zip(times.durations_us(), modes, strict=True) if mode == "decode"],
         decode_periods_us=[took for took, both in zip(times.periods_us(), decodes, strict=True) if both],
         host_us=meter.per(len(times)),
+        bubble_share=bubbles.read().bubble_share,
         failures=sorted({sink.failure for sink in sinks if sink.failure}),
     )
 

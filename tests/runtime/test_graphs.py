@@ -37,6 +37,7 @@ from lockstep.runtime.llm import make_executor, make_pool  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.tables import Pass, Tables  # noqa: E402
+from tests.runtime.test_attention import flashinfer as flashinfer  # noqa: E402
 from tests.runtime.test_host import RETRACTING, SETTINGS, random_requests  # noqa: E402
 from tests.support.small_runtime import SAMPLED, Answer, SmallRuntime, alone, small_config  # noqa: E402
 
@@ -235,34 +236,45 @@ EXPERTS: dict[str, Any] = {
 SMALL: dict[str, Any] = {"page_size": 4, "pages": 160, "chunked_prefill_size": 16, "max_running_requests": 12}
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_hidden_states_of_a_model_are_those_of_the_unpadded_pass(config: dict[str, Any], backend: str) -> None:
-    """Triton's kernels run in its interpreter; padding rows are in the same tiles and experts as the others."""
-    if backend == "triton":
-        pytest.importorskip("triton", reason="triton is not installed")
+def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) -> list[Any]:
+    """Of two batches in a row, of other rows and lengths, over a pool that is full of something."""
     torch.manual_seed(0)
     model = build_model(config, torch.float32, random_weights_seed=3)
-    stops = np.array([9, 1, 14], np.int32)
-    one = Pass(np.array([4, 0, 2], np.int32), stops - 1, stops, 0, *_nobody(stops))
-    given = _on_device(one)
-
-    def hidden(padded: bool) -> Any:
-        pool = make_pool(model, 40, 4)
-        generator = torch.Generator().manual_seed(1)
-        for kept in (*pool.keys, *pool.values):
-            kept.normal_(generator=generator)
-        tables = Tables(6, 40, 4, CPU, context_tokens=20)
-        tables.page_table[:6] = torch.randperm(40, generator=generator)[:30].view(6, 5)
-        tables.newest[:6] = torch.tensor([5, 6, 7, 8, 9, 10])
-        attention = make(backend, pool, model.heads, scale=model.scale)
-        sizes = (8,) if padded else (3,)
-        graphs = DecodeGraphs(model, attention, tables, sizes, EagerGraphs())
-        graphs.prepare(CpuLane(HostClock()))
+    pool = make_pool(model, 40, 4)
+    generator = torch.Generator().manual_seed(1)
+    for kept in (*pool.keys, *pool.values):
+        kept.normal_(generator=generator)
+    tables = Tables(6, 40, 4, CPU, context_tokens=20)
+    tables.page_table[:6] = torch.randperm(40, generator=generator)[:30].view(6, 5)
+    tables.newest[:6] = torch.tensor([5, 6, 7, 8, 9, 10])
+    attention = make(backend, pool, model.heads, scale=model.scale, graphs=True)
+    graphs = DecodeGraphs(model, attention, tables, sizes, EagerGraphs())
+    graphs.prepare(CpuLane(HostClock()))
+    found = []
+    for rows, stops in (([4, 0, 2, 5], [9, 1, 14, 20]), ([1, 2, 0], [16, 15, 2])):
+        ends = np.array(stops, np.int32)
+        one = Pass(np.array(rows, np.int32), ends - 1, ends, 0, *_nobody(rows))
         with torch.inference_mode():
-            return graphs.run(one, given).clone()
+            found.append(graphs.run(one, _on_device(one)).clone())
+    return found
 
-    torch.testing.assert_close(hidden(True), hidden(False), atol=2e-6, rtol=2e-6)
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("backend", ["reference", "triton", "flashinfer"])
+def test_hidden_states_of_a_model_are_those_of_the_unpadded_pass(
+    config: dict[str, Any], backend: str, request: pytest.FixtureRequest
+) -> None:
+    """Triton's kernels run in its interpreter, FlashInfer's wrappers are those of test_attention.
+
+    Padding rows are in the same tiles and experts as the others.
+    """
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    if backend == "flashinfer":
+        request.getfixturevalue("flashinfer")
+    expected = hidden_states(config, "reference", (3, 4))
+    for found, wanted in zip(hidden_states(config, backend, (8,)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-6, rtol=2e-6)
 
 
 @pytest.fixture(scope="module")
@@ -374,3 +386,23 @@ def test_requests_are_answered_in_time_by_a_lane_that_runs_at_collection() -> No
     answers = [runtime.submit(prompt, count) for prompt, count in requests]
     runtime.run()
     assert [answer.tokens for answer in answers] == [alone(*one) for one in requests]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_captured_decodes_say_the_same_on_a_gpu() -> None:
+    """The demo model in float32 by Triton's kernels, every slot verified."""
+
+    def run(mode: Any) -> tuple[list[list[int]], Any]:
+        options: dict[str, Any] = {"dtype": "float32", "attention_backend": "triton", "debug": True}
+        with LLM(device="cuda", cuda_graphs=mode, max_running_requests=12, pages=300, **options) as llm:
+            prompts = [[3 + n, 17, 9, n] for n in range(9)]
+            answers = llm.generate(prompts, [Params(max_new_tokens=9 + n, ignore_eos=True) for n in range(9)])
+            return [answer.token_ids for answer in answers], llm.host.executor.graphs  # type: ignore[attr-defined]
+
+    plain, none = run("off")
+    captured, graphs = run("on")
+    assert captured == plain
+    assert none is None
+    assert graphs.replays > 10
+    assert graphs.bytes > 0

@@ -37,9 +37,9 @@ class MemoryBudget:
 
     def table(self) -> str:
         """For a person, at start."""
-        rows = [("weights", self.weights), ("activations", self.activations), ("CUDA graphs", self.graphs)]
-        rows.append(("KV pages", self.kv))
+        rows = [("weights", self.weights), ("activations", self.activations), ("KV pages", self.kv)]
         if self.total:
+            rows.insert(2, ("CUDA graphs", self.graphs))
             left = self.total - self.others - sum(size for _, size in rows)
             rows = [("other processes", self.others), *rows, ("left alone", left), ("the device", self.total)]
         lines = [f"{name:16}{size / MIB:10,.0f} MiB" for name, size in rows]
@@ -113,13 +113,34 @@ def size_pool(
     taken = taken_bytes(device)
     _, total = torch.cuda.mem_get_info(device)
     others = taken - torch.cuda.memory_reserved(device)
-    room = int(total * mem_fraction) - taken - activations - graph_bytes
+    use = Use(taken, others, weight_bytes, activations, graph_bytes)
+    return fitted(use, int(total), mem_fraction, page_bytes, pages_least, str(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Bytes of a device before there is a pool, as measured."""
+
+    taken: int  # by everybody, weights included
+    others: int  # of these not ours
+    weights: int
+    activations: int  # to come
+    graphs: int  # to come
+
+
+def fitted(use: Use, total: int, mem_fraction: float, page_bytes: int, pages_least: int, device: str) -> MemoryBudget:
+    """What is left of `mem_fraction` of `total` bytes, as pages; one of them is scratch.
+
+    Raises: ConfigError with the numbers if `pages_least` do not fit.
+    """
+    room = int(total * mem_fraction) - use.taken - use.activations - use.graphs
     pages = max(room // page_bytes - 1, 0)
-    budget = MemoryBudget(total, others, weight_bytes, activations, graph_bytes, page_bytes, pages)
-    if budget.pages < pages_least:
+    budget = MemoryBudget(total, use.others, use.weights, use.activations, use.graphs, page_bytes, pages)
+    if pages < pages_least:
+        lacking = (pages_least + 1) * page_bytes - room
         raise ConfigError(
-            f"`mem_fraction` {mem_fraction} of {device} leaves {budget.pages:,} KV pages, but the longest request "
-            f"needs {pages_least:,}\n{budget.table()}\n"
+            f"`mem_fraction` {mem_fraction} of {device} leaves {pages:,} KV pages, but the longest request needs "
+            f"{pages_least:,}: {lacking / MIB:,.0f} MiB are lacking\n{budget.table()}\n"
             "hint: a larger mem_fraction, a shorter context_tokens_max, fewer graphs (cuda_graph_max_batch), or a "
             "smaller model"
         )

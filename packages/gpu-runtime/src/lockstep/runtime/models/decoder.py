@@ -39,11 +39,21 @@ class Layer(nn.Module):
         else:
             self.mlp = Experts(make, settings.hidden, settings.experts)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """[tokens, hidden] to the same shape."""
-        hidden = hidden + self.attention(self.norm(hidden), rotation, batch, attention)
-        added: Tensor = self.mlp(self.mlp_norm(hidden))
-        return hidden + added
+    def forward(
+        self,
+        residual: Tensor,
+        added: Tensor | None,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        attention: AttentionBackend,
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of both is what comes in, and of those returned what goes out, [tokens, hidden] each.
+
+        Whoever norms next adds them up, in one launch.
+        """
+        residual, normed = self.norm(residual, added)
+        residual, normed = self.mlp_norm(residual, self.attention(normed, rotation, batch, attention))
+        return residual, self.mlp(normed)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -75,11 +85,11 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Hidden states behind the last norm, [tokens, hidden]. The backend was planned for this batch."""
-        hidden = self.embeddings.embed(batch.token_ids)
+        residual, added = self.embeddings.embed(batch.token_ids), None
         rotation = self.rotary(batch.positions)
         for layer in self.stack:
-            hidden = layer(hidden, rotation, batch, attention)
-        normed: Tensor = self.norm(hidden)
+            residual, added = layer(residual, added, rotation, batch, attention)
+        _, normed = self.norm(residual, added)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime.checkpoint import Split, Wanted
+from lockstep.runtime.models.elementwise import silu_and_mul
 from lockstep.runtime.models.grouped import grouped_linear
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.settings import ExpertSettings
@@ -43,8 +44,8 @@ class Experts(nn.Module):
         # A stable sort keeps tokens in order within an expert: the sums below do not depend on how a sort breaks ties.
         sorted_experts, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_experts, self._numbers(experts), right=True).to(torch.int32)
-        gate, up = grouped_linear(hidden[order // each], self.gate_up, ends).chunk(2, dim=-1)
-        down = grouped_linear(F.silu(gate) * up, self.down, ends)
+        inner = silu_and_mul(grouped_linear(hidden[order // each], self.gate_up, ends))
+        down = grouped_linear(inner, self.down, ends)
         pairs = torch.empty_like(down)
         pairs[order] = down
         mixed = (pairs.view(tokens, each, -1) * weights[..., None].to(down.dtype)).sum(dim=1)

@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Split, Wanted
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -65,9 +66,9 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = make.empty(size), eps
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., size] to the same shape and dtype."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+    def forward(self, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of both, [tokens, size], and its norm, of the same shape and dtype."""
+        return add_rms_norm(residual, added, self.weight, self.eps)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -101,9 +102,9 @@ class ColumnLinear(nn.Module):
         self.weight = make.empty(sum(self.sizes), inputs)
         self.bias = make.empty(sum(self.sizes)) if bias else None
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """[tokens, inputs] to one [tokens, rows of this rank] for each part."""
-        return tuple(F.linear(hidden, self.weight, self.bias).split_with_sizes(self.sizes, dim=-1))
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, inputs] to [tokens, rows of this rank], the parts side by side: see `sizes`."""
+        return F.linear(hidden, self.weight, self.bias)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -188,8 +189,7 @@ class Mlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] to the same shape."""
-        gate, up = self.gate_up(hidden)
-        down: Tensor = self.down(F.silu(gate) * up)
+        down: Tensor = self.down(silu_and_mul(self.gate_up(hidden)))
         return down
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
@@ -228,10 +228,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """[tokens, hidden] to the same shape."""
-        query, key, value = (part.view(len(hidden), -1, self.head_dim) for part in self.qkv(hidden))
+        qkv = self.qkv(hidden)
+        heads, kv_heads, _ = (size // self.head_dim for size in self.qkv.sizes)
+        norms, eps = None, 0.0
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotation.turn(query), rotation.turn(key)
+            norms, eps = (self.query_norm.weight, self.key_norm.weight), self.query_norm.eps
+        query, key = norm_and_turn(qkv, heads, kv_heads, norms, eps, rotation.cos, rotation.sin)
+        value = qkv[:, -kv_heads * self.head_dim :].view(len(hidden), kv_heads, self.head_dim)
         mixed: Tensor = self.output(attention.run(self.layer, query, key, value, batch).flatten(-2))
         return mixed
 
@@ -250,8 +253,3 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
-
-    def turn(self, heads: Tensor) -> Tensor:
-        """Rotate [tokens, heads, head_dim]; the first half of a head is paired with the second."""
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)

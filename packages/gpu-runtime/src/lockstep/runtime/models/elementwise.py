@@ -1,0 +1,102 @@
+"""What lies between the products of a layer, each in one launch on a GPU: references in torch, and who does it where.
+
+    residual + added, normed        instead of an addition and a norm
+    query and key normed, turned    instead of two norms and fourteen small operations
+    silu(gate) * up                 instead of two
+
+A decode is a thousand small launches otherwise, each of which takes the GPU about two microseconds for next to nothing.
+On a GPU with Triton `elementwise_kernels.py` does them; elsewhere, torch. Both compute in float32; the kernels round
+once at the end, torch after each operation.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+
+def add_rms_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual + added, and x / rms(x) * weight of it over the last dimension.
+
+    Args:
+        residual, added: [tokens, hidden]; without `added` the residual is what is normed.
+    """
+    if has_kernels(residual):
+        from lockstep.runtime.models.elementwise_kernels import add_rms_norm_triton
+
+        return add_rms_norm_triton(residual, added, weight, eps)
+    return add_rms_norm_reference(residual, added, weight, eps)
+
+
+def norm_and_turn(
+    qkv: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Query and key out of their product: normed by head if there are weights, then with positions.
+
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) head_dim]: heads of queries, of keys, of values.
+        weights: of the norms of query and key, [head_dim] each.
+        cos, sin: [tokens, 1, head_dim / 2]; the first half of a head is paired with the second.
+    Returns: [tokens, heads, head_dim] and [tokens, kv_heads, head_dim].
+    """
+    if has_kernels(qkv):
+        from lockstep.runtime.models.elementwise_kernels import norm_and_turn_triton
+
+        return norm_and_turn_triton(qkv, heads, kv_heads, weights, eps, cos, sin)
+    return norm_and_turn_reference(qkv, heads, kv_heads, weights, eps, cos, sin)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [rows, 2 inner], gate first, to [rows, inner]."""
+    if has_kernels(gate_up):
+        from lockstep.runtime.models.elementwise_kernels import silu_and_mul_triton
+
+        return silu_and_mul_triton(gate_up)
+    return silu_and_mul_reference(gate_up)
+
+
+def add_rms_norm_reference(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `add_rms_norm`."""
+    summed = residual if added is None else residual + added
+    return summed, F.rms_norm(summed, weight.shape, weight, eps)
+
+
+def norm_and_turn_reference(
+    qkv: Tensor, heads: int, kv_heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `norm_and_turn`."""
+    head_dim = 2 * cos.shape[-1]
+    query, key, _ = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim).split_with_sizes(
+        (heads, kv_heads, kv_heads), dim=1
+    )
+    if weights is not None:
+        query, key = (
+            F.rms_norm(part, weight.shape, weight, eps) for part, weight in zip((query, key), weights, strict=True)
+        )
+    return turn(query, cos, sin), turn(key, cos, sin)
+
+
+def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [tokens, heads, head_dim]."""
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
+    """See `silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether Triton does it."""
+    return tensor.device.type == "cuda" and tensor.dtype != torch.float64 and _triton_installed()
+
+
+@cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,72 @@
+"""How large the pool is, and what is said where there is no room. Numbers are given, not measured: no GPU here."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.runtime.memory import CPU_KV_BYTES, MIB, Use, explained, fitted, size_pool  # noqa: E402
+
+CPU = torch.device("cpu")
+USE = Use(taken=16_500 * MIB, others=500 * MIB, weights=16_000 * MIB, activations=1_500 * MIB, graphs=1_000 * MIB)
+
+
+def test_the_pool_gets_what_is_left_of_the_fraction() -> None:
+    budget = fitted(USE, 100_000 * MIB, 0.9, 2 * MIB, 100, "cuda:0")
+    assert budget.pages == (90_000 - 16_500 - 1_500 - 1_000) // 2 - 1
+    assert budget.kv == 71_000 * MIB
+    assert budget.table().splitlines() == [
+        "other processes        500 MiB",
+        "weights             16,000 MiB",
+        "activations          1,500 MiB",
+        "CUDA graphs          1,000 MiB",
+        "KV pages            71,000 MiB",
+        "left alone          10,000 MiB",
+        "the device         100,000 MiB",
+        "35,499 pages of 2,048.0 KiB",
+    ]
+
+
+def test_a_pool_too_small_for_one_request_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as raised:
+        fitted(USE, 24_000 * MIB, 0.8, 2 * MIB, 2_048, "cuda:0")
+    first, *table, hint = str(raised.value).splitlines()
+    assert first == (
+        "`mem_fraction` 0.8 of cuda:0 leaves 99 KV pages, but the longest request needs 2,048: 3,898 MiB are lacking"
+    )
+    assert len(table) == 8
+    assert hint.startswith("hint: a larger mem_fraction, a shorter context_tokens_max, fewer graphs")
+    assert fitted(USE, 24_000 * MIB, 0.8, 2 * MIB, 99, "cuda:0").pages == 99
+    with pytest.raises(ConfigError, match="leaves 0 KV pages"):
+        fitted(USE, 16_000 * MIB, 0.9, 2 * MIB, 1, "cuda:0")
+
+
+def test_running_out_of_memory_is_explained() -> None:
+    with pytest.raises(ConfigError) as raised, explained("the weights", CPU, "a smaller model"):
+        raise torch.OutOfMemoryError("Tried to allocate 9 GiB.\nmuch more")
+    assert str(raised.value) == "there is no room for the weights\nTried to allocate 9 GiB.\nhint: a smaller model"
+    with pytest.raises(ValueError, match="something else"), explained("the weights", CPU, "a smaller model"):
+        raise ValueError("something else")
+
+
+def test_a_cpu_gets_a_fixed_amount() -> None:
+    def never() -> int:
+        raise AssertionError("nothing is measured on a CPU")
+
+    budget = size_pool(
+        page_bytes=1 << 20,
+        weight_bytes=5,
+        device=CPU,
+        mem_fraction=0.9,
+        largest_pass=never,
+        graphs=never,
+        pages_least=10,
+    )
+    assert budget.kv == CPU_KV_BYTES
+    assert "other processes" not in budget.table()
+    with pytest.raises(ConfigError, match="`mem_fraction` must be above 0 and at most 1, got"):
+        size_pool(
+            page_bytes=1, weight_bytes=5, device=CPU, mem_fraction=1.5, largest_pass=never, graphs=never, pages_least=1
+        )
