@@ -67,7 +67,8 @@ def test_terms_sum_to_the_batch(name: str, shape: BatchShape) -> None:
 
 @given(st.sampled_from(KINDS), shapes(), st.sampled_from((1, 2, 4)))
 def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp: int) -> None:
-    model, gpu = load_model(name), load_gpu("h100")
+    # From Hopper on, switches add up themselves: eight GPUs reduce 64 MB faster than four, in the public tables, too.
+    model, gpu = load_model(name), load_gpu("a100")
     silent = replace(shape, sampled_rows=0)
     few, many = (roofline(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
     for terms in (few, many):

@@ -50,6 +50,24 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2
     return said.err
 
 
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    """As with `| head -1`. The points are of one model on one GPU, which is what most people have."""
+    points = [POINT.replace(",8,1,", f",8,{users},") for users in (1, 2, 3, 4)]
+    Path("points.csv").write_text("\n".join([POINTS_HEADER, *points]))
+    program = "import sys; from lockstep.core.command import main; sys.exit(main())"
+    words = [sys.executable, "-c", program, "calibrate", "points", "points.csv", *POINTS]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait() == 141
+    assert said == "simulating 4 points\n"
+    assert Path("c.json").is_file()
+    assert "one row left out" in Path("c.json").read_text()
+
+
 # --------------------------------------------------------------------------------------------------- where to write to
 
 

@@ -158,9 +158,13 @@ def calibration_of_points(
     if len(gpus) > 1:
         raise CalibrationError(f"points of engine `{engine}` are of {', '.join(gpus)}\nhint: choose one with --gpu")
     fit = fit_points(trial, rows)
+    kinds: list[object] = [(p.model.name, p.tp) for p in points]
+    method = "all rows of one model and tp left out"
+    if len(set(kinds)) == 1:  # nothing would be left to fit
+        kinds, method = list(range(len(points))), "one row left out"
     residuals = [
-        Residuals.of(ratios, metric=metric, population="seen", method="all rows of one model and tp left out")
-        for metric, ratios in left_out_ratios(trial, rows, [(p.model.name, p.tp) for p in points]).items()
+        Residuals.of(ratios, metric=metric, population="seen", method=method)
+        for metric, ratios in left_out_ratios(trial, rows, kinds).items()
     ]
     models = [point.model.name for point in points]
     if len(set(models)) >= MODELS_MIN:

@@ -384,6 +384,8 @@ def refusals() -> Iterator[None]:
     """Turn the errors that are made for people into one message and an exit status."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has seen enough: click ends in silence
+        raise
     except Exception as error:
         from lockstep.core.errors import ConfigError, PolicyError
         from lockstep.core.journal import JournalError
