@@ -326,7 +326,7 @@ def _verify(run: Path, until: int | None, as_json: bool) -> None:
                     "flags": error.flags,
                 }
             )
-        click.echo(f"Divergence: {error}", err=True)
+        say_divergence(run, error)
         sys.exit(EXIT_DIVERGED)
     except JournalError as error:
         raise Refused(error) from error
@@ -353,6 +353,16 @@ def _verify(run: Path, until: int | None, as_json: bool) -> None:
         click.echo(f"not replayed: {_count(done.unsealed, 'event')} whose step had raised")
     if torn and done.tail is not None:
         click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
+
+
+def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
+    """Say on stderr where a replay parts from the journal, and both decisions in words as far as they are known."""
+    from lockstep.tools.strict import parted
+
+    click.echo(f"Divergence: {divergence}", err=True)
+    found = parted(run, divergence, decisions)
+    for line in found.lines() if found is not None else ():
+        click.echo(line, err=True)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
