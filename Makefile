@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios swarm bench gpu-check
+.PHONY: help demo check test scenarios golden swarm bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,7 +13,7 @@ help:       ## list these targets
 demo:       ## how many requests a second one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
 
-check:      ## ruff, its formatter, and mypy --strict on core, simulator and runtime
+check:      ## ruff, its formatter, mypy --strict, and the golden journals
 	@$(PYTHON) dev.py check $(ARGS)
 
 test:       ## the whole test suite
@@ -21,6 +21,9 @@ test:       ## the whole test suite
 
 scenarios:  ## run the golden stories and write their expected part; then read the diff
 	@$(PYTHON) dev.py scenarios $(ARGS)
+
+golden:     ## record golden journals that are missing; ARGS=NAME records one again, deliberately: docs/journal.md
+	@$(PYTHON) dev.py golden $(ARGS)
 
 swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_000" for so many steps
 	@$(PYTHON) dev.py swarm $(ARGS)

@@ -4,8 +4,9 @@
     python3 dev.py demo               how many requests a second one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest
-    python3 dev.py check              ruff, its formatter, and mypy --strict on core, simulator and runtime
+    python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
+    python3 dev.py golden ARGS        record golden journals that are missing, or by name again
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py gpu-check ARGS     on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
@@ -90,6 +91,7 @@ def check(args):
         "ruff check": (BIN / "ruff", "check"),
         "ruff format --check": (BIN / "ruff", "format", "--check"),
         "mypy": (BIN / "mypy",),  # strict, on the files named in pyproject.toml
+        "golden journals": (PYTHON, "-m", "pytest", "-q", "tests/golden"),  # every recorded decision, decided again
     }
     failed = []
     for name, command in checks.items():
@@ -104,6 +106,10 @@ def check(args):
 
 def scenarios(args):
     return call(PYTHON, "-m", "pytest", "tests/test_scenarios.py", "--update", *args)
+
+
+def golden(args):
+    return call(PYTHON, "tests/golden/record.py", *args)
 
 
 def swarm(args):
@@ -134,6 +140,7 @@ TASKS = {
     "test": ("dev", test),
     "check": ("dev", check),
     "scenarios": ("dev", scenarios),
+    "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "bench": ("demo", bench),
     "gpu-check": ("runtime", gpu_check),

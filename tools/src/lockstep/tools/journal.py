@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
 
 import click
 import msgspec
@@ -37,27 +36,9 @@ from lockstep.core.journal import (
     read_journal,
 )
 from lockstep.core.replay import Divergence, event_line, replay
+from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, print_json
 
 EXIT_TORN = 1
-EXIT_UNREADABLE = 2
-EXIT_DIVERGED = 3
-
-_RUN = click.argument("run", type=click.Path(path_type=Path))
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-
-
-class _Unreadable(click.ClickException):
-    """A journal that cannot be read, shown in the error's own words."""
-
-    exit_code = EXIT_UNREADABLE
-
-    def __init__(self, error: JournalError) -> None:
-        super().__init__(str(error))
-        self.name = type(error).__name__
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print the message on stderr."""
-        click.echo(f"{self.name}: {self.message}", file=file or sys.stderr)
 
 
 @click.group(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)
@@ -69,8 +50,8 @@ def journal() -> None:
 
 
 @journal.command()
-@_RUN
-@_JSON
+@RUN
+@JSON
 def info(run: Path, as_json: bool) -> None:
     """Show header, event counts, duration, bytes and tail."""
     try:
@@ -91,11 +72,11 @@ def info(run: Path, as_json: bool) -> None:
         size_bytes = sum(path.stat().st_size for path in opened.segments)
         tail = opened.tail
     except JournalError as error:
-        raise _Unreadable(error) from error
+        raise Refused(error) from error
 
     duration_us = last_us - first_us if first_us is not None else 0
     if as_json:
-        _print_json(
+        print_json(
             {
                 "folder": str(opened.folder),
                 "header": _header_json(opened.header),
@@ -158,7 +139,7 @@ def _tail_json(tail: Tail) -> dict[str, object]:
 
 
 @journal.command()
-@_RUN
+@RUN
 @click.option("--from", "start", type=click.IntRange(0), default=0, help="First step to show, counted from 0.")
 @click.option("--until", "stop", type=click.IntRange(0), help="Step to stop before.")
 @click.option("--jsonl", is_flag=True, help="One JSON object per record, content in full; bytes are base64.")
@@ -184,7 +165,7 @@ def dump(run: Path, start: int, stop: int | None, jsonl: bool) -> None:
             if tail.verdict == "torn":
                 click.echo(f"tail {_tail_text(tail)}", err=True)
     except JournalError as error:
-        raise _Unreadable(error) from error
+        raise Refused(error) from error
 
 
 def _text_line(record: Record) -> str:
@@ -256,9 +237,9 @@ def _snapshot_json(snapshot: Snapshot) -> dict[str, object]:
 
 
 @journal.command()
-@_RUN
+@RUN
 @click.option("--repair", is_flag=True, help="Cut a torn tail off. Corruption is never touched.")
-@_JSON
+@JSON
 def check(run: Path, repair: bool, as_json: bool) -> None:
     """Check framing and chain of every record.
 
@@ -271,15 +252,13 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
             read_journal(run, repair=True)
     except JournalCorrupt as error:
         if as_json:
-            _print_json(
-                {"verdict": "corrupt", "segment": error.segment, "offset": error.offset, "reason": error.reason}
-            )
-        raise _Unreadable(error) from error
+            print_json({"verdict": "corrupt", "segment": error.segment, "offset": error.offset, "reason": error.reason})
+        raise Refused(error) from error
     except JournalError as error:
-        raise _Unreadable(error) from error
+        raise Refused(error) from error
 
     if as_json:
-        _print_json({**_tail_json(tail), "repaired": repaired})
+        print_json({**_tail_json(tail), "repaired": repaired})
     else:
         click.echo(f"{_tail_text(tail)}; {_count(tail.records, 'record')}, {_count(tail.steps, 'event')}")
         if repaired:
@@ -293,9 +272,9 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
 
 
 @journal.command()
-@_RUN
+@RUN
 @click.option("--until", type=click.IntRange(0), help="Step to stop before; all by default.")
-@_JSON
+@JSON
 def verify(run: Path, until: int | None, as_json: bool) -> None:
     """Replay every event, compare every digest.
 
@@ -321,13 +300,13 @@ def _verify_router(run: Path, as_json: bool) -> None:
         facts, decisions = verify_router(run)
     except RouterDivergence as error:
         if as_json:
-            _print_json({"verdict": "diverged", "router": str(error)})
+            print_json({"verdict": "diverged", "router": str(error)})
         click.echo(f"Divergence: {error}", err=True)
         sys.exit(EXIT_DIVERGED)
     except JournalError as error:
-        raise _Unreadable(error) from error
+        raise Refused(error) from error
     if as_json:
-        _print_json({"verdict": "equal", "facts": facts, "decisions": decisions})
+        print_json({"verdict": "equal", "facts": facts, "decisions": decisions})
     else:
         click.echo(f"router: equal: {_count(facts, 'fact')}, {_count(decisions, 'decision')}")
 
@@ -337,7 +316,7 @@ def _verify(run: Path, until: int | None, as_json: bool) -> None:
         done = replay(run, until=until)
     except Divergence as error:
         if as_json:
-            _print_json(
+            print_json(
                 {
                     "verdict": "diverged",
                     "step": error.step,
@@ -347,14 +326,14 @@ def _verify(run: Path, until: int | None, as_json: bool) -> None:
                     "flags": error.flags,
                 }
             )
-        click.echo(f"Divergence: {error}", err=True)
+        say_divergence(run, error)
         sys.exit(EXIT_DIVERGED)
     except JournalError as error:
-        raise _Unreadable(error) from error
+        raise Refused(error) from error
 
     torn = done.tail is not None and done.tail.verdict == "torn"
     if as_json:
-        _print_json(
+        print_json(
             {
                 "verdict": "equal",
                 "events": done.events,
@@ -376,12 +355,18 @@ def _verify(run: Path, until: int | None, as_json: bool) -> None:
         click.echo(f"tail {_tail_text(done.tail)}; verified up to the last whole record")
 
 
+def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
+    """Say on stderr where a replay parts from the journal, and both decisions in words as far as they are known."""
+    from lockstep.tools.strict import parted
+
+    click.echo(f"Divergence: {divergence}", err=True)
+    found = parted(run, divergence, decisions)
+    for line in found.lines() if found is not None else ():
+        click.echo(line, err=True)
+
+
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
-
-
-def _print_json(content: dict[str, object]) -> None:
-    click.echo(msgspec.json.encode(content).decode())
 
 
 if __name__ == "__main__":

@@ -564,7 +564,7 @@ def _ratios_at_ends(first: tuple[float, float] | None, other: tuple[float, float
 def _pair(first: StoredRun, other: StoredRun) -> Pairs | None:
     if first.requests is None or other.requests is None:
         return None
-    rows, others, matched_by = _match(first.requests, other.requests)
+    rows, others, matched_by = match_requests(first.requests, other.requests)
     done, other_done = first.completed[rows], other.completed[others]
     both = done & other_done
     rows, others = rows[both], others[both]
@@ -591,7 +591,7 @@ def _pair(first: StoredRun, other: StoredRun) -> Pairs | None:
     )
 
 
-def _match(first: Requests, other: Requests) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
+def match_requests(first: Requests, other: Requests) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
     """Rows of the same requests in both tables.
 
     By tenant and label, which name a row of the workload. The later turns of a session get their ids when they are

@@ -99,6 +99,24 @@ def whole_page(title: str, body: Sequence[str], data: Json, version: str) -> str
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("report/page.html"))
 
 
+def still_page(title: str, body: Sequence[str], style: str = "") -> str:
+    """Sections without charts as one file that loads and runs nothing, in the style of a report and `style`."""
+    style = _asset("report/page.css") + "\n" + style
+    policy = f"default-src 'none'; style-src {_source(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+    head = "".join(
+        (
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
+            f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{style}</style>',
+        )
+    )
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n<main>\n' + "\n".join(
+        [*body, "</main>\n</body>\n</html>\n"]
+    )
+
+
 def _first_shown(runs: Sequence[ReportRun]) -> int:
     """The run to open with: the last one that meets its SLOs, else the first."""
     return max((key for key, run in enumerate(runs) if run.meets_slos), default=0)

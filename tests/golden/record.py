@@ -1,0 +1,150 @@
+"""Record golden journals: one per feature, kept for ever, replayed by test_golden.py at every change.
+
+    python tests/golden/record.py                  record what is missing
+    python tests/golden/record.py NAME...          record these again, deliberately: read docs/journal.md first
+    python tests/golden/record.py --words          write the words anew, of journals that replay as recorded
+    python tests/golden/record.py --list           what there is, and what each shows
+
+A folder holds `journal/`, as any run does, and `decisions.txt`: the words of every decision, so that a divergence can
+say what was decided then. A change of behaviour comes with a flag, under which old journals still replay, and adds
+journals.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from lockstep.tools.runs import Walk  # noqa: E402
+from lockstep.tools.strict import DECISIONS  # noqa: E402
+from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
+from tests.support.recorded import record_scenario, record_simulation  # noqa: E402
+
+FOLDER = Path(__file__).parent
+
+CHAT = (
+    "gen:n=10,rate=300,turns=uniform:1:2,think=lognormal:30ms:1,shared_prefix=48x2,input=lognormal:60:0.8,"
+    "output=lognormal:8:0.8,max_total=300"
+)
+TIGHT = {"pages": 24, "max_running_requests": 6, "chunked_prefill_size": 64, "schedule_conservativeness": 0.1}
+
+
+def _simulated(**settings: object) -> Callable[[Path], Path]:
+    return lambda folder: record_simulation(folder, CHAT, **{"pages": 200, "chunked_prefill_size": 64, **settings})
+
+
+def _told(scenario: str) -> Callable[[Path], Path]:
+    return partial(record_scenario, name=scenario)
+
+
+FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "plain": ("the default profile: mixed batches, chunks, overlap 1", _simulated()),
+    "overlap-0": ("no overlap", _simulated(overlap_depth=0)),
+    "overlap-2": ("two batches beyond the one running", _simulated(overlap_depth=2)),
+    "tight": ("a pool that is too small: retractions, skipped decodes, evictions", _simulated(**TIGHT)),
+    "tight-front": (
+        "the same, retracted requests first",
+        _simulated(**TIGHT, retracted_requeue="front", overlap_depth=2),
+    ),
+    "profile-sglang": (
+        "prefill first, a reserve by ratio, pages of one token",
+        _simulated(page_size=1, pages=900, batching="prefill_first", reserve="ratio", retraction_policy="length",
+                   retracted_requeue="tail", prefix_deduplication="last", waiting_prefix_refresh=4, bypass_limit=None),
+    ),
+    "profile-vllm": (
+        "running first, on demand, newest to the front, its KV left to the cache",
+        _simulated(**{**TIGHT, "batching": "running_first"}, reserve="on_demand", same_step_sharing=True,
+                   prefix_deduplication="defer", retraction_policy="newest", retracted_requeue="front",
+                   retracted_kv="cache", chunk_unit="token", bypass_limit=None, max_prefill_tokens=64),
+    ),
+    "policy-lpm": ("longest cached prefix first", _simulated(**TIGHT, schedule_policy="lpm")),
+    "policy-dfs-weight": ("branch by branch of the radix tree", _simulated(**TIGHT, schedule_policy="dfs-weight")),
+    "policy-lof": ("longest output first", _simulated(**TIGHT, schedule_policy="lof")),
+    "policy-random": ("a shuffled line", _simulated(**TIGHT, schedule_policy="random", schedule_seed=5)),
+    "policy-hrrn": ("highest response ratio", _simulated(**TIGHT, schedule_policy="hrrn", bypass_limit=3)),
+    "no-radix-cache": ("nothing is shared", _simulated(**TIGHT, radix_cache=False)),
+    "reserve-full": ("whoever starts can end", _simulated(**TIGHT, reserve="full")),
+    "several-decodes": ("three decodes in a launch", _simulated(decode_steps_per_launch=3)),
+    "chunk-target": ("chunks by a latency target", _simulated(chunk_target_us=1_400)),
+    "limits": (
+        "timeouts, a short line, messages of several tokens",
+        _simulated(max_running_requests=2, waiting_timeout_us=60_000, running_timeout_us=90_000, max_queued_requests=5,
+                   stream_interval=4, force_stream_interval=6),
+    ),
+    "preemption": ("a more important request makes room for itself", _told("preemption/makes_room")),
+    "preemption-fewest": ("as few victims as will do", _told("preemption/fewest_victims")),
+    "priority-ageing": ("priorities that age", _told("ordering/priority_with_ageing")),
+    "routing-key": ("ordered by routing key", _told("ordering/routing_key")),
+    "shortest-prefill": ("the shortest prompt first", _told("ordering/shortest_prefill_first")),
+    "deferred-prefix": ("a request waits for its prefix", _told("ordering/deferred_chunk_by_chunk")),
+    "grammar": ("masks, matchers and sampling that waits", _told("grammar/end_at_depth_2")),
+    "grammar-line": ("requests held for their grammars", _told("grammar/order_of_the_line")),
+    "sessions": ("turns that wait for each other", _told("sessions/turns_wait")),
+    "sessions-yield": ("sessions that give their KV up", _told("sessions/yields_to_admission")),
+    "sessions-branch": ("a session that begins as another stands", _told("sessions/branch")),
+    "lora": ("adapters loaded and evicted", _told("lora/least_recently_used_is_evicted")),
+    "lora-bypass": ("who waits for an adapter is passed, boundedly", _told("lora/bounded_bypass")),
+    "media": ("images, encoded first and shared", _told("media/same_content_is_shared")),
+    "samples": ("several samples of one prompt", _told("samples/share_their_prompt")),
+    "cancel": ("clients that leave at every stage", _told("museum/g5_everybody_leaves_at_once")),
+    "pause": ("a pause that gives pages back", _told("control/pause_retract_twice")),
+    "flush-drain": ("a flush that waits, a drain", _told("control/flush_waits_for_flight")),
+    "memory": ("device memory given back and taken again", _told("control/release_memory")),
+    "embedding": ("requests that want no token", _told("kinds/embedding")),
+    "prompt-logprobs": ("logprobs of the prompt, over chunks", _told("kinds/prompt_logprobs_over_chunks")),
+    "text-held-back": ("tokens that may begin a stop text", _told("streaming/text_held_back_across_a_retraction")),
+    "weights": ("new weights below running requests", _told("control/update_in_place")),
+    "restart": ("a lost device: whoever ran waits again, first", _told("restart/requeues_first")),
+    "batch-error": ("a batch that fails", _told("decode/batch_error_in_overlap")),
+}  # fmt: skip
+"""Name: what it shows, and how it was recorded. Names are never used again for something else."""
+
+
+def record(name: str) -> int:
+    """Record one feature, in place of what is there. Returns its bytes."""
+    folder = FOLDER / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    FEATURES[name][1](folder)
+    write_words(folder)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_words(folder: Path) -> None:
+    """Write the words of every decision of a journal. Raises Divergence if it is not replayed as it was recorded."""
+    walk = Walk(folder)
+    text = decisions_text(decision_of(number, event, step, walk.names) for number, event, step in walk)
+    (folder / DECISIONS).write_text(text, "utf-8", newline="\n")
+
+
+def main(arguments: list[str]) -> int:
+    """Record the names given, or those that are missing."""
+    if arguments == ["--list"]:
+        for name, (about, _) in FEATURES.items():
+            print(f"{name:<20} {about}")
+        return 0
+    if arguments == ["--words"]:
+        for name in FEATURES:
+            write_words(FOLDER / name)
+        return 0
+    unknown = [name for name in arguments if name not in FEATURES]
+    if unknown:
+        print(f"no feature {', '.join(unknown)}\nhint: --list names them", file=sys.stderr)
+        return 2
+    names = arguments or [name for name in FEATURES if not (FOLDER / name).exists()]
+    for name in names:
+        print(f"{name:<20} {record(name):>8,} bytes")
+    if not names:
+        print("nothing is missing; give names to record again what is there")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,267 @@
+"""`lockstep explain` tells of a request, a step and the slowest requests what the core decided, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.core.engine import Engine
+from lockstep.core.render import Names
+from lockstep.tools.explain import explain, measured, told
+from lockstep.tools.runs import find_request
+from lockstep.tools.story import Chronicle, Story
+from lockstep.tools.telling import sentences, story_text
+from lockstep.tools.timeline import lanes, picture, text_lines
+from lockstep.tools.why_step import why_step
+from tests.support.recorded import SCENARIOS, record_simulation, record_story
+from tests.support.scenario import Run, parse, play
+
+
+def run_explain(*arguments: object) -> Result:
+    return CliRunner().invoke(explain, [str(argument) for argument in arguments])
+
+
+def story_of(folder: Path, name: str) -> tuple[Story, Chronicle, str]:
+    """The story of a request, all stories, and the story as text."""
+    request_id = find_request(folder, name)
+    chronicle, walk = told(folder, [request_id])
+    story = chronicle.stories[request_id]
+    return story, chronicle, "\n".join(story_text(story, chronicle, walk.names, walk.header.config))
+
+
+def causes(story: Story) -> list[tuple[str, int, int, int]]:
+    """What the first wait was for: reason, whom, from, until in ms."""
+    spans = story.waits[0].spans
+    return [(s.cause.reason, s.cause.other, s.start_us // 1000, s.stop_us // 1000) for s in spans]
+
+
+QUEUE = """# Two run at most: c is first in line, d behind it.
+config page_size=2 pages=64 overlap_depth=0 max_running_requests=2 radix_cache=no
+
+add a prompt=1..4 max_new=4
+add b prompt=11..14 max_new=8
+step
+at 2ms
+add c prompt=21..24 max_new=2
+add d prompt=31..34 max_new=2
+at 5ms
+finish
+at 8ms
+finish
+at 11ms
+finish
+at 14ms
+finish
+at 20ms
+run
+"""
+
+
+def test_waiting_is_told_with_its_reason_and_who_made_room(tmp_path: Path) -> None:
+    folder = record_story(tmp_path, QUEUE)
+    c, _, text = story_of(folder, "c")
+    assert causes(c) == [("launch", -1, 2, 5), ("running_limit", -1, 5, 14)]
+    assert [(one.request_id, one.how) for one in c.waits[0].made_room] == [(0, "length")]
+    assert "3 ms: nobody had refused it: the next batch had not been planned yet" in text
+    assert "9 ms: first in line, but max_running_requests ran already" in text
+    assert "at the end of that a ended (length)" in text
+    d, _, text = story_of(folder, "d")
+    assert causes(d)[:2] == [("launch", -1, 2, 5), ("running_limit", 2, 5, 14)]
+    assert "9 ms: behind c, which could not start: max_running_requests ran already" in text
+    assert "nothing of it was cached (the radix cache is off): 4 tokens to compute" in text
+    assert "finished (length) with 2 output tokens: its limit of output tokens was reached" in text
+
+
+def test_shared_prefix_names_who_computes_it_and_what_was_hit(tmp_path: Path) -> None:
+    folder = record_story(
+        tmp_path,
+        """# b waits for the pages that a computes.
+config page_size=4 pages=64 prefix_deduplication=defer overlap_depth=0
+
+add a prompt=1..40 max_new=3
+add b prompt=1..40,90 max_new=3
+step
+at 7ms
+finish
+at 9ms
+run
+""",
+    )
+    b, _, text = story_of(folder, "b")
+    assert causes(b) == [("prefix", 0, 0, 7)]
+    assert "7 ms: a was computing the prefix that they share" in text
+    assert "40 of 41 tokens were in the radix cache, 1 was left" in text.replace("were left", "was left")
+
+
+def test_grammar_session_adapter_sample_and_pause_are_told(tmp_path: Path) -> None:
+    grammar = record_story(
+        tmp_path / "grammar",
+        "# g compiles for 5 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2 grammar=g\n"
+        "at 5ms\ngrammar g\nat 6ms\nstep\nrun\n",
+    )
+    assert causes(story_of(grammar, "a")[0]) == [("grammar", -1, 0, 5), ("launch", -1, 5, 6)]
+    session = record_story(
+        tmp_path / "session",
+        "# b waits for a.\nconfig page_size=2 pages=64\n\nopen s\nadd a prompt=1..4 max_new=1 session=s\n"
+        "add b prompt=11..12 max_new=1 session=s\nstep\nat 4ms\ncollect\nat 6ms\nstep\nrun\n",
+    )
+    b, _, text = story_of(session, "b")
+    assert causes(b) == [("session", 0, 0, 4), ("launch", -1, 4, 6)]
+    assert "the turn before it in its session, a, had not ended" in text
+    assert "a turn of session s, which kept 5 tokens: 7 in all" in text
+    adapter = record_story(
+        tmp_path / "adapter",
+        "# law is loaded.\nconfig page_size=2 pages=64 overlap_depth=0 max_loras=1\n\nload law\n"
+        "add a prompt=1..4 max_new=2 adapter=law\nstep\nat 4ms\nloaded law\nat 5ms\nstep\nrun\n",
+    )
+    assert causes(story_of(adapter, "a")[0])[0][0] == "adapter"
+    paused = record_story(
+        tmp_path / "paused",
+        "# Paused for 9 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\npause\nadd a prompt=1..4 max_new=2\nstep\n"
+        "at 9ms\nresume\nstep\nrun\n",
+    )
+    assert causes(story_of(paused, "a")[0]) == [("paused", -1, 0, 9)]
+    samples = record_story(
+        tmp_path / "samples",
+        "# a.1 waits for a.\nconfig page_size=2 pages=64\n\nadd a prompt=1..8 max_new=2 n=2\nstep\nat 3ms\n"
+        "finish\nrun\n",
+    )
+    assert causes(story_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
+
+
+def test_retraction_is_told_with_those_who_grew(tmp_path: Path) -> None:
+    text = (SCENARIOS / "retraction/least_output_first.txt").read_text()
+    folder = record_story(tmp_path, text)
+    b, _, told_text = story_of(folder, "b")
+    assert len(b.retractions) == 1
+    assert b.retractions[0].gainers == (0,)
+    assert "after 6 output tokens: the next decode of all did not fit into the pages that were left" in told_text
+    assert "4 pages went back" in told_text
+    assert "the decodes of a opened pages in the same step" in told_text
+    assert "waited again" in told_text or "was admitted again at once" in told_text
+    assert "computed its prompt and the output it had kept: 9 tokens in 1 chunk" in told_text
+
+
+def test_preemption_names_whom_it_made_room_for(tmp_path: Path) -> None:
+    folder = record_story(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
+    assert "c is more important and needed the room" in story_of(folder, "b")[2]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SCENARIOS.glob("[!c]*/*.txt"))[::4], ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_every_story_adds_up(path: Path, tmp_path: Path) -> None:
+    """Of each request of many scenarios: spans tile its waits, and what is told is told in full."""
+    run = Run()
+    play(parse(path.read_text()), run)
+    engine, names = Engine(run.config), Names()
+    everybody = range(run.next_request + 40)
+    chronicle = Chronicle(everybody)
+    for number, event in enumerate(run.events):
+        step = engine.step(event)
+        names.observe(event)
+        chronicle.observe(number, event, step, engine)
+    chronicle.close()
+    ended = {decided.request_id for decided in run.decisions if type(decided).__name__ == "RequestFinished"}
+    for request_id, story in chronicle.stories.items():
+        for wait in story.waits:
+            assert wait.stop_us >= wait.start_us
+            assert wait.spans or wait.took_us == 0
+            assert sum(span.stop_us - span.start_us for span in wait.spans) == wait.took_us
+        assert (story.finished is not None) == (request_id in ended)
+        assert sentences(story, chronicle, names, run.config)[-1].kind == "ended"
+        ElementTree.fromstring(picture(story, chronicle))
+        text_lines(story, chronicle)
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More requests than fit: waits, chunks and retractions."""
+    return record_simulation(
+        tmp_path_factory.mktemp("crowd"),
+        "gen:n=60,rate=400,shared_prefix=64x2,input=lognormal:200:0.8,output=lognormal:60:0.8,max_total=900",
+        pages=90, max_running_requests=12, chunked_prefill_size=128, overlap_depth=1, bypass_limit=8,
+    )  # fmt: skip
+
+
+def test_stories_measure_what_metrics_measure(crowd: Path) -> None:
+    requests = measured(crowd)
+    ids = requests.request_id.tolist()
+    chronicle, _ = told(crowd, ids)
+    stories = [chronicle.stories[request_id] for request_id in ids]
+    assert [story.queue_us for story in stories] == requests.queue_us.tolist()
+    assert [story.ttft_us for story in stories] == requests.ttft_us.tolist()
+    assert [story.e2e_us for story in stories] == requests.e2e_us.tolist()
+    assert [len(story.retractions) for story in stories] == requests.retractions.tolist()
+    assert sum(requests.retractions) > 0
+    for story in stories:
+        computed = sum(work.stop - work.start for work in story.works if work.stay == 0 and work.extends)
+        assert story.waits[0].admitted is not None
+        assert computed == story.waits[0].admitted.new_tokens or story.retractions
+
+
+def test_slowest_are_the_slowest_and_their_waits_are_added_up(crowd: Path, tmp_path: Path) -> None:
+    result = run_explain(crowd, "--slowest", "ttft", 5, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["requests"]
+    times = [one["ttft_us"] for one in found]
+    assert times == sorted(measured(crowd).ttft_us.tolist(), reverse=True)[:5]
+    for one in found:
+        assert sum(one["waited_us_by_cause"].values()) == sum(w["stop_us"] - w["start_us"] for w in one["waits"])
+    page = tmp_path / "slow.html"
+    result = run_explain(crowd, "--slowest", "itl", 3, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "what they waited for" in result.stdout
+    text = page.read_text()
+    assert text.count("<svg") == 3
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert run_explain(crowd, "--slowest", "itl", 3, "--html", page).exit_code == 2
+
+
+def test_step_says_who_was_admitted_and_who_was_left_out(tmp_path: Path) -> None:
+    folder = record_story(tmp_path, QUEUE)
+    reason = why_step(folder, 6)
+    assert reason.title == "step 6 at 0.005 s: LaneReady, launched b1"
+    assert reason.parts["before"][:2] == ["2 waiting: c and d", "2 decoding: a and b"]
+    assert reason.parts["launched"][0] == "2 decodes: a and b"
+    assert reason.parts["why"] == ["only decodes: nobody who waits could start (left out, below)"]
+    assert reason.parts["left out"] == [
+        "c: first in line: max_running_requests ran already",
+        "d: behind c, which could not start: max_running_requests ran already",
+    ]
+    assert "batch b0 finished" in why_step(folder, 5).parts["the fact"]
+
+
+def test_every_step_of_a_crowded_run_can_be_explained(crowd: Path) -> None:
+    chronicle, _ = told(crowd, [20])
+    admitted = chronicle.stories[20].waits[0].admitted_step
+    assert any("r20 was admitted" in line for line in why_step(crowd, admitted).parts["why"])
+    reasons = " ".join(str(why_step(crowd, number).parts) for number in range(0, 400, 23))
+    for words in ("left out", "of page tables change", "come back once everything in flight"):
+        assert words in reasons
+
+
+def test_nothing_asked_unknown_request_and_cluster_are_refused_with_a_hint(crowd: Path, tmp_path: Path) -> None:
+    assert "Give one of --request" in run_explain(crowd).output
+    result = run_explain(crowd, "--request", "nobody")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "got `nobody`" in result.stderr
+    assert "60 requests arrived" in result.stderr
+    assert "must be below" in run_explain(crowd, "--step", 10**6).stderr
+    (tmp_path / "engines/0").mkdir(parents=True)
+    (tmp_path / "engines/0/journal").symlink_to(crowd / "journal")
+    assert "name one of them, such as" in run_explain(tmp_path, "--step", 0).stderr
+    assert run_explain(tmp_path / "engines/0", "--step", 0).exit_code == 0
+    assert run_explain(tmp_path / "nothing", "--step", 0).exit_code == 2
+
+
+def test_lanes_name_what_ran_without_it(crowd: Path) -> None:
+    chronicle, _ = told(crowd, [find_request(crowd, "r0")])
+    kinds = [lane.kind for lane in lanes(chronicle.stories[0], chronicle)]
+    assert kinds[-1] == "token"
+    assert "prefill" in kinds

@@ -1,0 +1,135 @@
+"""`lockstep diff`: argument parsing and printing only. What is compared, and how, is in drift.py."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from lockstep.sim.report.text import setting
+from lockstep.tools.drift import Drift, Parting, drift
+from lockstep.tools.runs import JSON, print_json, refusals
+from lockstep.tools.telling import clock
+from lockstep.tools.words import Decision
+
+EXIT_DIFFERENT = 1
+LINES_SHOWN = 24  # of one decision
+COLUMNS = 118
+
+
+@click.command(context_settings={"max_content_width": 120})
+@click.argument("first", metavar="RUN_A", type=click.Path(path_type=Path))
+@click.argument("other", metavar="RUN_B", type=click.Path(path_type=Path))
+@JSON
+def diff(first: Path, other: Path, as_json: bool) -> None:
+    """Name the first decision in which two journals differ, and say how they drift from there.
+
+    Each is replayed strictly under its own header. With the same inputs, steps are compared by digest; otherwise
+    launches in order, with requests known by label or id.
+
+    Exit status: 0 equal, 1 different, 2 unreadable, 3 diverged in itself.
+
+    \b
+    lockstep diff runs/before runs/after
+    """
+    with refusals():
+        found = drift(first, other)
+    if as_json:
+        print_json(found.describe())
+    else:
+        for line in drift_lines(found):
+            click.echo(line)
+    if not found.equal:
+        sys.exit(EXIT_DIFFERENT)
+
+
+def drift_lines(found: Drift) -> Iterator[str]:
+    """Everything in the order in which one asks: who, what was set, where they part, how they drift."""
+    for letter, folder, steps, batches in zip("AB", found.folders, found.steps, found.batches, strict=True):
+        yield f"{letter} {folder}: {steps:,} steps, {batches:,} batches"
+    for name, (mine, theirs) in found.settings.items():
+        yield f"  {name:<28} A {setting(mine)}  B {setting(theirs)}"
+    if found.flags[0] != found.flags[1]:
+        mine, theirs = (", ".join(flags) or "none" for flags in found.flags)
+        yield f"  {'behaviour flags':<28} A {mine}  B {theirs}"
+    if found.equal:
+        yield f"equal: {found.steps[0]:,} steps, every fact and every decision"
+        return
+    yield ""
+    yield from _input_lines(found)
+    if found.parting is not None:
+        yield from parting_lines(found.parting)
+    yield ""
+    who = "request ids" if found.matched_by == "request_id" else "labels"
+    yield f"how they drift: {found.matched:,} requests of both, matched by {who}"
+    for count, letter in zip(found.only, "AB", strict=True):
+        if count:
+            yield f"  {count:,} in {letter} alone"
+    for change in found.changes:
+        head = f"  {change.name:<20}{change.changed:>7,} of {change.of:,} differ" if change.changed else None
+        yield f"  {change.name:<20}{'the same':>14}" if head is None else f"{head}; {change.detail}"
+
+
+def _input_lines(found: Drift) -> Iterator[str]:
+    if found.input is None:
+        yield "inputs are the same up to there"
+        return
+    number, *facts = found.input
+    for letter, fact in zip("AB", facts, strict=True):
+        if not fact:
+            yield f"{letter} ends before step {number:,}; up to there every fact and decision is the same"
+            return
+    yield f"inputs differ from step {number:,} on; up to there every fact and decision is the same"
+    for letter, fact in zip("AB", facts, strict=True):
+        yield f"  {letter} {fact}"
+    if found.parting is None:
+        yield "launches are the same ones in the same order all the same: only times differ"
+
+
+def parting_lines(parting: Parting) -> Iterator[str]:
+    """The first differing decision: both in words, what they share and what they do not, and the state before."""
+    both = (("A", parting.first, parting.first_us), ("B", parting.other, parting.other_us))
+    places = [f"step {at.number:,} of {letter} at {clock(us)}" for letter, at, us in both if at is not None]
+    yield f"first differing decision, after {parting.launch:,} launches that are the same: {', '.join(places)}"
+    yield from decision_lines("A", parting.first, "B", parting.other)
+    if parting.states[0] == parting.states[1]:
+        yield "state before, of both"
+        yield from (f"  {line}" for line in _shown(parting.states[0]))
+        return
+    for letter, state in zip("AB", parting.states, strict=True):
+        if state:
+            yield f"state before, of {letter}"
+            yield from (f"  {line}" for line in _shown(state))
+
+
+def decision_lines(first_name: str, first: Decision | None, other_name: str, other: Decision | None) -> Iterator[str]:
+    """Two decisions: what is in both, and what in one of them only."""
+    mine, theirs = (list(at.lines) if at is not None else [] for at in (first, other))
+    if first is not None and other is not None and mine == theirs:
+        yield "  both say the same in words; what differs is only in the digest: how they are sampled, or which media"
+        yield from (f"  both  {line}" for line in _shown(tuple(mine)))
+        return
+    yield from (f"  both  {line}" for line in _shown(tuple(line for line in mine if line in theirs)))
+    for name, at, lines, others in ((first_name, first, mine, theirs), (other_name, other, theirs, mine)):
+        if at is None:
+            yield f"  {name:<5} has ended"
+            continue
+        own = tuple(line for line in lines if line not in others)
+        yield from (f"  {name:<5} {line}" for line in _shown(own or ("decides nothing else",)))
+
+
+def _shown(lines: tuple[str, ...]) -> Iterator[str]:
+    for line in lines[:LINES_SHOWN]:
+        parts = textwrap.wrap(line, COLUMNS - 8, break_on_hyphens=False, subsequent_indent="    ") or [""]
+        yield from parts[:4]
+        if len(parts) > 4:
+            yield f"    ... {len(parts) - 4} lines more"
+    if len(lines) > LINES_SHOWN:
+        yield f"and {len(lines) - LINES_SHOWN} lines more"
+
+
+if __name__ == "__main__":
+    diff()

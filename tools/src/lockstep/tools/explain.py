@@ -1,0 +1,219 @@
+"""`lockstep explain`: why a request, a step or a slow period went as it did. Argument parsing and printing only.
+
+Reasons are those the scheduler gave when it decided; the journal is replayed strictly, so they are the ones that were
+in force. docs/replay.md shows how to read the answers.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestId
+from lockstep.sim.metrics import MetricsFold, Requests
+from lockstep.sim.report.text import count, duration, percent
+from lockstep.tools.runs import JSON, RUN, Walk, find_request, print_json, refusals
+from lockstep.tools.story import Chronicle, Story
+from lockstep.tools.telling import Metric, clock, headline, sentences, story_text, wait_by_cause
+from lockstep.tools.timeline import text_lines, write_page
+from lockstep.tools.why_step import StepReason, why_step
+
+COLUMNS = {"ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us", "itl": "itl_us_max"}
+TOLD_IN_FULL = 3  # of the slowest
+
+
+@click.command(context_settings={"max_content_width": 120})
+@RUN
+@click.option("--request", "request_name", metavar="ID", help="A request's story: its id (17 or r17) or its label.")
+@click.option("--step", "step_number", type=click.IntRange(0), metavar="N", help="Why step N did what it did.")
+@click.option(
+    "--slowest",
+    type=(click.Choice(list(COLUMNS)), click.IntRange(1, 1000)),
+    metavar="METRIC K",
+    help="The K requests with the longest ttft, tpot, e2e or (longest gap) itl, and what they waited for.",
+)
+@click.option(
+    "--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with pictures."
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@JSON
+def explain(
+    run: Path,
+    request_name: str | None,
+    step_number: int | None,
+    slowest: tuple[Metric, int] | None,
+    html_file: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Say why a request was slow, why a batch is what it is, or what the slowest requests waited for.
+
+    \b
+    lockstep explain runs/chat --request 17
+    lockstep explain runs/chat --slowest ttft 10 --html slow.html
+    lockstep explain runs/chat --step 4821
+    """
+    asked = sum(option is not None for option in (request_name, step_number, slowest))
+    if asked != 1:
+        raise click.UsageError("Give one of --request ID, --step N and --slowest METRIC K.")
+    if html_file is not None and step_number is not None:
+        raise click.UsageError("--html goes with --request and --slowest: a step has no timeline.")
+    if html_file is not None and html_file.exists() and not overwrite:
+        raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
+    with refusals():
+        if step_number is not None:
+            _show_step(why_step(run, step_number), as_json)
+            return
+        if request_name is not None:
+            ids, title = [find_request(run, request_name)], f"Request {request_name}"
+        else:
+            assert slowest is not None
+            ids, title = _slowest(run, *slowest), f"The {slowest[1]} requests with the longest {slowest[0]}"
+        chronicle, walk = told(run, ids)
+        stories = [chronicle.stories[request_id] for request_id in ids]
+        if html_file is not None:
+            about = f"{walk.folder}: seed {walk.header.seed}; replayed decision by decision"
+            write_page(html_file, title, stories, chronicle, walk.names, walk.header.config, about)
+    if as_json:
+        described = [_described(story, chronicle, walk) for story in stories]
+        print_json({"requests": described} if slowest is not None else described[0])
+    elif slowest is None:
+        _show_story(stories[0], chronicle, walk)
+    else:
+        _show_slowest(stories, slowest[0], chronicle, walk)
+    if html_file is not None:
+        click.echo(f"{html_file} written, {html_file.stat().st_size:,} bytes", err=True)
+
+
+def told(run: Path, ids: list[RequestId]) -> tuple[Chronicle, Walk]:
+    """The stories of these requests, and the replay that they come from, at its end."""
+    chronicle, walk = Chronicle(ids), Walk(run)
+    for number, event, step in walk:
+        chronicle.observe(number, event, step, walk.engine)
+    return chronicle.close(), walk
+
+
+def measured(run: Path) -> Requests:
+    """The latencies of a journal's requests, as docs/metrics.md defines them."""
+    metrics, walk = MetricsFold(), Walk(run)
+    for _, event, step in walk:
+        metrics.observe(event, step)
+    return metrics.result().requests
+
+
+def _slowest(run: Path, metric: Metric, most: int) -> list[RequestId]:
+    requests = measured(run)
+    values = getattr(requests, COLUMNS[metric]).astype(float)
+    known = np.flatnonzero(np.isfinite(values) & (values >= 0))
+    if not known.size:
+        raise ConfigError(f"no request of `{run}` has a {metric}\nhint: `lockstep journal info` says what is in it")
+    order = known[np.argsort(-values[known], kind="stable")][:most]
+    ids: list[RequestId] = requests.request_id[order].tolist()
+    return ids
+
+
+def _show_story(story: Story, chronicle: Chronicle, walk: Walk) -> None:
+    for line in story_text(story, chronicle, walk.names, walk.header.config):
+        _wrap(line)
+    click.echo()
+    for line in text_lines(story, chronicle):
+        click.echo(line)
+    click.echo("w waits, E extends, D decodes, - runs without it, | a token goes out")
+
+
+def _show_slowest(stories: list[Story], metric: Metric, chronicle: Chronicle, walk: Walk) -> None:
+    start_us = min(story.arrived_us for story in stories)
+    stop_us = max(story.stop_us for story in stories)
+    click.echo(f"the {len(stories)} longest {metric}, of requests here from {clock(start_us)} to {clock(stop_us)}")
+    click.echo()
+    heads = "".join(f"{head:>10}" for head in ("waited", "prefill", "TTFT", "TPOT", "retracted"))
+    click.echo(f"  {'request':<22}{'arrived':>12}{heads}")
+    for story in stories:
+        queue_us = story.queue_us
+        prefill_us = story.ttft_us - queue_us if queue_us >= 0 and story.ttft_us >= 0 else -1
+        times = map(duration, (queue_us, prefill_us, story.ttft_us, story.tpot_us))
+        cells = "".join(f"{cell:>10}" for cell in (*times, str(len(story.retractions))))
+        click.echo(f"  {walk.names.request(story.request_id):<22.21}{clock(story.arrived_us):>12}{cells}")
+    total: Counter[str] = sum((wait_by_cause(story) for story in stories), Counter())
+    click.echo()
+    click.echo(f"what they waited for, {duration(total.total())} together")
+    for cause, us in total.most_common():
+        if us:
+            click.echo(f"  {percent(us / total.total()):>8}  {duration(us):>10}  {cause}")
+    batches = chronicle.between(start_us, stop_us)
+    prompts = sum(batch.prefill_tokens for batch in batches)
+    busy_us = sum(batch.took_us for batch in batches)
+    click.echo(
+        f"meanwhile {len(batches):,} batches, {duration(busy_us)} on the device, with {count(prompts, 'prompt token')}"
+    )
+    for story in stories[:TOLD_IN_FULL]:
+        click.echo()
+        for line in story_text(story, chronicle, walk.names, walk.header.config):
+            _wrap(line)
+    if len(stories) > TOLD_IN_FULL:
+        click.echo("\nthe others, by `lockstep explain RUN --request ID`:")
+        for story in stories[TOLD_IN_FULL:]:
+            click.echo(f"  {headline(story, walk.names)}")
+
+
+def _show_step(reason: StepReason, as_json: bool) -> None:
+    if as_json:
+        print_json(reason.describe())
+        return
+    click.echo(reason.title)
+    for heading, lines in reason.parts.items():
+        if lines:
+            click.echo(f"\n{heading}")
+            for line in lines:
+                _wrap(f"  {line}")
+
+
+def _wrap(line: str) -> None:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    if line[:14].strip() and line[:16].endswith("  "):  # a sentence behind its time
+        indent = " " * 18
+    for part in textwrap.wrap(line, 120, subsequent_indent=indent, break_on_hyphens=False) or [""]:
+        click.echo(part)
+
+
+def _described(story: Story, chronicle: Chronicle, walk: Walk) -> dict[str, Any]:
+    """A story for machines: figures, waits by cause, and the sentences."""
+    told_of = sentences(story, chronicle, walk.names, walk.header.config)
+    return {
+        "request_id": story.request_id,
+        "label": story.label,
+        "tenant": story.tenant,
+        "arrived_us": story.arrived_us,
+        "ended_us": story.ended_us if story.ended_us >= 0 else None,
+        "prompt_tokens": story.prompt_tokens,
+        "output_tokens": story.output_tokens,
+        "queue_us": story.queue_us if story.queue_us >= 0 else None,
+        "ttft_us": story.ttft_us if story.ttft_us >= 0 else None,
+        "tpot_us": story.tpot_us if story.tpot_us >= 0 else None,
+        "e2e_us": story.e2e_us if story.e2e_us >= 0 else None,
+        "finish_reason": story.finished.reason if story.finished is not None else None,
+        "reject_reason": story.rejected.reason if story.rejected is not None else None,
+        "retractions": len(story.retractions),
+        "waited_us_by_cause": dict(wait_by_cause(story)),
+        "waits": [
+            {
+                "start_us": wait.start_us,
+                "stop_us": wait.stop_us,
+                "admitted_step": wait.admitted_step if wait.admitted is not None else None,
+                "cached_tokens": wait.admitted.cached_tokens if wait.admitted is not None else None,
+                "spans": [{"start_us": s.start_us, "stop_us": s.stop_us, **s.cause._asdict()} for s in wait.spans],
+            }
+            for wait in story.waits
+        ],
+        "told": [{"time_us": s.time_us, "kind": s.kind, "text": s.text, "more": list(s.more)} for s in told_of],
+    }
+
+
+if __name__ == "__main__":
+    explain()

@@ -1,0 +1,136 @@
+"""What every tool over a journal begins with: the run that was named, its replay, who is who, and how errors are shown.
+
+RUN is a run folder or the `journal` folder in it; a cluster's run has one journal for each engine, and is asked for one
+of them. A `Walk` replays strictly and shows the engine between the steps, so that an explanation can look at what the
+scheduler saw, and never has to guess it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import msgspec
+
+from lockstep.core.commands import Step
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import ObservedEvent, RequestArrived, RequestId
+from lockstep.core.journal import JournalError, JournalHeader, read_journal
+from lockstep.core.render import Names
+from lockstep.core.replay import Divergence, fold
+from lockstep.core.support import sample_label, samples_asked
+
+EXIT_UNREADABLE = 2
+EXIT_DIVERGED = 3
+
+RUN = click.argument("run", type=click.Path(path_type=Path))
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+
+
+class Refused(click.ClickException):
+    """What cannot be read or done, shown in the error's own words, its type's name in front."""
+
+    def __init__(self, error: Exception, exit_code: int = EXIT_UNREADABLE) -> None:
+        super().__init__(str(error))
+        self.name = type(error).__name__
+        self.exit_code = exit_code  # type: ignore[misc]
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message on stderr."""
+        click.echo(f"{self.name}: {self.message}", file=file or sys.stderr)
+
+
+def engine_journal(run: Path) -> Path:
+    """The folder of the one journal that `run` names. Raises ConfigError for a cluster's run, which has several."""
+    engines = [path.parent.name for path in run.glob("engines/*/journal")]
+    if engines and not (run / "journal").is_dir():
+        names = ", ".join(sorted(engines, key=lambda name: (len(name), name)))
+        raise ConfigError(
+            f"`{run}` is the run of a cluster, with a journal for each of its engines {names}\n"
+            f"hint: name one of them, such as {run}/engines/{names.split(',')[0]}"
+        )
+    return run
+
+
+class Walk:
+    """A strict replay, step by step, with its engine and the names of its requests at hand.
+
+    walk = Walk(run)
+    for number, event, step in walk:
+        walk.engine          # as it stands behind this step
+    """
+
+    def __init__(self, run: Path, until: int | None = None) -> None:
+        """Raises JournalError if there is no journal to read, ConfigError if there are several."""
+        self.folder = engine_journal(run)
+        self.header: JournalHeader = read_journal(self.folder).header
+        self.engine = Engine(self.header.config)
+        self.names = Names()
+        self.until = until
+
+    def __iter__(self) -> Iterator[tuple[int, ObservedEvent, Step]]:
+        """Raises Divergence at the first decision that is not the recorded one."""
+        self.engine, self.names = Engine(self.header.config), Names()
+        for number, (event, step) in enumerate(fold(self.folder, lambda _: self.engine, until=self.until)):
+            self.names.observe(event)
+            yield number, event, step
+
+
+def walked(walk: Walk) -> Walk:
+    """The same, at its end."""
+    for _ in walk:
+        pass
+    return walk
+
+
+def find_request(run: Path, name: str) -> RequestId:
+    """The request called `name`: by its label, or by its id as `17` or `r17`. Raises ConfigError if none or several."""
+    found: list[RequestId] = []
+    by_id = None
+    number = name.removeprefix("r")
+    wanted = int(number) if number.isascii() and number.isdigit() else None
+    arrived = 0
+    for record in read_journal(engine_journal(run)).events():
+        event = record.event
+        if not isinstance(event, RequestArrived):
+            continue
+        for sample in range(samples_asked(event)):
+            arrived += 1
+            if event.request_id + sample == wanted:
+                by_id = wanted
+            if event.label and sample_label(event.label, sample) == name:
+                found.append(event.request_id + sample)
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1:
+        ids = ", ".join(f"r{request_id}" for request_id in found[:8]) + (", ..." if len(found) > 8 else "")
+        raise ConfigError(
+            f"`--request` {name} is the label of {len(found)} requests: {ids}\nhint: give one of these ids"
+        )
+    if by_id is not None:
+        return by_id
+    raise ConfigError(
+        f"`--request` must be the id or the label of a request of this run, got `{name}`\n"
+        f"hint: {arrived:,} requests arrived; `lockstep journal dump RUN` or requests.csv name them"
+    )
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn the errors that are made for people into one message and an exit status."""
+    try:
+        yield
+    except Divergence as error:
+        raise Refused(error, EXIT_DIVERGED) from error
+    except (JournalError, ConfigError) as error:
+        raise Refused(error) from error
+
+
+def print_json(content: object) -> None:
+    """One JSON object on stdout."""
+    click.echo(msgspec.json.encode(content).decode())

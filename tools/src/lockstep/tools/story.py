@@ -1,0 +1,428 @@
+"""What happened to a request and why: a fold over a replay that keeps what the core decided about those asked for.
+
+    chronicle = Chronicle({17})
+    for number, event, step in (walk := Walk(run)):
+        chronicle.observe(number, event, step, walk.engine)
+    chronicle.stories[17].waits[0].spans
+
+Nothing is guessed. Why a request waits is read after every step from what the core has said (`AdmissionDeferred`, of it
+or of whoever stops the line) and from its state (held, paused, weights being swapped); what it does is read off the
+launched plans; when it was served off the messages to its client. Times are microseconds since the journal began.
+
+    arrival             admission                       retraction    admission               finish
+    |-- span -- span --| works: chunks, then decodes     |-- span ----| works: chunks, decodes |
+    |----- wait -------|                                 |-- wait ----|
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.core.commands import BatchPlan, FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.engine import Engine
+from lockstep.core.events import (
+    AdmissionDeferred,
+    BatchFinished,
+    BatchId,
+    Observed,
+    PrefillCompleted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestId,
+    RequestQueued,
+    RequestRejected,
+    RequestRetracted,
+    TurnStarted,
+)
+from lockstep.core.requests import RequestState
+from lockstep.core.support import sample_label, samples_asked
+
+NOBODY: RequestId = -1
+
+
+class Cause(NamedTuple):
+    """What a waiting request waits for. `reason` is a DeferReason, or session, paused, closed or launch.
+
+    `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The two numbers
+    are those of the AdmissionDeferred.
+    """
+
+    reason: str
+    other: RequestId = NOBODY
+    needed_tokens: int = 0
+    available_tokens: int = 0
+
+
+@dataclass
+class Span:
+    """A time for which one thing was waited for."""
+
+    start_us: int
+    stop_us: int
+    cause: Cause
+
+
+class Ended(NamedTuple):
+    """Somebody left the running: what makes room for those who wait."""
+
+    time_us: int
+    request_id: RequestId
+    how: str  # a FinishReason, or "retracted"
+
+
+@dataclass
+class Wait:
+    """From an arrival or a retraction to the admission, or to an end without one."""
+
+    start_us: int
+    stop_us: int = -1
+    spans: list[Span] = field(default_factory=list)
+    admitted: RequestAdmitted | None = None
+    admitted_step: int = -1
+    bypassed: int = 0  # requests from behind it in the line that were admitted before it
+    made_room: list[Ended] = field(default_factory=list)  # during its last span, if that was for want of room
+
+    @property
+    def took_us(self) -> int:
+        return self.stop_us - self.start_us
+
+
+@dataclass
+class Batch:
+    """A launched batch: what it computes and, once it was delivered, how long it took."""
+
+    batch_id: BatchId
+    step: int
+    mode: str
+    launched_us: int
+    rows: int
+    extend_ids: tuple[RequestId, ...]
+    prefill_tokens: int
+    started_us: int = -1
+    finished_us: int = -1
+    delivered_us: int = -1
+
+    @property
+    def took_us(self) -> int:
+        """On the device; 0 if the host did not say."""
+        return max(self.finished_us - self.started_us, 0) if self.started_us >= 0 else 0
+
+
+@dataclass
+class Work:
+    """A request's part of a batch: positions [start:stop)."""
+
+    batch: Batch
+    stay: int  # behind which of its waits, from 0
+    extends: bool
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    """Tokens that went out to the client."""
+
+    time_us: int
+    offset: int
+    tokens: int
+
+
+class Retraction(NamedTuple):
+    """A retraction, its step, and those whose new pages that step's plan opened."""
+
+    event: RequestRetracted
+    step: int
+    gainers: tuple[RequestId, ...]
+
+
+@dataclass
+class Story:
+    """All that is known of one request. What has not happened is -1, None or empty."""
+
+    request_id: RequestId
+    label: str
+    tenant: str
+    adapter: str
+    session: str
+    priority: int | None
+    stream: bool
+    arrived_us: int
+    arrived_step: int
+    waiting_then: int = 0  # other requests
+    running_then: int = 0
+    queued: RequestQueued | None = None
+    turn: TurnStarted | None = None
+    waits: list[Wait] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    completed: list[tuple[int, PrefillCompleted]] = field(default_factory=list)
+    retractions: list[Retraction] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    cancelled_us: int = -1
+    ended_us: int = -1
+    ended_step: int = -1
+    finished: RequestFinished | None = None
+    rejected: RequestRejected | None = None
+    last_us: int = -1  # when the journal ends, for one that is still open
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What it had to compute or find: for a turn of a session, with what the session kept."""
+        if self.turn is not None:
+            return self.turn.prompt_tokens
+        return self.queued.prompt_tokens if self.queued is not None else 0
+
+    @property
+    def stop_us(self) -> int:
+        """Its end, or that of the journal."""
+        return self.ended_us if self.ended_us >= 0 else self.last_us
+
+    @property
+    def first_token_us(self) -> int:
+        return self.messages[0].time_us if self.messages else -1
+
+    @property
+    def queue_us(self) -> int:
+        """Arrival to first admission; -1 if there was none."""
+        wait = self.waits[0] if self.waits else None
+        return wait.took_us if wait is not None and wait.admitted is not None else -1
+
+    @property
+    def ttft_us(self) -> int:
+        return self.first_token_us - self.arrived_us if self.messages else -1
+
+    @property
+    def e2e_us(self) -> int:
+        return self.ended_us - self.arrived_us if self.finished is not None else -1
+
+    @property
+    def output_tokens(self) -> int:
+        """Delivered to the client."""
+        return max((message.offset + message.tokens for message in self.messages), default=0)
+
+    @property
+    def tpot_us(self) -> float:
+        """-1 with fewer than two tokens."""
+        tokens = self.output_tokens
+        return (self.messages[-1].time_us - self.first_token_us) / (tokens - 1) if tokens > 1 else -1.0
+
+
+class Chronicle:
+    """Stories of the requests asked for, and all batches of the run. Feed it every step of a replay, in order."""
+
+    def __init__(self, wanted: Collection[RequestId]) -> None:
+        self.wanted = frozenset(wanted)
+        self.stories: dict[RequestId, Story] = {}
+        self.batches: dict[BatchId, Batch] = {}
+        self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
+        self.delivered: list[Batch] = []
+        self.ends: list[Ended] = []
+        self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request that waits
+        self._last_us = 0
+
+    def observe(self, number: int, event: Observed, step: Step, engine: Engine) -> None:
+        """Take in step `number`; `engine` stands behind it."""
+        self._last_us = event.time_us
+        match event:
+            case RequestArrived():
+                self._arrive(number, event, engine)
+            case RequestCancelled() if event.request_id in self.stories:
+                story = self.stories[event.request_id]
+                if story.ended_us < 0:
+                    story.cancelled_us = event.time_us
+            case BatchFinished() if event.batch_id in self.batches:
+                batch = self.batches[event.batch_id]
+                if batch.delivered_us < 0:
+                    batch.started_us, batch.finished_us = event.started_us, event.finished_us
+                    batch.delivered_us = event.time_us
+                    self.delivered_us.append(event.time_us)
+                    self.delivered.append(batch)
+        plan = step.launched()
+        for decided in step.decided:
+            self._learn(number, decided, plan)
+        if plan is not None:
+            self._launch(number, event.time_us, plan)
+        for command in step.commands:
+            if type(command) is StreamTokens:
+                self._send(event.time_us, command)
+            elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
+                self._end(number, event.time_us, self.stories[command.request_id])
+        for request_id, story in self.stories.items():
+            if story.ended_us < 0 and story.waits and story.waits[-1].stop_us < 0:
+                self._note_cause(request_id, story.waits[-1], event.time_us, engine)
+
+    def close(self) -> Chronicle:
+        """The journal has ended: so has what was still going on in it."""
+        for story in self.stories.values():
+            story.last_us = self._last_us
+            if story.ended_us < 0 and story.waits and story.waits[-1].stop_us < 0:
+                self._close(story.waits[-1], self._last_us)
+        return self
+
+    def between(self, start_us: int, stop_us: int) -> list[Batch]:
+        """Batches whose results came in (start_us:stop_us]."""
+        first, last = bisect_right(self.delivered_us, start_us), bisect_right(self.delivered_us, stop_us)
+        return self.delivered[first:last]
+
+    # -------------------------------------------------------------------------------------------------- what was said
+
+    def _arrive(self, number: int, event: RequestArrived, engine: Engine) -> None:
+        for sample in range(samples_asked(event)):
+            request_id = event.request_id + sample
+            if request_id in self.wanted:
+                self.stories[request_id] = Story(
+                    request_id=request_id,
+                    label=sample_label(event.label, sample),
+                    tenant=event.tenant,
+                    adapter=event.adapter,
+                    session=event.session,
+                    priority=event.priority,
+                    stream=event.stream,
+                    arrived_us=event.time_us,
+                    arrived_step=number,
+                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.held),
+                    running_then=engine.active,
+                )
+
+    def _learn(self, number: int, decided: object, plan: BatchPlan | None) -> None:
+        match decided:
+            case AdmissionDeferred():
+                self._said[decided.request_id] = decided
+            case RequestRetracted():
+                self.ends.append(Ended(decided.time_us, decided.request_id, "retracted"))
+            case RequestFinished():
+                self.ends.append(Ended(decided.time_us, decided.request_id, decided.reason))
+                self._said.pop(decided.request_id, None)
+            case RequestRejected():
+                self._said.pop(decided.request_id, None)
+        story = self.stories.get(getattr(decided, "request_id", NOBODY))
+        if story is None:
+            return
+        match decided:
+            case RequestQueued():
+                story.queued = decided
+                story.waits.append(Wait(decided.time_us))
+            case TurnStarted():
+                story.turn = decided
+            case RequestAdmitted():
+                wait = story.waits[-1]
+                wait.admitted, wait.admitted_step = decided, number
+                self._close(wait, decided.time_us)
+            case PrefillCompleted():
+                story.completed.append((number, decided))
+            case RequestRetracted():
+                story.retractions.append(Retraction(decided, number, _gainers(plan)))
+                story.waits.append(Wait(decided.time_us))
+            case RequestFinished():
+                story.finished = decided
+                self._end(number, decided.time_us, story)
+            case RequestRejected():
+                story.rejected = decided
+                self._end(number, decided.time_us, story)
+
+    def _end(self, number: int, time_us: int, story: Story) -> None:
+        if story.ended_us >= 0:
+            return
+        story.ended_us, story.ended_step = time_us, number
+        if story.waits and story.waits[-1].stop_us < 0:
+            self._close(story.waits[-1], time_us)
+
+    def _close(self, wait: Wait, time_us: int) -> None:
+        wait.stop_us = time_us
+        if not wait.spans:
+            return
+        wait.spans[-1].stop_us = time_us
+        wait.spans = [span for span in wait.spans if span.stop_us > span.start_us] or wait.spans[-1:]
+        last = wait.spans[-1]
+        if last.cause.reason in ("kv_budget", "pages", "rows", "running_limit", "adapter"):
+            first = bisect_right(self.ends, last.start_us, key=lambda ended: ended.time_us)
+            wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
+
+    def _note_cause(self, request_id: RequestId, wait: Wait, time_us: int, engine: Engine) -> None:
+        request = engine.requests[request_id]
+        wait.bypassed = max(wait.bypassed, request.bypassed)
+        cause = why_waits(engine, request_id, self._said)
+        if wait.spans and wait.spans[-1].cause[:2] == cause[:2]:
+            return
+        if wait.spans:
+            wait.spans[-1].stop_us = time_us
+        wait.spans.append(Span(wait.start_us if not wait.spans else time_us, time_us, cause))
+
+    # ------------------------------------------------------------------------------------------------- what was done
+
+    def _launch(self, number: int, time_us: int, plan: BatchPlan) -> None:
+        extends = plan.extend_rows
+        new_tokens = int((plan.stops[:extends] - plan.starts[:extends]).sum())
+        ids = plan.request_ids
+        batch = Batch(
+            plan.batch_id, number, plan.mode, time_us, len(plan.rows), tuple(ids[:extends].tolist()), new_tokens
+        )
+        self.batches[plan.batch_id] = batch
+        for request_id, story in self.stories.items():
+            if story.ended_us >= 0 or not story.waits or story.waits[-1].admitted is None:
+                continue
+            for i in np.flatnonzero(ids == request_id).tolist():
+                story.works.append(
+                    Work(batch, len(story.waits) - 1, i < extends, int(plan.starts[i]), int(plan.stops[i]))
+                )
+
+    def _send(self, time_us: int, sent: StreamTokens) -> None:
+        for request_id, story in self.stories.items():
+            if story.ended_us >= 0 and story.ended_us < time_us:
+                continue
+            for i in np.flatnonzero(sent.request_ids == request_id).tolist():
+                offset, count = int(sent.offsets[i]), int(sent.token_counts[i])
+                if offset + count > story.output_tokens:  # what is sent twice, the client drops
+                    story.messages.append(Message(time_us, offset, count))
+
+
+def why_waits(engine: Engine, request_id: RequestId, said: dict[RequestId, AdmissionDeferred]) -> Cause:
+    """What a request that waits is waiting for, as the engine stands. `said` has the last deferral of each request."""
+    request = engine.requests[request_id]
+    own = said.get(request_id)
+    if request_id in engine.held:
+        session = engine.sessions.open.get(request.session)
+        if session is not None and request_id in session.queue:
+            return Cause("session", NOBODY if session.turn is None else session.turn)
+        return Cause("grammar") if own is None else Cause(own.reason, own.behind)
+    if engine.paused:
+        return Cause("paused")
+    if not engine.maintenance.admits:
+        return Cause("closed")
+    if own is not None and own.reason == "prefix":
+        if request.behind == own.behind and _computes_prompt(engine, own.behind):
+            return Cause("prefix", own.behind)
+    if own is not None and own.reason == "adapter" and request.deferred == "adapter":
+        return Cause("adapter")
+    if engine.deferred is not None:
+        first, reason = engine.deferred
+        head = engine.requests.get(first)
+        if head is not None and head.state is RequestState.WAITING:
+            numbers = said.get(first)
+            needed = (numbers.needed_tokens, numbers.available_tokens) if numbers is not None else (0, 0)
+            return Cause(reason, NOBODY if first == request_id else first, *needed)
+    return Cause("launch")
+
+
+def _computes_prompt(engine: Engine, request_id: RequestId) -> bool:
+    """Whether a request's prompt is being computed: not launched to its end, or the end not delivered."""
+    request = engine.requests.get(request_id)
+    if request is None:
+        return False
+    return request.state is RequestState.PREFILLING or any(
+        request_id in batch.plan.request_ids[: batch.plan.extend_rows].tolist() for batch in engine.in_flight
+    )
+
+
+def _gainers(plan: BatchPlan | None) -> tuple[RequestId, ...]:
+    """Whose decode opens a page in this plan."""
+    if plan is None:
+        return ()
+    opened = np.isin(plan.rows, plan.deltas.opened_rows)
+    return tuple(plan.request_ids[opened].tolist())

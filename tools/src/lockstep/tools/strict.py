@@ -1,0 +1,74 @@
+"""A divergence in words: what was recorded, what is decided now, and what the engine stood at before.
+
+A journal holds a digest of each decision, not the decision. Where somebody kept the words (`decisions.txt` in the run
+folder, written by `lockstep replay --decisions`; every golden journal has them), both decisions are told. Otherwise
+what the journal itself shows of it is: the next result that the device gave.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.core.errors import LockstepError
+from lockstep.core.events import BatchFinished
+from lockstep.core.journal import read_journal
+from lockstep.core.replay import Divergence
+from lockstep.tools.diff import decision_lines
+from lockstep.tools.drift import state_lines
+from lockstep.tools.runs import Walk, walked
+from lockstep.tools.words import Decision, decision_of, read_decisions
+
+DECISIONS = "decisions.txt"
+
+
+class Parted(NamedTuple):
+    """The first step that is decided otherwise than recorded."""
+
+    recorded: Decision | None  # None if nobody kept its words
+    now: Decision | None  # None if the step raises
+    raised: str
+    next_result: str
+    state: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For a terminal, behind the Divergence's own message."""
+        found = []
+        if self.now is None:
+            found.append(f"  now   raises {self.raised}")
+            if self.recorded is not None:
+                found += [f"  then  {line}" for line in self.recorded.lines or ("decided nothing",)]
+        elif self.recorded is not None:
+            found += decision_lines("then", self.recorded, "now", self.now)
+        else:
+            found += [f"  now   {line}" for line in self.now.lines or ("decides nothing",)]
+            found.append(f"  then  only its digest is known; the next result in the journal is {self.next_result}")
+        return ["decisions", *found, "state before", *(f"  {line}" for line in self.state)]
+
+
+def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> Parted | None:
+    """What can be said of a divergence of Engine. None if it parts elsewhere: then it was of another engine.
+
+    Raises ConfigError if the file of decisions is none.
+    """
+    number = divergence.step
+    try:
+        walk = walked(Walk(run, until=number))
+    except Divergence:
+        return None
+    kept = decisions if decisions is not None else run / DECISIONS
+    recorded = None
+    if kept.is_file():
+        recorded = read_decisions(kept).get(number, Decision(number, "", ()))
+    state = state_lines(walk.engine, walk.names)
+    following = [record.event for record in read_journal(walk.folder).events() if record.step >= number]
+    results = (event for event in following[1:] if isinstance(event, BatchFinished))
+    result = next(results, None)
+    told = "none" if result is None else f"b{result.batch_id} with {len(result.tokens) // 4} tokens"
+    walk.names.observe(divergence.event)
+    try:
+        step = walk.engine.step(divergence.event)
+    except LockstepError as error:
+        return Parted(recorded, None, f"{type(error).__name__}: {error}", told, state)
+    now = decision_of(number, divergence.event, step, walk.names)
+    return Parted(recorded, now, "", told, state)
