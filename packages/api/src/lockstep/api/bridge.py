@@ -28,6 +28,7 @@ from lockstep.api.wire import (
     Answered,
     Ask,
     Cancel,
+    CancelLabel,
     Ended,
     EngineGone,
     Gauges,
@@ -85,9 +86,8 @@ class Reply:
 class Ticket:
     """A request on its way."""
 
-    def __init__(self, number: int, replies: list[Reply], label: str, tenant: str) -> None:
+    def __init__(self, number: int, replies: list[Reply]) -> None:
         self.number, self.replies = number, replies
-        self.label, self.tenant = label, tenant
 
     @property
     def open(self) -> bool:
@@ -108,6 +108,7 @@ class Bridge:
         self.gauges: Gauges | None = None  # the newest
         self.gone = ""  # why the engine takes nothing any more
         self.tickets: dict[int, Ticket] = {}  # that are open
+        self.open_answers = 0  # in all of them
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
         self.changed = asyncio.Event()  # the engine came, or went
         self._asked: dict[int, asyncio.Future[Answered]] = {}
@@ -140,17 +141,22 @@ class Bridge:
             self.heard_s = time.monotonic()
         number = self._next_ticket
         self._next_ticket += 1
-        ticket = Ticket(
-            number, [Reply(changed) for _ in range(request.parallel_samples)], request.label, request.tenant
-        )
+        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)])
         self._send(Submit(self.worker, number, request))
         self.tickets[number] = ticket
+        self.open_answers += len(ticket.replies)
         return ticket
+
+    def cancel_label(self, label: str, tenant: str) -> None:
+        """Cancel whatever a tenant calls so, by whichever worker it came. Raises EngineUnavailable."""
+        self._needs_engine()
+        self._send(CancelLabel(self.worker, label, tenant))
 
     def cancel(self, ticket: Ticket) -> None:
         """Its client left. Nothing more of it is waited for."""
-        if self.tickets.pop(ticket.number, None) is None:
+        if ticket.number not in self.tickets:
             return
+        self._forget(ticket)
         for sample, reply in enumerate(ticket.replies):
             if reply.ended is None:
                 reply.end(Ended(ticket.number, sample, "cancelled", output_tokens=len(reply.tokens)))
@@ -167,14 +173,13 @@ class Bridge:
         self._send(Ask(self.worker, number, control))
         return await future
 
-    @property
-    def open_answers(self) -> int:
-        """Answers that have not ended."""
-        return sum(len(ticket.replies) for ticket in self.tickets.values())
-
     def stalled(self, after_s: float) -> bool:
         """Whether there is something to do, and the engine has said nothing for so long."""
         return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.number]
+        self.open_answers -= len(ticket.replies)
 
     def _needs_engine(self) -> None:
         if self.gone:
@@ -209,7 +214,7 @@ class Bridge:
             if ticket is not None:
                 ticket.replies[ended.sample].end(ended)
                 if not ticket.open:
-                    del self.tickets[ended.ticket]
+                    self._forget(ticket)
 
     def _take_tokens(self, message: StepAnswers) -> None:
         tickets = np.frombuffer(message.tickets, "<i8").tolist()
@@ -252,6 +257,7 @@ class Bridge:
                 if reply.ended is None:
                     reply.end(Ended(ticket.number, sample, "engine", error=message.message))
         self.tickets.clear()
+        self.open_answers = 0
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(message.message))

@@ -28,6 +28,7 @@ from lockstep.api.wire import (
     Answered,
     Ask,
     Cancel,
+    CancelLabel,
     EngineGone,
     EngineMessage,
     Hello,
@@ -53,6 +54,8 @@ class _Open:
     """A ticket that has not ended."""
 
     samples: int
+    label: str
+    tenant: str
     first_id: int = -1  # the engine's id of its first sample
 
 
@@ -107,7 +110,7 @@ class EngineProcess:
         """A request."""
         samples = samples_asked(message.request)
         key = (message.worker, message.ticket)
-        ticket = self._open[key] = _Open(samples)
+        ticket = self._open[key] = _Open(samples, message.request.label, message.request.tenant)
         left = [samples]
 
         def over() -> None:  # in the host's thread
@@ -121,6 +124,12 @@ class EngineProcess:
     def cancel(self, message: Cancel) -> None:
         """A client left."""
         self._cancel(message.worker, message.ticket)
+
+    def cancel_label(self, message: CancelLabel) -> None:
+        """Somebody wants the requests of this name to end."""
+        for (worker, number), ticket in list(self._open.items()):
+            if ticket.label == message.label and ticket.tenant == message.tenant:
+                self._cancel(worker, number)
 
     def ask(self, message: Ask) -> None:
         """A control request; it is answered when the engine has an answer."""
@@ -163,6 +172,7 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     Hello: EngineProcess.greet,
     Submit: EngineProcess.submit,
     Cancel: EngineProcess.cancel,
+    CancelLabel: EngineProcess.cancel_label,
     Ask: EngineProcess.ask,
     WorkerGone: EngineProcess.worker_gone,
     Stop: EngineProcess.stop,

@@ -165,7 +165,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- what comes back
+# ------------------------------------------------------------------------------------------------------ what comes back
 
 
 @dataclass(slots=True)

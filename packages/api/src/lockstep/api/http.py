@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,7 +42,7 @@ def error_response(error: ApiError) -> JsonResponse:
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers())
 
 
-# ------------------------------------------------------------------------------------------------------------- coming in
+# ------------------------------------------------------------------------------------------------------------ coming in
 
 
 async def read_body(request: Request, schema: type[BodyType], *, bytes_max: int, strict: bool) -> BodyType:
@@ -108,7 +108,7 @@ def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
             refuse_unserved(value, strict=strict, inside=f"{inside}{name}.")
 
 
-# ------------------------------------------------------------------------------------------------------------- going out
+# ------------------------------------------------------------------------------------------------------------ going out
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -147,33 +147,31 @@ class EventStream(Response):
     Args:
         events: what to send. It is closed however the stream ends.
         slow_s: a client that takes nothing for so long is given up.
-        over: called at the end with the status for the log: 200, or 499 where the client left.
+        over: called at the end, whatever was sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[bytes], *, slow_s: float, over: Callable[[int], object] = lambda status: None
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], *, slow_s: float, over: Callable[[], object]) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._slow_s, self._over = events, slow_s, over
+        self.left = True  # whether the client did, before all was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, until all is sent or the client is gone."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
-        left = True
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                left = not sending.result()
+                self.left = not sending.result()
         finally:
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._events.aclose()  # type: ignore[attr-defined]
-            self._over(499 if left else 200)
+            self._over()
 
     async def _send(self, send: Send) -> bool:
         """Whether all was sent."""
@@ -188,6 +186,3 @@ class EventStream(Response):
             return False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
-
-
-Handler = Callable[..., Awaitable[Response]]

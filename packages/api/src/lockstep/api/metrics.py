@@ -1,7 +1,8 @@
 """What Prometheus sees: our names, and on demand the same figures under the names of other servers' dashboards.
 
-Times are those of the worker: from the request's first byte to a token's arrival from the engine. What the engine says
-of itself comes with its messages. Several workers share their figures through files (prometheus_client's multiprocess
+Times are those of the worker: from the request's head to a token's arrival from the engine; to the first token and
+between two of them only where the client streams, since the tokens of others come together. How the engine stands comes
+with its messages. Several workers share their figures through files (prometheus_client's multiprocess
 mode), so it does not matter which of them is asked.
 """
 
@@ -17,17 +18,17 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
+from lockstep.api.metrics_folder import FOLDER
 from lockstep.api.wire import Gauges
 
 if TYPE_CHECKING:
     from lockstep.api.generation import Choice, Generation
 
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Where several workers share their figures; read by prometheus_client when it is imported."""
-
-TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
-ITL_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
-REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
+# fmt: off
+TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+ITL_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+# fmt: on
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 """Buckets of vLLM's histograms, so that one dashboard reads both."""
 
@@ -50,7 +51,7 @@ class Metrics:
     """All figures of a worker."""
 
     def __init__(self, compat: Iterable[str] = ()) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
         self._model = ""
@@ -95,7 +96,9 @@ class Metrics:
         arrivals, reply.arrivals = reply.arrivals, []
         itl = self._itl.labels(*labels)
         for now_s, tokens in arrivals:
-            if choice.measured:
+            if not generation.wanted.stream:
+                pass  # its tokens come when the answer is whole, or a few dozen at a time
+            elif choice.measured:
                 itl.observe(now_s - choice.measured_s)
             else:
                 self._ttft.labels(*labels).observe(now_s - generation.came_s)
@@ -125,9 +128,9 @@ class Metrics:
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()
-            MultiProcessCollector(source)
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
         found = [*source.collect(), *(() if gauges is None else self._engine(gauges))]
-        return generate_latest(_Given([*found, *self._renamed(found)]))  # type: ignore[arg-type]
+        return generate_latest(_Given([*found, *self._renamed(found)]))
 
     def _engine(self, gauges: Gauges) -> Iterator[Metric]:
         """How the engine stands."""

@@ -1,6 +1,6 @@
 """What the processes of a server say to each other: typed, bounded, and never code.
 
-    API worker 0 ──Hello, Submit, Cancel, Ask──> engine        each arrow is a ZeroMQ socket in a folder that only
+    API worker 0 ──Hello, Submit, Cancel, ...──> engine        each arrow is a ZeroMQ socket in a folder that only
     API worker 1 ─────────────────────────────>                its owner can enter; see `sockets.py`
                  <──Welcome, StepAnswers, Answered──
     launcher ──WorkerGone, Stop──> engine;  launcher ──EngineGone──> workers
@@ -62,6 +62,13 @@ class Cancel(ToEngine, frozen=True):
     ticket: int
 
 
+class CancelLabel(ToEngine, frozen=True):
+    """Cancel what this tenant has open under a label, whichever worker sent it."""
+
+    label: str
+    tenant: str
+
+
 class Ask(ToEngine, frozen=True):
     """Something other than tokens. Answered by Answered of the same ticket."""
 
@@ -77,7 +84,7 @@ class Stop(ToEngine, frozen=True):
     """From the launcher: end."""
 
 
-EngineMessage = Hello | Submit | Cancel | Ask | WorkerGone | Stop
+EngineMessage = Hello | Submit | Cancel | CancelLabel | Ask | WorkerGone | Stop
 
 
 # ---------------------------------------------------------------------------------------------------------- to a worker
