@@ -269,8 +269,8 @@ class RuntimeHost:
         self._watch_text = watch_text
         self._compile_grammar = compile_grammar
         self._profiler = profiler
-        self._observe = observe
-        self._performed = performed
+        self.observe = observe
+        self.performed = performed
         self._inbox: SimpleQueue[_Submitted | _Cancel | _Ask | _Fact | None] = SimpleQueue()
         self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end
         self._next_request_id = engine.last_request_id + 1
@@ -376,6 +376,8 @@ class RuntimeHost:
             sink.failed(message)
         for answer in answers:
             answer.set_exception(EngineStopped(message))
+        if self.performed is not None:
+            self.performed()
 
     def _take_in(self) -> None:
         """Fold every fact there is: what was sent, what the device has done, whether it is time."""
@@ -439,12 +441,12 @@ class RuntimeHost:
             self.journal.flush()
         self._wake_at_us = step.wake_at_us
         self._nothing_new = False
-        if self._observe is not None:
-            self._observe(event, step)
+        if self.observe is not None:
+            self.observe(event, step)
         for command in step.commands:
             self._perform(command)
-        if step.commands and self._performed is not None:
-            self._performed()
+        if step.commands and self.performed is not None:
+            self.performed()
         return step
 
     # ---------------------------------------------------------------------------------------------------- facts
@@ -461,8 +463,8 @@ class RuntimeHost:
                     return
                 for number in range(len(sinks)):
                     self._reject(RejectRequest(event.request_id + number, *refused))
-                if self._performed is not None:
-                    self._performed()
+                if self.performed is not None:
+                    self.performed()
             case _Cancel(request_id):
                 self._fold(RequestCancelled(self._now(), request_id))
             case _Ask(control, answer):

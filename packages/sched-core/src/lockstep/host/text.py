@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import jinja2.sandbox
@@ -82,7 +83,7 @@ class Text:
         """
         if self._template_source is None:
             raise ConfigError("this model's folder has no chat template\nhint: give a prompt instead of messages")
-        given = {"add_generation_prompt": True, "tools": None, "documents": None} | self._special_tokens() | more
+        given = {"add_generation_prompt": True, "tools": None, "documents": None} | self.special_tokens() | more
         try:
             if self._template is None:
                 self._template = _environment().from_string(self._template_source)
@@ -91,7 +92,7 @@ class Text:
         except Exception as error:  # of any kind: a template is a program of a stranger
             raise ConfigError(f"the chat template refuses the conversation: {error}") from error
 
-    def _special_tokens(self) -> dict[str, str]:
+    def special_tokens(self) -> dict[str, str]:
         """`bos_token` and the like, as templates call them."""
         found = {}
         for name, value in self.settings.items():
@@ -100,6 +101,13 @@ class Text:
                 if isinstance(text, str):
                     found[name] = text
         return found
+
+
+class Spelling(Protocol):
+    """What knows the text of tokens as they come; `Text` does."""
+
+    def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
+        """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
 
 
 class StopTexts:
@@ -112,7 +120,7 @@ class StopTexts:
     pushed before takes the text back to that place, as when a request draws a token again after a retraction.
     """
 
-    def __init__(self, text: Text, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(self, text: Spelling, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
         self._text, self._prompt_ids = text, list(prompt_ids)
         self._stops = [stop for stop in stops if stop]
         self._begin()
@@ -135,7 +143,7 @@ class StopTexts:
         if self.stopped_at(before) is not None:
             return True, 0
         free = self._free()
-        first = next((i for i, end in enumerate(self._ends) if end > free), len(self._ends))
+        first = bisect_right(self._ends, free)
         while first and self._silent(first - 1):  # tokens that begin the character
             first -= 1
         return False, len(self._ends) - first

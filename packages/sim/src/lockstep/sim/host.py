@@ -288,7 +288,7 @@ class Device:
             expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         took_us = expected_us
         if spread_us > 0.0:
-            took_us += spread_us * _standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+            took_us += spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         tokens = self._sample(plan).tobytes()
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
@@ -353,7 +353,7 @@ def _grammar(name: str) -> Grammar:
     return Grammar("json_schema", name, blake2b(name.encode(), digest_size=16).digest())
 
 
-def _standard_normal(key: str) -> float:
+def standard_normal(key: str) -> float:
     """A draw that depends on nothing but the key."""
     bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
     return NormalDist().inv_cdf((bits + 0.5) / 2**64)

@@ -360,7 +360,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     overridden = environment_settings(environ)
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
-    config, kv = _configure(scenario, model, gpu)
+    config, kv = configure(scenario, model, gpu)
     _check_load(scenario)
     if workload is None:
         workload = open_load(scenario)
@@ -463,7 +463,7 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{seed}`")
 
 
-def _configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
+def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
     """The scheduler's settings: what was given, else what the model's context and the GPU's memory say."""
     profile = profile_settings(scenario.profile)
     given = {"context_tokens_max": model.context_tokens_max, **profile, **scenario.settings}

@@ -1,0 +1,179 @@
+"""Which routes there are, and who may use them. What is not in a table here does not exist.
+
+A route says what it is: `public` (health; no key, no detail), `user` (a key, where there are keys) or `admin` (a key of
+an operator, always; apart from the others, on a Unix socket, and only where one was configured). The decision belongs
+to the handler, so no path is compared for it, however it is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.routing import Route as StarletteRoute
+
+from lockstep.api import native_api, openai_api, schemas
+from lockstep.api.errors import CLIENT_LEFT, ApiError
+from lockstep.api.http import ClientLeft, EventStream, error_response, read_body
+from lockstep.api.schemas import Body
+from lockstep.api.server import Call, Server
+
+log = logging.getLogger("lockstep.http")
+
+Access = Literal["public", "user", "admin"]
+Handler = Callable[[Server, Any], Awaitable[Response]]
+
+LABEL = re.compile(r"[\x21-\x7e]{1,128}")
+"""What a client may call its request in X-Request-Id; it is given back and logged, and means nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    access: Access
+    handler: Handler
+    body: type[Body] | None = None
+
+
+ROUTES = (
+    Route("GET", "/health", "public", native_api.health),
+    Route("GET", "/ready", "public", native_api.ready),
+    Route("GET", "/ping", "public", native_api.health),
+    Route("GET", "/version", "user", native_api.about_server),
+    Route("GET", "/metrics", "user", native_api.metrics),
+    Route("GET", "/v1/models", "user", openai_api.models),
+    Route("GET", "/v1/models/{name:path}", "user", openai_api.model),
+    Route("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
+    Route("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
+    Route("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
+    Route("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
+    Route("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
+    Route("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
+    Route("GET", "/get_model_info", "user", native_api.model_info),
+    Route("GET", "/model_info", "user", native_api.model_info),
+)
+ADMIN_ROUTES = (
+    Route("POST", "/flush_cache", "admin", native_api.flush_cache),
+    Route("POST", "/pause", "admin", native_api.pause),
+    Route("POST", "/resume", "admin", native_api.resume),
+    Route("POST", "/drain", "admin", native_api.drain),
+    Route("POST", "/get_server_info", "admin", native_api.server_info),
+)
+
+
+def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
+    """The application of a table of routes, and /openapi.json, which describes it."""
+    app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
+    for route in routes:
+        more = {} if route.body is None else _body_schema(route.body)
+        app.add_api_route(
+            route.path,
+            _endpoint(server, route),
+            methods=[route.method],
+            operation_id=f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', route.path.lower()).strip('_')}",
+            summary=(route.handler.__doc__ or "").partition("\n")[0],
+            openapi_extra=more,
+            response_model=None,
+        )
+
+    async def describe(server: Server, call: Call[None]) -> Response:
+        """The description of these routes."""
+        return Response(_described(app, routes), media_type="application/json")
+
+    own = Route("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
+    app.add_api_route(own.path, _endpoint(server, own), methods=[own.method], response_model=None)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(ApiError(error.status_code, str(error.detail)))
+
+    app.add_exception_handler(HTTPException, http_error)
+    refuse_undeclared(app.routes, (*routes, own))
+    return app
+
+
+def refuse_undeclared(found: list[BaseRoute], declared: tuple[Route, ...]) -> None:
+    """Raise RuntimeError for a route that no table has, and so nobody said who may use it."""
+    known = {(route.method, route.path) for route in declared}
+    for one in found:
+        methods = (one.methods or set()) - {"HEAD"} if isinstance(one, StarletteRoute) else {"?"}
+        for method in methods:
+            if (method, getattr(one, "path", "?")) not in known:
+                raise RuntimeError(f"{method} {getattr(one, 'path', one)} is in no table of routes: who may use it?")
+
+
+def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        came_s = time.monotonic()
+        named = request.headers.get("x-request-id", "")
+        label = named if LABEL.fullmatch(named) else secrets.token_hex(16)
+        status = 500
+        try:
+            tenant = let_in(server, route.access, request)
+            body = None
+            if route.body is not None:
+                body = await read_body(
+                    request, route.body, bytes_max=server.limits.body_bytes_max, strict=server.settings.strict
+                )
+            response = await route.handler(server, Call(request, body, tenant, came_s))
+            status = response.status_code
+        except ApiError as error:
+            response, status = error_response(error), error.status
+        except ClientLeft:
+            response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
+        except Exception:  # of one request, which is answered; the others go on
+            log.exception("%s %s failed, request %s", route.method, route.path, label)
+            response = error_response(ApiError(500, "the server failed; its log says how"))
+        response.headers["X-Request-Id"] = label
+        server.metrics.answered(route.path, route.method, status)
+        if route.access != "public":
+            streamed = " (stream)" if isinstance(response, EventStream) else ""
+            took_ms = (time.monotonic() - came_s) * 1000
+            log.info("%s %s %d %.1f ms%s, request %s", route.method, route.path, status, took_ms, streamed, label)
+        return response
+
+    endpoint.__name__ = route.handler.__name__
+    return endpoint
+
+
+def let_in(server: Server, access: Access, request: Request) -> str:
+    """The tenant whom a request is from. Raises ApiError, 401, for one without a key that opens this."""
+    if access == "public" or (access == "user" and server.keys is None):
+        return ""
+    tenant = None
+    if server.keys is not None:
+        tenant = server.keys.tenant_of(request.headers.get("authorization"), admin=access == "admin")
+    if tenant is None:
+        raise ApiError(401, "Unauthorized: send the header `Authorization: Bearer KEY` with a key that opens this")
+    return tenant
+
+
+def _body_schema(body: type[Body]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _described(app: FastAPI, routes: tuple[Route, ...]) -> bytes:
+    """openapi.json, bodies included."""
+    import msgspec
+
+    described = app.openapi()
+    bodies: list[tuple[type[Body], Literal["validation"]]]
+    bodies = [(route.body, "validation") for route in routes if route.body is not None]
+    _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    described.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
+    return msgspec.json.encode(described)

@@ -1,0 +1,278 @@
+"""A worker's side of the engine: requests out, answers in, each to whom it belongs.
+
+    handler ──submit──> a Ticket, with a Reply for each sample
+    mailbox ──────────> one task fills the replies and says `changed`; nobody but a handler waits for a client
+
+A reply keeps what came until its handler takes it. A handler that is slow, because its client is, finds more at once
+the next time: what waits is bounded by the request's own length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from lockstep.api.sockets import engine_address, reader_options, worker_address, writer
+from lockstep.api.wire import (
+    PROTOCOL,
+    About,
+    Answered,
+    Ask,
+    Cancel,
+    CancelLabel,
+    Ended,
+    EngineGone,
+    Gauges,
+    Hello,
+    StepAnswers,
+    Submit,
+    ToEngine,
+    Welcome,
+    WireError,
+    WorkerMessage,
+    encode,
+    read_by_worker,
+)
+from lockstep.core.errors import LockstepError
+from lockstep.core.events import Control, RequestArrived
+
+log = logging.getLogger("lockstep.worker")
+
+
+class EngineUnavailable(LockstepError):
+    """There is no engine to ask: not yet, not any more, or it has more to do than it can take."""
+
+
+class Reply:
+    """What comes back for one sample.
+
+    Args:
+        changed: set whenever something came; several replies may share it.
+    """
+
+    def __init__(self, changed: asyncio.Event) -> None:
+        self.tokens: list[int] = []  # all so far
+        self.logprobs: list[float] = []
+        self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens beside each
+        self.ended: Ended | None = None
+        self.arrivals: list[tuple[float, int]] = []  # when so many tokens were there; whoever measures takes them
+        self._changed = changed
+
+    def put(self, offset: int, tokens: list[int], now_s: float) -> int:
+        """Take tokens in from number `offset` on. Returns how many of them were seen before."""
+        repeats = len(self.tokens) - offset
+        if repeats < 0:
+            raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
+        self.tokens += tokens[repeats:]
+        self.arrivals.append((now_s, len(self.tokens)))
+        self._changed.set()
+        return repeats
+
+    def end(self, ended: Ended) -> None:
+        """Nothing more comes."""
+        self.ended = ended
+        self._changed.set()
+
+
+class Ticket:
+    """A request on its way."""
+
+    def __init__(self, number: int, replies: list[Reply]) -> None:
+        self.number, self.replies = number, replies
+
+    @property
+    def open(self) -> bool:
+        """Whether anything may still come."""
+        return any(reply.ended is None for reply in self.replies)
+
+
+class Bridge:
+    """One worker's connection to the engine. Made and used in the worker's event loop.
+
+    Args:
+        folder: of the sockets.
+    """
+
+    def __init__(self, folder: Path, worker: int) -> None:
+        self.worker = worker
+        self.about: About | None = None  # once the engine is there
+        self.gauges: Gauges | None = None  # the newest
+        self.gone = ""  # why the engine takes nothing any more
+        self.tickets: dict[int, Ticket] = {}  # that are open
+        self.open_answers = 0  # in all of them
+        self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
+        self.changed = asyncio.Event()  # the engine came, or went
+        self._asked: dict[int, asyncio.Future[Answered]] = {}
+        self._next_ticket = 0
+        self._context = zmq.asyncio.Context()
+        self._mailbox = self._context.socket(zmq.SocketType.PULL)
+        reader_options(self._mailbox)
+        self._mailbox.bind(worker_address(folder, worker))
+        self._engine = writer(zmq.Context(self._context), engine_address(folder))
+
+    async def run(self) -> None:
+        """Read what comes until cancelled. Raises WireError."""
+        self._send(Hello(self.worker, PROTOCOL))
+        while True:
+            message = read_by_worker(await self._mailbox.recv(), self.worker)
+            self.heard_s = time.monotonic()
+            HANDLERS[type(message)](self, message)
+
+    def close(self) -> None:
+        """Give the sockets up."""
+        self._mailbox.close()
+        self._engine.close()
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    def submit(self, request: RequestArrived, changed: asyncio.Event) -> Ticket:
+        """Send a request; `changed` is set whenever something of it came. Raises EngineUnavailable."""
+        self._needs_engine()
+        if not self.tickets:
+            self.heard_s = time.monotonic()
+        number = self._next_ticket
+        self._next_ticket += 1
+        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)])
+        self._send(Submit(self.worker, number, request))
+        self.tickets[number] = ticket
+        self.open_answers += len(ticket.replies)
+        return ticket
+
+    def cancel_label(self, label: str, tenant: str) -> None:
+        """Cancel whatever a tenant calls so, by whichever worker it came. Raises EngineUnavailable."""
+        self._needs_engine()
+        self._send(CancelLabel(self.worker, label, tenant))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Its client left. Nothing more of it is waited for."""
+        if ticket.number not in self.tickets:
+            return
+        self._forget(ticket)
+        for sample, reply in enumerate(ticket.replies):
+            if reply.ended is None:
+                reply.end(Ended(ticket.number, sample, "cancelled", output_tokens=len(reply.tokens)))
+        if not self.gone:
+            self._send(Cancel(self.worker, ticket.number))
+
+    async def ask(self, control: Control) -> Answered:
+        """Ask for something other than tokens. Raises EngineUnavailable."""
+        self._needs_engine()
+        number = self._next_ticket
+        self._next_ticket += 1
+        future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self._send(Ask(self.worker, number, control))
+        return await future
+
+    def stalled(self, after_s: float) -> bool:
+        """Whether there is something to do, and the engine has said nothing for so long."""
+        return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.number]
+        self.open_answers -= len(ticket.replies)
+
+    def _needs_engine(self) -> None:
+        if self.gone:
+            raise EngineUnavailable(self.gone)
+        if self.about is None:
+            raise EngineUnavailable("the engine is starting")
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._engine.send(encode(message), zmq.Flag.DONTWAIT)
+        except zmq.Again:
+            raise EngineUnavailable("the engine does not read its messages") from None
+
+    # ---------------------------------------------------------------------------------------- one handler per message
+
+    def welcomed(self, message: Welcome) -> None:
+        """The engine is there."""
+        if message.protocol != PROTOCOL:
+            raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
+        self.about = message.about
+        self.changed.set()
+        log.info("ready: %s on %s", message.about.model, message.about.device)
+
+    def take(self, message: StepAnswers) -> None:
+        """What a step of the engine has for this worker."""
+        if message.gauges is not None:
+            self.gauges = message.gauges
+        if message.tickets:
+            self._take_tokens(message)
+        for ended in message.ended:
+            ticket = self.tickets.get(ended.ticket)
+            if ticket is not None:
+                ticket.replies[ended.sample].end(ended)
+                if not ticket.open:
+                    self._forget(ticket)
+
+    def _take_tokens(self, message: StepAnswers) -> None:
+        tickets = np.frombuffer(message.tickets, "<i8").tolist()
+        samples = np.frombuffer(message.samples, "<i4").tolist()
+        offsets = np.frombuffer(message.offsets, "<i4").tolist()
+        counts = np.frombuffer(message.counts, "<i4").tolist()
+        tokens = np.frombuffer(message.tokens, "<i4").tolist()
+        logprobs = {one.entry: one for one in message.logprobs}
+        first = 0
+        for entry, number in enumerate(tickets):
+            count = counts[entry]
+            ticket = self.tickets.get(number)
+            if ticket is not None:
+                reply = ticket.replies[samples[entry]]
+                repeats = reply.put(offsets[entry], tokens[first : first + count], self.heard_s)
+                if entry in logprobs:
+                    one = logprobs[entry]
+                    reply.logprobs += np.frombuffer(one.logprobs, "<f4").tolist()[repeats:]
+                    if one.top_ids:
+                        ids = np.frombuffer(one.top_ids, "<i4").reshape(count, -1).tolist()
+                        values = np.frombuffer(one.top_logprobs, "<f4").reshape(count, -1).tolist()
+                        pairs = zip(ids, values, strict=True)
+                        reply.tops += [list(zip(*pair, strict=True)) for pair in pairs][repeats:]
+            first += count
+
+    def answered(self, message: Answered) -> None:
+        """The answer to `ask`."""
+        future = self._asked.pop(message.ticket, None)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def engine_gone(self, message: EngineGone) -> None:
+        """The engine ended: so does everything that waits for it."""
+        if self.gone:
+            return
+        self.gone = message.message
+        log.error("the engine is gone: %s", message.message)
+        for ticket in self.tickets.values():
+            for sample, reply in enumerate(ticket.replies):
+                if reply.ended is None:
+                    reply.end(Ended(ticket.number, sample, "engine", error=message.message))
+        self.tickets.clear()
+        self.open_answers = 0
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(message.message))
+        self._asked.clear()
+        self.changed.set()
+
+
+HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
+    Welcome: Bridge.welcomed,
+    StepAnswers: Bridge.take,
+    Answered: Bridge.answered,
+    EngineGone: Bridge.engine_gone,
+}
+
+
+def fresh_seed() -> int:
+    """A seed for a request that names none; it is in the journal, so an answer can be had again."""
+    return secrets.randbits(63)

@@ -1,0 +1,50 @@
+"""How the processes of a server begin: their settings, their log, and whose children they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from lockstep.api.settings import ServeSettings
+
+SETTINGS_FILE = "settings.json"
+
+
+def write_settings(folder: Path, settings: ServeSettings) -> None:
+    """Leave settings for the processes to come."""
+    path = folder / SETTINGS_FILE
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(settings))
+
+
+def begin(folder: Path, role: str) -> ServeSettings:
+    """Read the settings and set up a child: Ctrl-C is its parent's business, and without a parent it ends."""
+    settings = msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
+    start_log(settings.log_level, role)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    return settings
+
+
+def start_log(level: str, role: str) -> None:
+    """Log to stderr."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s {role}: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of stdin and never writes: it is closed when the parent is gone."""
+    os.read(0, 1)
+    logging.getLogger("lockstep.serve").error("the process that started this one is gone")
+    os._exit(1)

@@ -1,0 +1,165 @@
+"""An executor that computes nothing and takes as long as a GPU would, by the simulator's cost model. No torch.
+
+    launch(plan) ──> begins when the batch before it ends ──> ready() once the clock says that it ended
+
+For trying out clients, routers and settings against a server that behaves in time. What it says is made up: token ids
+are a function of prompt, seed and position, so the same request always gets the same answer, also behind a retraction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import ceil, log, log1p
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from lockstep.core.commands import BatchPlan, RowTaken
+from lockstep.core.errors import ContractError
+from lockstep.core.events import BatchId, RequestId
+from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf, Int32s, RowContext
+from lockstep.host.loop import HostClock
+from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.host import extend_shape_of, standard_normal
+
+UInt64s = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Which tokens an emulated answer is made of.
+
+    Args:
+        first, count: ids [first:first + count) are words.
+        end: the token that ends an answer.
+        mean_tokens: of an answer that ends by itself, its end included; lengths are geometric. 0: none does.
+    """
+
+    first: int
+    count: int
+    end: int
+    mean_tokens: int
+
+    def key(self, prompt: Int32s, seed: int | None) -> int:
+        """What an answer follows from: 64 bits. Greedy answers have no seed."""
+        told = f"{seed} ".encode() + prompt.astype("<i4", copy=False).tobytes()
+        return int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
+
+    def length(self, key: int) -> int:
+        """How many tokens an answer has, its end included, if nothing else ends it; 0: it does not end."""
+        if self.mean_tokens < 2:
+            return self.mean_tokens
+        uniform = (int(_mixed(np.array([key], np.uint64))[0]) + 0.5) / 2.0**64
+        return max(1, ceil(log(uniform) / log1p(-1.0 / self.mean_tokens)))
+
+    def words(self, keys: UInt64s, numbers: NDArray[np.int64]) -> Int32s:
+        """Output token `numbers` of answers by `keys`, before they end."""
+        drawn = _mixed(keys + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+        return (np.uint64(self.first) + drawn % np.uint64(self.count)).astype(np.int32)
+
+
+class EmulatedExecutor:
+    """Runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
+
+    Args:
+        clock: the host's.
+        speed: how many times faster than the cost model says.
+    """
+
+    def __init__(
+        self, cost: CostModel, vocabulary: Vocabulary, rows_max: int, clock: HostClock, *, seed: int, speed: float = 1.0
+    ) -> None:
+        self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
+        self._keys = np.zeros(rows_max, np.uint64)
+        self._prompt_tokens = np.zeros(rows_max, np.int64)
+        self._lengths = np.zeros(rows_max, np.int64)
+        self._queue: deque[BatchResult] = deque()
+        self._free_us = 0.0  # when the last batch launched will have ended
+
+    @property
+    def in_flight(self) -> int:
+        """Batches launched and not collected."""
+        return len(self._queue)
+
+    def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
+        """Put a plan behind those launched before. Raises ContractError for one that waits to be sampled."""
+        if deferred:
+            raise ContractError(f"batch {plan.batch_id} waits for a grammar, which no emulated request has")
+        for taken in plan.rows_taken:
+            self._take_row(taken, NO_CONTEXT if contexts is None else contexts(taken))
+        started_us = max(float(self._clock()), self._free_us)
+        self._free_us = started_us + max(1.0, self._took_us(plan) / self._speed)
+        result = BatchResult(plan, tokens=self._tokens(plan))
+        result.started_us, result.finished_us = round(started_us), round(self._free_us)
+        self._queue.append(result)
+
+    def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
+        """No batch waits for it. Raises ContractError."""
+        raise ContractError(f"batch {batch_id} is to be sampled, but none was deferred")
+
+    def ready(self) -> bool:
+        """Whether the oldest batch has ended."""
+        return bool(self._queue) and self._clock() >= self._queue[0].finished_us
+
+    def pause_s(self) -> float:
+        """Until the oldest batch ends."""
+        return max(0, self._queue[0].finished_us - self._clock()) / 1e6
+
+    def collect(self) -> BatchResult:
+        """The oldest batch; sleeps until it ends."""
+        while (pause_s := self.pause_s()) > 0.0:
+            time.sleep(pause_s)
+        return self._queue.popleft()
+
+    def _take_row(self, taken: RowTaken, context: RowContext) -> None:
+        sampling = taken.sampling
+        seed = sampling.seed if sampling is not None and sampling.temperature > 0.0 else None
+        key = self._vocabulary.key(context.tokens[: context.prompt_tokens], seed)
+        self._keys[taken.row] = key
+        self._prompt_tokens[taken.row] = context.prompt_tokens
+        ends_at = self._vocabulary.length(key)
+        self._lengths[taken.row] = max(ends_at, context.min_new_tokens + 1) if ends_at else 0
+
+    def _took_us(self, plan: BatchPlan) -> float:
+        """How long a plan takes: by the cost model, spread as it says, by a draw that follows from the batch."""
+        shape = _shape_of(plan)
+        expected = self._cost.batch_us(shape)
+        took_us = expected.mean_us
+        for further in range(1, plan.steps):  # each step one position on, with every row of the launch
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
+        return took_us
+
+    def _tokens(self, plan: BatchPlan) -> Int32s:
+        """What the sampling rows say: those of each row end to end."""
+        rows, stops = plan.rows[plan.sample_rows], plan.stops[plan.sample_rows].astype(np.int64)
+        if plan.steps > 1:
+            counts = stops - plan.starts[plan.sample_rows]
+            ends = np.cumsum(counts)
+            rows = np.repeat(rows, counts)
+            stops = np.repeat(stops - ends + 1, counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+        numbers = stops - self._prompt_tokens[rows]
+        tokens = self._vocabulary.words(self._keys[rows], numbers)
+        tokens[numbers + 1 == self._lengths[rows]] = self._vocabulary.end
+        return tokens
+
+
+def _shape_of(plan: BatchPlan) -> BatchShape:
+    if plan.mode != "decode":
+        return extend_shape_of(plan)
+    rows, context_tokens = len(plan.rows), int(np.add.reduce(plan.starts))
+    return BatchShape(decode_rows=rows, decode_context_tokens=context_tokens, sampled_rows=rows)
+
+
+def _mixed(values: UInt64s) -> UInt64s:
+    """Bits that look independent of each other. Source: Steele, Lea, Flood: SplitMix64 (OOPSLA 2014), its finaliser."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,236 @@
+"""Puts an engine together: a model with its executor, or a cost model and a clock. Runs in the engine process only."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
+from lockstep.api.settings import ServeSettings, for_scheduler
+from lockstep.api.wire import About
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestArrived
+from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.requests import prompt_bytes
+from lockstep.host.loop import HostClock, NoJournal, RuntimeHost
+from lockstep.host.text import StopTexts, Text
+
+log = logging.getLogger("lockstep.engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUnit:
+    """An engine that is ready to run.
+
+    Args:
+        memory: what takes how much of the device, as a table for people.
+        start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
+        close: ends it.
+    """
+
+    host: RuntimeHost
+    about: About
+    memory: str
+    start: Callable[[], object]
+    close: Callable[[], None]
+
+
+def build_engine(settings: ServeSettings) -> EngineUnit:
+    """The engine of these settings. Raises ConfigError, or CatalogueError and the like for an emulated one."""
+    return _model(settings) if settings.emulate is None else _emulated(settings)
+
+
+def text_of(settings: ServeSettings) -> Texts | None:
+    """What these settings have for a tokenizer; None for a model that comes without."""
+    if settings.tokenizer is not None:
+        return Text(Path(settings.tokenizer))
+    if settings.emulate is not None:
+        return PlainText()
+    folder = model_folder(settings)
+    return Text(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def model_folder(settings: ServeSettings) -> Path:
+    """Where the model is. Raises ConfigError if the runtime is to bring one and is not installed."""
+    if settings.model is not None:
+        return Path(settings.model)
+    try:
+        from lockstep.runtime.demo_model import demo_model_folder
+    except ImportError as error:
+        raise ConfigError(
+            f"a model needs the package lockstep-runtime: {error}\n"
+            "hint: install it, or give emulate (--emulate qwen3-8b@h200), which needs neither model nor torch"
+        ) from error
+    return demo_model_folder()
+
+
+def _about(config: SchedConfig, **more: Any) -> About:
+    return About(
+        request_tokens_max=config.request_tokens_max,
+        prompt_tokens_max=config.prompt_tokens_max(wants_output=True),
+        eos_token_ids=config.eos_token_ids,
+        settings=msgspec.to_builtins(config),
+        **more,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- a model
+
+
+def _model(settings: ServeSettings) -> EngineUnit:
+    folder = model_folder(settings)
+    try:
+        from lockstep.runtime import LLM
+    except ImportError as error:
+        raise ConfigError(
+            f"a model needs the package lockstep-runtime with torch: {error}\n"
+            "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
+        ) from error
+    llm = LLM(
+        folder,
+        device=settings.device,
+        dtype=settings.dtype,
+        attention_backend=settings.attention_backend,
+        numerics=settings.numerics,
+        random_weights_seed=settings.random_weights,
+        mem_fraction=settings.mem_fraction,
+        seed=settings.seed,
+        journal=settings.journal,
+        **for_scheduler(settings.set),
+    )
+    demo = settings.model is None
+    about = _about(
+        llm.config,
+        model="demo" if demo else folder.resolve().name,
+        kind="model",
+        vocabulary=llm.model.settings.vocab,
+        logprobs=True,
+        device=str(llm.model.device),
+    )
+    return EngineUnit(host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close)
+
+
+# --------------------------------------------------------------------------------------------------------- emulated one
+
+
+def _emulated(settings: ServeSettings) -> EngineUnit:
+    try:
+        from lockstep.api.emulate import EmulatedExecutor
+        from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+        from lockstep.sim.cost import UNCALIBRATED
+        from lockstep.sim.cost.tables import base_cost_model
+        from lockstep.sim.simulate import Scenario, configure
+    except ImportError as error:
+        raise ConfigError(f"`emulate` needs the package lockstep-sim: {error}\nhint: install it") from error
+    assert settings.emulate is not None
+    named, _, on = settings.emulate.rpartition("@")
+    model, gpu = load_model(named), load_gpu(on)
+    text = text_of(settings)
+    assert text is not None
+    vocabulary = _vocabulary(text, model.vocab, settings)
+    scheduler = for_scheduler(settings.set)
+    if settings.answer_tokens:
+        scheduler.setdefault("eos_token_ids", (vocabulary.end,))
+    scenario = Scenario(
+        model=named,
+        gpu=on,
+        workload="",
+        tp=settings.tp,
+        mem_fraction=settings.mem_fraction,
+        profile=settings.profile,
+        settings=scheduler,
+    )
+    config, kv = configure(scenario, model, gpu)
+    calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
+    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism))
+    clock = HostClock()
+    executor = EmulatedExecutor(cost, vocabulary, config.rows_max, clock, seed=settings.seed, speed=settings.speed)
+
+    journal: JournalWriter | None = None
+    if settings.journal is not None:
+        told: dict[str, str | int | float] = {"kind": "emulated", "model": model.name, "gpu": gpu.name}
+        told |= {"tp": settings.tp, "speed": settings.speed}
+        journal = JournalWriter.create(settings.journal, JournalHeader(config=config, seed=settings.seed, host=told))
+
+    def check(request: RequestArrived) -> None:
+        """Refuse what an emulated model cannot do."""
+        largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
+        if largest >= model.vocab:
+            raise ConfigError(f"`prompt` holds token {largest}, but the model has {model.vocab}")
+        if request.kind != "generate" or request.return_hidden_states:
+            raise ConfigError(f"`kind` is {request.kind}, but an emulated engine has no hidden states")
+        if request.logprob_start is not None or (request.sampling is not None and request.sampling.top_logprobs):
+            raise ConfigError("`logprobs` are asked for, but an emulated engine has no logits")
+
+    def watch(request: RequestArrived) -> StopTexts:
+        ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
+        return StopTexts(text, ids, request.stop_texts)
+
+    runtime_host = RuntimeHost(
+        Engine(config), executor, journal or NoJournal(), clock, check_request=check, watch_text=watch
+    )
+
+    def serve() -> None:
+        try:
+            runtime_host.run()
+        except Exception:
+            log.exception("the engine failed")  # and everybody who waits was told
+
+    thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
+
+    def close() -> None:
+        runtime_host.stop()
+        if thread.is_alive():
+            thread.join()
+        if journal is not None:
+            journal.close()
+
+    about = _about(
+        config,
+        model=model.name,
+        kind="emulated",
+        vocabulary=model.vocab,
+        logprobs=False,
+        device=f"{settings.tp} x {gpu.name}, emulated",
+    )
+    memory = "the pool was given" if kv is None else _memory(kv.describe())
+    return EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close)
+
+
+def _vocabulary(text: Texts, size: int, settings: ServeSettings) -> Any:
+    """Which tokens an emulated answer is made of: words of the tokenizer that are not special."""
+    from lockstep.api.emulate import Vocabulary
+
+    mean_tokens = settings.answer_tokens
+    if not isinstance(text, Text):
+        if size <= FIRST_WORD:
+            raise ConfigError(f"`emulate`: {settings.emulate} has {size} tokens, too few\nhint: give a tokenizer")
+        return Vocabulary(first=FIRST_WORD, count=size - FIRST_WORD, end=END, mean_tokens=mean_tokens)
+    special = sorted(text.tokenizer.get_added_tokens_decoder())
+    known = min(size, text.tokenizer.get_vocab_size(with_added_tokens=True))
+    borders = [-1, *(token for token in special if token < known), known]
+    first, stop = max(
+        ((before + 1, behind) for before, behind in pairwise(borders)),
+        key=lambda span: span[1] - span[0],
+    )
+    end = text.tokenizer.token_to_id(text.special_tokens().get("eos_token", ""))
+    if end is None and mean_tokens:
+        raise ConfigError(f"`tokenizer`: {settings.tokenizer} names no eos_token\nhint: give answer_tokens 0")
+    return Vocabulary(first=first, count=stop - first, end=end if end is not None else -1, mean_tokens=mean_tokens)
+
+
+def _memory(parts: dict[str, Any]) -> str:
+    """A table of what takes how much of a GPU."""
+    rows = [(name.removesuffix("_bytes"), value) for name, value in parts.items() if name.endswith("_bytes")]
+    lines = [f"{name.replace('_', ' '):12} {value / 1e9:9.2f} GB" for name, value in rows]
+    return "\n".join([*lines, f"{'KV tokens':12} {parts['tokens']:9,}"])

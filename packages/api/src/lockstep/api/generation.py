@@ -1,0 +1,340 @@
+"""From what a client asked for to requests of the engine, and from what comes back to pieces of its answer.
+
+    body ──limits──> prompts ──tokens──> RequestArrived per prompt ──bridge──> replies ──AnswerText──> pieces
+
+Everything is checked before anything is sent, so a request with several prompts runs whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+
+from lockstep.api.answer_text import AnswerText
+from lockstep.api.bridge import Bridge, EngineUnavailable, Reply, Ticket, fresh_seed
+from lockstep.api.errors import ApiError, failure
+from lockstep.api.metrics import Metrics
+from lockstep.api.plain_text import Texts
+from lockstep.api.schemas import Sampling
+from lockstep.api.settings import Limits
+from lockstep.api.wire import About, Ended
+from lockstep.core.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.support import STOP_TOKENS_MAX
+
+AT_ONCE_CHARACTERS = 4096
+"""Text up to so long is tokenised in the event loop, in well under a millisecond; longer one in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens, and as text where it came as such."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is wanted of each prompt, checked."""
+
+    sampling: Sampling
+    max_tokens: int | None  # None: as many as fit
+    min_tokens: int = 0
+    samples: int = 1
+    tops: int | None = None  # logprobs, with so many of the likeliest; None: no logprobs
+    prompt_logprobs_from: int | None = None  # of the prompt, from this position on
+    seed: int | None = None
+    stream: bool = False
+    label: str = ""
+    tenant: str = ""
+    salt: str = ""
+    priority: int | None = None
+    max_tokens_field: str = "max_tokens"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.sampling.stop
+        return (stop,) if isinstance(stop, str) and stop else tuple(one for one in stop or () if one)
+
+
+async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
+    """Tokens of a text, in a thread where that takes long."""
+    if len(prompt) <= AT_ONCE_CHARACTERS:
+        return text.encode(prompt, special=special)
+    return await asyncio.to_thread(text.encode, prompt, special=special)
+
+
+def check_sampling(sampling: Sampling, about: About, limits: Limits) -> None:
+    """Refuse what is too much, before anything is made of it. Raises ApiError."""
+    stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+    _at_most("stop", "texts", len(stops), limits.stops_max)
+    _at_most("stop", "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
+    _at_most("stop_token_ids", "ids", len(sampling.stop_token_ids or ()), STOP_TOKENS_MAX)
+    _at_most("logit_bias", "entries", len(sampling.logit_bias or ()), limits.logit_bias_max)
+    for token in sampling.stop_token_ids or ():
+        if token >= about.vocabulary:
+            message = f"`stop_token_ids` holds {token}, but the model has {about.vocabulary} tokens"
+            raise ApiError(400, message, "stop_token_ids")
+    for name in sampling.logit_bias or ():
+        if not (name.isascii() and name.isdigit() and int(name[:12]) < about.vocabulary):
+            message = f"`logit_bias` holds {name[:20]!r}, which is no token id (0 to {about.vocabulary - 1})"
+            raise ApiError(400, message, "logit_bias")
+
+
+def _at_most(field_name: str, what: str, given: int, most: int) -> None:
+    if given > most:
+        raise ApiError(400, f"`{field_name}` has {given} {what}, at most {most} are allowed", field_name)
+
+
+def check_answers(prompts: int, samples: int, limits: Limits) -> None:
+    """Refuse more prompts or samples than one request may have. Raises ApiError."""
+    _at_most("prompt", "prompts", prompts, limits.prompts_max)
+    if samples > limits.samples_max:
+        raise ApiError(400, f"`n` is {samples}, at most {limits.samples_max} are allowed", "n")
+    if prompts * samples > limits.answers_max:
+        message = f"`n` is {samples} for {prompts} prompts, at most {limits.answers_max} answers are allowed in all"
+        raise ApiError(400, message, "n")
+
+
+def check_logprobs(tops: int, name: str, about: About, limits: Limits) -> None:
+    """Refuse logprobs that the engine does not have, or too many. Raises ApiError."""
+    if not about.logprobs:
+        raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
+    if tops > limits.logprobs_max:
+        raise ApiError(400, f"`{name}` is {tops}, at most {limits.logprobs_max} are allowed", name)
+
+
+def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
+    """The engine's request for one prompt. Raises ApiError for what can never run."""
+    ids, length = prompt.ids, len(prompt.ids)
+    if not length:
+        raise ApiError(400, "`prompt` is empty; it must have at least one token", "prompt")
+    if max(ids) >= about.vocabulary:
+        raise ApiError(400, f"`prompt` holds token {max(ids)}, but the model has {about.vocabulary} tokens", "prompt")
+    most = wanted.max_tokens
+    room = about.request_tokens_max - length
+    if length > about.prompt_tokens_max or (most is not None and most > room):
+        asked = f" and {most} in the answer ({wanted.max_tokens_field})" if most is not None else ""
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {about.request_tokens_max} tokens. However, you requested "
+            f"{length} tokens in the prompt{asked}. Please reduce the length of either.",
+            "prompt" if length > about.prompt_tokens_max else wanted.max_tokens_field,
+        )
+    max_tokens = room if most is None else most
+    if wanted.min_tokens > max_tokens:
+        message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {wanted.min_tokens}"
+        raise ApiError(400, message, "min_tokens")
+    sampling = wanted.sampling
+    logprob_start = wanted.prompt_logprobs_from
+    if logprob_start is None and wanted.tops is not None:
+        logprob_start = length
+    return RequestArrived(
+        0,
+        request_id=-1,
+        prompt=TokenIds(np.array(ids, "<i4").tobytes()),
+        max_new_tokens=max_tokens,
+        min_new_tokens=wanted.min_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids or ()),
+        ignore_eos=sampling.ignore_eos,
+        stream=wanted.stream,
+        label=wanted.label,
+        tenant=wanted.tenant,
+        priority=wanted.priority,
+        namespace=sha256(wanted.salt.encode()).hexdigest() if wanted.salt else "",
+        sampling=SamplingParams(
+            temperature=1.0 if sampling.temperature is None else sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            top_k=max(0, sampling.top_k or 0),
+            min_p=sampling.min_p or 0.0,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            presence_penalty=sampling.presence_penalty or 0.0,
+            repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+            seed=fresh_seed() if wanted.seed is None else wanted.seed,
+            logit_bias=tuple(sorted((int(name), bias) for name, bias in (sampling.logit_bias or {}).items())),
+            top_logprobs=wanted.tops or 0,
+        ),
+        stop_texts=wanted.stops,
+        parallel_samples=wanted.samples if max_tokens else 1,
+        logprob_start=logprob_start,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ what comes back
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of several, as it comes."""
+
+    index: int
+    prompt: Prompt
+    reply: Reply
+    answer: AnswerText
+    taken: int = 0  # tokens that were given out
+    over: bool = False
+    measured: int = 0  # tokens that metrics know of,
+    measured_s: float = 0.0  # when the last of them came,
+    end_measured: bool = False  # and whether they know of the end
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of a choice: text, tokens [first:stop), and at last its end."""
+
+    choice: Choice
+    text: str
+    first: int
+    stop: int
+    ended: Ended | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What was used, over all choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        """As OpenAI has it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass
+class Generation:
+    """The answers to one request of a client.
+
+    Args:
+        came_s: when it came, for its time to first token.
+    """
+
+    bridge: Bridge
+    metrics: Metrics
+    wanted: Wanted
+    came_s: float
+    choices: list[Choice] = field(default_factory=list)
+    _tickets: list[Ticket] = field(default_factory=list)
+    _prompts: list[Prompt] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self, prompts: Iterable[Prompt], text: Texts | None, limits: Limits) -> None:
+        """Send a request for each prompt. Raises ApiError, with nothing running."""
+        if self.bridge.about is None:
+            raise unavailable(EngineUnavailable(self.bridge.gone or "the engine is starting"))
+        self._prompts = list(prompts)
+        requests = [request_of(prompt, self.wanted, self.bridge.about) for prompt in self._prompts]
+        if self.wanted.stops and text is None:
+            raise ApiError(400, "`stop` needs a tokenizer, and this model came without", "stop")
+        coming = sum(request.parallel_samples for request in requests)
+        if self.bridge.open_answers + coming > limits.requests_max:
+            raise ApiError(503, f"the server has {self.bridge.open_answers} answers open, which is all that it takes")
+        try:
+            for request, prompt in zip(requests, self._prompts, strict=True):
+                ticket = self.bridge.submit(request, self._changed)
+                self._tickets.append(ticket)
+                for reply in ticket.replies:
+                    answer = AnswerText(
+                        text,
+                        prompt.ids,
+                        self.wanted.stops,
+                        include_stop=self.wanted.sampling.include_stop_str_in_output,
+                        stop_token_ids=request.stop_token_ids,
+                        min_tokens=request.min_new_tokens,
+                    )
+                    self.choices.append(Choice(len(self.choices), prompt, reply, answer))
+        except EngineUnavailable as error:
+            self.cancel()
+            raise unavailable(error) from error
+        self.metrics.began(self)
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. To be called however it ended; where all of it came, nothing happens."""
+        for ticket in self._tickets:
+            self.bridge.cancel(ticket)
+        for choice in self.choices:
+            if not choice.over:
+                self._measure(choice)
+                choice.over = True
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What is new, of all choices that have something, until all are over."""
+        while not all(choice.over for choice in self.choices):
+            await self._changed.wait()
+            self._changed.clear()
+            new = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
+            if new:
+                yield new
+
+    async def whole(self) -> list[tuple[Choice, str]]:
+        """Every choice with its text. Raises ApiError if one of them came to nothing."""
+        texts = [""] * len(self.choices)
+        async for new in self.pieces():
+            for piece in new:
+                texts[piece.choice.index] += piece.text
+                if piece.ended is not None and (error := failure(piece.ended)) is not None:
+                    raise error
+        return list(zip(self.choices, texts, strict=True))
+
+    def usage(self) -> Usage:
+        """Of what came so far. A prompt counts once, however many samples it has."""
+        firsts = [ticket.replies[0].ended for ticket in self._tickets]
+        return Usage(
+            sum(len(prompt.ids) for prompt in self._prompts),
+            sum(len(choice.reply.tokens) for choice in self.choices),
+            sum(ended.cached_tokens for ended in firsts if ended is not None),
+        )
+
+    def _take(self, choice: Choice) -> Piece | None:
+        if choice.over:
+            return None
+        reply, first = choice.reply, choice.taken
+        ended, stop = reply.ended, len(reply.tokens)
+        if stop == first and ended is None:
+            return None
+        text = choice.answer.spell(reply.tokens, ended)
+        choice.taken = stop
+        choice.over = ended is not None
+        self._measure(choice)
+        return Piece(choice, text, first, stop, ended)
+
+    def _measure(self, choice: Choice) -> None:
+        self.metrics.saw(self, choice)
+
+
+def unavailable(error: EngineUnavailable) -> ApiError:
+    """What a client is told when there is no engine to ask."""
+    return ApiError(503, str(error))
+
+
+def finish_reason(ended: Ended) -> str:
+    """In OpenAI's words."""
+    return {
+        "length": "length",
+        "computed": "length",
+        "stop": "stop",
+        "text_stop": "stop",
+        "grammar": "stop",
+        "cancelled": "abort",
+    }.get(ended.reason, "error")
+
+
+def tokens_of(piece: Piece) -> Sequence[int]:
+    """The new tokens of a piece."""
+    return piece.choice.reply.tokens[piece.first : piece.stop]
+
+
+def now_s() -> float:
+    """The clock that answers are measured by."""
+    return time.monotonic()

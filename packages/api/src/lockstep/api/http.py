@@ -1,0 +1,188 @@
+"""HTTP below the endpoints: bodies within bounds, answers as JSON or as a stream of events, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep.api.errors import ApiError
+from lockstep.api.schemas import Body, empty
+
+log = logging.getLogger("lockstep.http")
+
+BodyType = TypeVar("BodyType", bound=Body)
+Result = TypeVar("Result")
+
+PROBLEMS_SHOWN = 3
+
+
+class ClientLeft(Exception):
+    """There is nobody to answer any more."""
+
+
+class JsonResponse(Response):
+    """An object as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    """An error as an answer."""
+    return JsonResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+# ------------------------------------------------------------------------------------------------------------ coming in
+
+
+async def read_body(request: Request, schema: type[BodyType], *, bytes_max: int, strict: bool) -> BodyType:
+    """The body of a request. Raises ApiError: 413, 415, 400 with the field that is wrong; ClientLeft."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, f"the body must be application/json, got {kind[:60] or 'no Content-Type'!r}")
+    raw = await _read(request, bytes_max)
+    try:
+        body = schema.model_validate_json(raw)
+    except ValidationError as error:
+        raise _bad_body(error) from None
+    refuse_unserved(body, strict=strict)
+    return body
+
+
+async def _read(request: Request, bytes_max: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than the {bytes_max} bytes that are taken")
+    said = request.headers.get("content-length", "")
+    if said.isdigit() and int(said[:20]) > bytes_max:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > bytes_max:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientLeft from None
+    return b"".join(parts)
+
+
+def _bad_body(error: ValidationError) -> ApiError:
+    """What is wrong with a body, in a sentence. What was given is not repeated at length."""
+    problems, param = [], None
+    for problem in error.errors(include_url=False, include_context=False)[:PROBLEMS_SHOWN]:
+        # Names of the alternatives of a union stand in brackets or are types; a client knows fields and indices.
+        place = [str(one) for one in problem["loc"] if isinstance(one, int) or str(one).isidentifier()]
+        where = ".".join(place)
+        param = param or where or None
+        given = repr(problem.get("input"))
+        got = f", got {given}" if where and len(given) <= 60 and problem["type"] != "missing" else ""
+        problems.append(f"`{where}`: {problem['msg']}{got}" if where else problem["msg"])
+    return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
+
+
+def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
+    """Refuse, by name, what this server does not do. Raises ApiError."""
+    for name, value in (body.model_extra or {}).items():
+        known = type(body).REFUSED.get(name)
+        where = f"{inside}{name[:60]}"
+        if known is not None:
+            if not empty(value) and value not in known:
+                raise ApiError(400, f"`{where}` is not supported by this server; leave it out", where)
+        elif strict:
+            raise ApiError(400, f"`{where}` is no field of this request, and the server is strict", where)
+        else:
+            log.debug("unknown field %r is ignored", where)
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            refuse_unserved(value, strict=strict, inside=f"{inside}{name}.")
+
+
+# ------------------------------------------------------------------------------------------------------------ going out
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do work, whose body was read before, for as long as the client is there. Raises ClientLeft."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """A stream of server-sent events.
+
+    Args:
+        events: what to send. It is closed however the stream ends.
+        slow_s: a client that takes nothing for so long is given up.
+        over: called at the end, whatever was sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], *, slow_s: float, over: Callable[[], object]) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._slow_s, self._over = events, slow_s, over
+        self.left = True  # whether the client did, before all was sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send, until all is sent or the client is gone."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                self.left = not sending.result()
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._events.aclose()  # type: ignore[attr-defined]
+            self._over()
+
+    async def _send(self, send: Send) -> bool:
+        """Whether all was sent."""
+        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(head)
+        try:
+            async for data in self._events:
+                async with asyncio.timeout(self._slow_s):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            log.warning("a client took nothing for %g s and is given up", self._slow_s)
+            return False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True

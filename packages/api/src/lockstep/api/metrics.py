@@ -1,0 +1,173 @@
+"""What Prometheus sees: our names, and on demand the same figures under the names of other servers' dashboards.
+
+Times are those of the worker: from the request's head to a token's arrival from the engine; to the first token and
+between two of them only where the client streams, since the tokens of others come together. How the engine stands comes
+with its messages. Several workers share their figures through files (prometheus_client's multiprocess
+mode), so it does not matter which of them is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.samples import Sample
+
+from lockstep.api.metrics_folder import FOLDER
+from lockstep.api.wire import Gauges
+
+if TYPE_CHECKING:
+    from lockstep.api.generation import Choice, Generation
+
+# fmt: off
+TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+ITL_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+# fmt: on
+TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+"""Buckets of vLLM's histograms, so that one dashboard reads both."""
+
+SGLANG = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "prompt_tokens_cached": "cached_tokens",
+    "num_requests_running": "num_running_reqs",
+    "num_requests_waiting": "num_queue_reqs",
+    "kv_cache_usage_perc": "token_usage",
+    "num_preemptions": "num_retracted_reqs",
+}
+"""Where the meaning is equal; the prefix is sglang:."""
+
+
+class Metrics:
+    """All figures of a worker."""
+
+    def __init__(self, compat: Iterable[str] = ()) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._compat = tuple(compat)
+        self._model = ""
+        labels = ("model_name", "engine")
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"lockstep_{name}", about, labels, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, about: str, more: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"lockstep_{name}", about, (*labels, *more), registry=self.registry)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", REQUEST_S)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._output = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._output_tokens = counter("generation_tokens", "Tokens of answers.")
+        self._cached = counter("prompt_tokens_cached", "Tokens of prompts found in the radix cache.")
+        self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
+        self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
+        self._ended = counter("request_success", "Answers that ended.", ("finished_reason",))
+        self._http = Counter(
+            "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
+        )
+
+    def name_model(self, name: str) -> None:
+        """What figures are labelled with."""
+        self._model = name
+
+    # --------------------------------------------------------------------------------------------------- what happened
+
+    def began(self, generation: Generation) -> None:
+        """A request was sent to the engine."""
+        for choice in generation.choices:
+            self._prompt.labels(self._model, "0").observe(len(choice.prompt.ids))
+        self._prompt_tokens.labels(self._model, "0").inc(generation.usage().prompt_tokens)
+
+    def saw(self, generation: Generation, choice: Choice) -> None:
+        """Tokens of a choice came, or its end did. What was seen before is not counted again."""
+        reply, labels = choice.reply, (self._model, "0")
+        arrivals, reply.arrivals = reply.arrivals, []
+        itl = self._itl.labels(*labels)
+        for now_s, tokens in arrivals:
+            if not generation.wanted.stream:
+                pass  # its tokens come when the answer is whole, or a few dozen at a time
+            elif choice.measured:
+                itl.observe(now_s - choice.measured_s)
+            else:
+                self._ttft.labels(*labels).observe(now_s - generation.came_s)
+            self._output_tokens.labels(*labels).inc(tokens - choice.measured)
+            choice.measured, choice.measured_s = tokens, now_s
+        ended = reply.ended
+        if ended is None or choice.end_measured:
+            return
+        choice.end_measured = True
+        self._ended.labels(*labels, ended.reason).inc()
+        if ended.rejected:
+            return
+        self._output.labels(*labels).observe(len(reply.tokens))
+        self._e2e.labels(*labels).observe((choice.measured_s or time.monotonic()) - generation.came_s)
+        self._cached.labels(*labels).inc(ended.cached_tokens)
+        self._queries.labels(*labels).inc(ended.prompt_tokens)
+        self._hits.labels(*labels).inc(ended.cached_tokens)
+
+    def answered(self, path: str, method: str, status: int) -> None:
+        """An HTTP request was answered."""
+        self._http.labels(path, method, str(status)).inc()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def exposition(self, gauges: Gauges | None) -> bytes:
+        """The text format: figures of all workers, and how the engine stands, which each of them is told."""
+        source: Any = self.registry
+        if FOLDER in os.environ:
+            source = CollectorRegistry()
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
+        found = [*source.collect(), *(() if gauges is None else self._engine(gauges))]
+        return generate_latest(_Given([*found, *self._renamed(found)]))
+
+    def _engine(self, gauges: Gauges) -> Iterator[Metric]:
+        """How the engine stands."""
+        labels, values = ("model_name", "engine"), (self._model, "0")
+        for name, about, value in (
+            ("num_requests_running", "Requests that run.", gauges.running),
+            ("num_requests_waiting", "Requests that wait.", gauges.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pool that cannot be had at once, 0 to 1.", gauges.token_usage),
+        ):
+            one = GaugeMetricFamily(f"lockstep_{name}", about, labels=labels)
+            one.add_metric(values, value)
+            yield one
+        counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
+        counted.add_metric(values, gauges.retractions)
+        yield counted
+
+    def _renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
+        """The same under the names that other servers' dashboards ask for."""
+        for metric in metrics:
+            name = metric.name.removeprefix("lockstep_")
+            if "vllm" in self._compat and not name.startswith("http_"):
+                yield _called(metric, f"vllm:{name}")
+            if "sglang" in self._compat and name in SGLANG:
+                yield _called(metric, f"sglang:{SGLANG[name]}")
+
+
+class _Given:
+    """A registry of metrics that are there already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def _called(metric: Metric, name: str) -> Metric:
+    other = Metric(name, metric.documentation, metric.type, metric.unit)
+    other.samples = [Sample(name + one.name.removeprefix(metric.name), *one[1:]) for one in metric.samples]
+    return other

@@ -1,0 +1,288 @@
+"""Endpoints that are not OpenAI's: /generate and the like, as SGLang and vLLM have them, and health.
+
+Streams of /generate are cumulative: every event has the whole text so far.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from lockstep.api.bridge import EngineUnavailable
+from lockstep.api.errors import ApiError, failure
+from lockstep.api.generation import (
+    Choice,
+    Generation,
+    Prompt,
+    Wanted,
+    check_answers,
+    check_logprobs,
+    check_sampling,
+    encode,
+    unavailable,
+)
+from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
+from lockstep.api.openai_api import conversation, prompt_logprobs
+from lockstep.api.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
+from lockstep.api.server import Call, Server
+from lockstep.core.events import Control, Drain, Flush, GetState, Pause, Resume
+
+# ------------------------------------------------------------------------------------------------------------ /generate
+
+
+async def generate(server: Server, call: Call[GenerateBody]) -> Response:
+    """Continue prompts, text or token ids."""
+    body, about, limits = call.body, server.about(), server.limits
+    params = body.sampling_params
+    if (body.text is None) == (body.input_ids is None):
+        raise ApiError(400, "give either `text` or `input_ids`", "text")
+    given, several = _prompts(body)
+    check_answers(len(given), params.n, limits)
+    check_sampling(params, about, limits)
+    if body.return_logprob:
+        check_logprobs(body.top_logprobs_num, "return_logprob", about, limits)
+    elif body.top_logprobs_num or body.logprob_start_len is not None:
+        name = "top_logprobs_num" if body.top_logprobs_num else "logprob_start_len"
+        raise ApiError(400, f"`{name}` needs `return_logprob` to be true", name)
+    start = body.logprob_start_len
+    prompts = [
+        Prompt(await encode(server.needs_text("`text`"), one, special=True), one)
+        if isinstance(one, str)
+        else Prompt(one)
+        for one in given
+    ]
+    if start is not None and start >= 0 and (shortest := min(len(one.ids) for one in prompts)) < start:
+        raise ApiError(400, f"`logprob_start_len` is {start}, but a prompt has {shortest} tokens", "logprob_start_len")
+    seed = params.sampling_seed if params.sampling_seed is not None else params.seed
+    wanted = Wanted(
+        sampling=params,
+        max_tokens=params.max_new_tokens,
+        max_tokens_field="max_new_tokens",
+        min_tokens=params.min_new_tokens or params.min_tokens,
+        samples=params.n,
+        tops=body.top_logprobs_num if body.return_logprob else None,
+        prompt_logprobs_from=start if start is not None and start >= 0 else None,
+        seed=None if seed is None else seed % 2**63,
+        stream=body.stream,
+        label=body.rid or secrets.token_hex(16),
+        tenant=call.tenant,
+        priority=body.priority,
+    )
+    generation = server.generate(call, wanted, prompts)
+    several = several or params.n > 1
+    if body.stream:
+        events = _stream(generation, body, several)
+        return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+    try:
+        texts = await unless_left(call.request, generation.whole())
+    finally:
+        generation.cancel()
+    said = [_said(generation, body, choice, text) for choice, text in texts]
+    return JsonResponse(said if several else said[0])
+
+
+def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
+    """The prompts, and whether they were given as a list of such."""
+    given: Any = body.text if body.text is not None else body.input_ids
+    if not given:
+        name = "text" if body.text is not None else "input_ids"
+        raise ApiError(400, f"`{name}` is empty", name)
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given], False
+    return given, True
+
+
+async def _stream(generation: Generation, body: GenerateBody, several: bool) -> AsyncIterator[bytes]:
+    texts = [""] * len(generation.choices)
+    async for new in generation.pieces():
+        for piece in new:
+            index = piece.choice.index
+            texts[index] += piece.text
+            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+                yield event(error.body())
+                yield DONE
+                return
+            said = _said(generation, body, piece.choice, texts[index])
+            yield event(said | {"index": index} if several else said)
+    yield DONE
+
+
+def _said(generation: Generation, body: GenerateBody, choice: Choice, text: str) -> dict[str, Any]:
+    """An answer as far as it came."""
+    reply, ended = choice.reply, choice.reply.ended
+    about: dict[str, Any] = {
+        "id": generation.wanted.label,
+        "prompt_tokens": len(choice.prompt.ids),
+        "completion_tokens": choice.taken,
+        "cached_tokens": ended.cached_tokens if ended is not None else 0,
+        "finish_reason": None,
+    }
+    if ended is not None:
+        about["finish_reason"] = _finish(choice)
+        about["e2e_latency"] = time.monotonic() - generation.came_s
+    if body.return_logprob:
+        tokens = reply.tokens[: choice.taken]
+        about["output_token_logprobs"] = [
+            [value, token, None] for value, token in zip(reply.logprobs, tokens, strict=False)
+        ]
+        if body.top_logprobs_num:
+            most = body.top_logprobs_num
+            about["output_top_logprobs"] = [
+                [[value, token, None] for token, value in tops[:most]] for tops in reply.tops[: choice.taken]
+            ]
+        if ended is not None and generation.wanted.prompt_logprobs_from is not None:
+            pairs = zip(prompt_logprobs(choice), choice.prompt.ids, strict=True)
+            front = generation.wanted.prompt_logprobs_from
+            about["input_token_logprobs"] = [[value, token, None] for value, token in pairs][front:]
+    return {"text": text, "output_ids": reply.tokens[: choice.taken], "meta_info": about}
+
+
+def _finish(choice: Choice) -> dict[str, Any]:
+    """Why an answer ended, in SGLang's words."""
+    ended = choice.reply.ended
+    assert ended is not None
+    if ended.reason in ("length", "computed"):
+        return {"type": "length", "length": len(choice.reply.tokens)}
+    if ended.reason == "cancelled":
+        return {"type": "abort", "message": "the request was cancelled"}
+    matched = choice.answer.stop_reason
+    if matched is None and choice.reply.tokens:
+        matched = choice.reply.tokens[-1]
+    return {"type": "stop", "matched": matched}
+
+
+async def abort_request(server: Server, call: Call[AbortBody]) -> Response:
+    """End a request by the id that its client gave it, or that its answer has. Unknown ones are passed over."""
+    try:
+        server.bridge.cancel_label(call.body.rid, call.tenant)
+    except EngineUnavailable as error:
+        raise unavailable(error) from error
+    return JsonResponse({"success": True})
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
+    """The tokens of a prompt or of a conversation."""
+    body = call.body
+    server.model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either `prompt` or `messages`", "prompt")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        ids = await encode(server.needs_text("a text prompt"), body.prompt, special=special)
+    else:
+        told = await conversation(server, body.messages or [], body.tools, generation_prompt=body.add_generation_prompt)
+        ids = told.ids
+    return JsonResponse({"tokens": ids, "count": len(ids), "max_model_len": server.about().request_tokens_max})
+
+
+async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
+    """The text of tokens, without special ones. It is there twice, under the names that two servers have for it."""
+    server.model(call.body.model)
+    about, tokens = server.about(), call.body.tokens
+    if max(tokens, default=0) >= about.vocabulary:
+        raise ApiError(400, f"`tokens` holds {max(tokens)}, but the model has {about.vocabulary} tokens", "tokens")
+    text = server.needs_text("detokenisation").decode(tokens)
+    return JsonResponse({"prompt": text, "text": text})
+
+
+# --------------------------------------------------------------------------------------------------------------- health
+
+
+async def health(server: Server, call: Call[None]) -> Response:
+    """200 while the engine is there and gets on with what it has to do; it is not asked, so nobody waits for it."""
+    well = not (server.bridge.gone or server.bridge.about is None or server.bridge.stalled(server.settings.stalled_s))
+    return Response(status_code=200 if well else 503)
+
+
+async def ready(server: Server, call: Call[None]) -> Response:
+    """200 while requests are taken."""
+    able = server.bridge.about is not None and not (server.bridge.gone or server.draining)
+    return Response(status_code=200 if able else 503)
+
+
+async def metrics(server: Server, call: Call[None]) -> Response:
+    """Figures for Prometheus."""
+    text = server.metrics.exposition(server.bridge.gauges)
+    return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def about_server(server: Server, call: Call[None]) -> Response:
+    """Which version this is."""
+    return JsonResponse({"version": version("lockstep-api")})
+
+
+async def model_info(server: Server, call: Call[None]) -> Response:
+    """What is served."""
+    about = server.about()
+    return JsonResponse(
+        {
+            "model_path": about.model,
+            "served_model_name": server.models()[0],
+            "is_generation": True,
+            "max_model_len": about.request_tokens_max,
+            "vocab_size": about.vocabulary,
+            "eos_token_ids": about.eos_token_ids,
+            "engine": about.kind,
+            "device": about.device,
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- admin
+
+
+async def flush_cache(server: Server, call: Call[None]) -> Response:
+    """Empty the radix cache; refused while anything runs."""
+    return await _told(server, Flush())
+
+
+async def pause(server: Server, call: Call[None]) -> Response:
+    """Stop launching; what runs stays where it is."""
+    return await _told(server, Pause())
+
+
+async def resume(server: Server, call: Call[None]) -> Response:
+    """Go on after a pause or a drain."""
+    return await _told(server, Resume())
+
+
+async def drain(server: Server, call: Call[None]) -> Response:
+    """Take no more requests; answered once all that were accepted have ended."""
+    return await _told(server, Drain())
+
+
+async def server_info(server: Server, call: Call[None]) -> Response:
+    """Settings, and how the engine stands."""
+    answered = await _asked(server, GetState())
+    settings = msgspec.to_builtins(server.settings)
+    return JsonResponse(
+        {
+            "version": version("lockstep-api"),
+            "settings": settings,
+            "scheduler": server.about().settings,
+            "state": msgspec.to_builtins(answered.stats),
+        }
+    )
+
+
+async def _told(server: Server, control: Control) -> Response:
+    answered = await _asked(server, control)
+    if not answered.ok:
+        raise ApiError(400, answered.message)
+    return JsonResponse({"success": True, "message": answered.message})
+
+
+async def _asked(server: Server, control: Control) -> Any:
+    try:
+        return await server.bridge.ask(control)
+    except EngineUnavailable as error:
+        raise unavailable(error) from error

@@ -1,0 +1,457 @@
+"""The OpenAI endpoints: /v1/models, /v1/completions, /v1/chat/completions.
+
+Shapes are those that the official client and other servers' clients expect; what is ours alone is `stop_reason`,
+`token_ids` (on request, as vLLM has them) and sentences in errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from lockstep.api.errors import ApiError, failure
+from lockstep.api.generation import (
+    AT_ONCE_CHARACTERS,
+    Choice,
+    Generation,
+    Piece,
+    Prompt,
+    Wanted,
+    check_answers,
+    check_logprobs,
+    check_sampling,
+    encode,
+    finish_reason,
+    tokens_of,
+)
+from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
+from lockstep.api.plain_text import Texts
+from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI
+from lockstep.api.server import Call, Server
+from lockstep.core.errors import ConfigError
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; a chat goes on as long as there is room."""
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+async def models(server: Server, call: Call[None]) -> Response:
+    """What is served."""
+    return JsonResponse({"object": "list", "data": [_model(server, name) for name in server.models()]})
+
+
+async def model(server: Server, call: Call[None]) -> Response:
+    """One of them."""
+    return JsonResponse(_model(server, server.model(call.request.path_params["name"])))
+
+
+def _model(server: Server, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started_s,
+        "owned_by": "lockstep",
+        "root": server.about().model,
+        "parent": None,
+        "max_model_len": server.about().request_tokens_max,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- completions
+
+
+async def completions(server: Server, call: Call[CompletionBody]) -> Response:
+    """Continue prompts."""
+    body, about, limits = call.body, server.about(), server.limits
+    name = server.model(body.model)
+    samples = body.n or 1
+    if body.best_of not in (None, samples):
+        raise ApiError(400, f"`best_of` is {body.best_of}, but only as many answers as `n` are made", "best_of")
+    given = _prompts(body.prompt)
+    check_answers(len(given), samples, limits)
+    check_sampling(body, about, limits)
+    if body.logprobs is not None:
+        check_logprobs(body.logprobs, "logprobs", about, limits)
+    if body.echo and body.logprobs is not None and body.stream:
+        raise ApiError(400, "`logprobs` of an echoed prompt are known at the end, so not in a `stream`", "logprobs")
+    if body.echo and body.logprobs:
+        raise ApiError(400, "`logprobs` with `echo` must be 0: prompts have no likeliest others", "logprobs")
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        raise ApiError(400, "`max_tokens` is 0, which leaves nothing to answer without `echo`", "max_tokens")
+    wanted = _wanted(
+        body,
+        call.tenant,
+        f"cmpl-{secrets.token_hex(16)}",
+        max_tokens=max_tokens,
+        samples=samples,
+        tops=body.logprobs,
+        prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
+    )
+    prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=body.echo) for one in given]
+    generation = server.generate(call, wanted, prompts)
+    shape = CompletionShape(server, body, name, wanted.label)
+    return await _answer(server, call, generation, shape)
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """One prompt or several, as several."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    if not given:
+        raise ApiError(400, "`prompt` is empty", "prompt")
+    return given
+
+
+async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(await encode(server.needs_text("a text prompt"), given, special=special), given)
+    text = server.needs_text("`echo`").decode(given) if echo else None
+    return Prompt(given, text)
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+
+async def chat(server: Server, call: Call[ChatBody]) -> Response:
+    """Answer a conversation."""
+    body, about, limits = call.body, server.about(), server.limits
+    name = server.model(body.model)
+    samples = body.n or 1
+    check_answers(1, samples, limits)
+    check_sampling(body, about, limits)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+    if body.logprobs:
+        check_logprobs(body.top_logprobs or 0, "logprobs", about, limits)
+    if body.tool_choice not in (None, "none", "auto"):
+        message = "`tool_choice` cannot oblige the model on this server; leave it out, or take auto or none"
+        raise ApiError(400, message, "tool_choice")
+    prompt = await chat_prompt(server, body)
+    completion = body.max_completion_tokens
+    wanted = _wanted(
+        body,
+        call.tenant,
+        f"chatcmpl-{secrets.token_hex(16)}",
+        max_tokens=body.max_tokens if completion is None else completion,
+        max_tokens_field="max_tokens" if completion is None else "max_completion_tokens",
+        samples=samples,
+        tops=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    if wanted.max_tokens == 0:
+        raise ApiError(400, f"`{wanted.max_tokens_field}` must be at least 1, got 0", wanted.max_tokens_field)
+    generation = server.generate(call, wanted, [prompt])
+    return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label))
+
+
+async def chat_prompt(server: Server, body: ChatBody) -> Prompt:
+    """The conversation as the model's template writes it, in tokens. Raises ApiError."""
+    return await conversation(
+        server,
+        body.messages,
+        body.tools,
+        generation_prompt=body.add_generation_prompt,
+        go_on=body.continue_final_message,
+    )
+
+
+async def conversation(
+    server: Server,
+    given: Sequence[ChatMessage],
+    tools: list[dict[str, Any]] | None,
+    *,
+    generation_prompt: bool = True,
+    go_on: bool = False,
+) -> Prompt:
+    """Messages as the model's template writes them, in tokens.
+
+    Args:
+        go_on: the last message is not over: the answer continues it.
+    Raises: ApiError.
+    """
+    if len(given) > server.limits.messages_max:
+        message = f"`messages` has {len(given)} messages, at most {server.limits.messages_max} are allowed"
+        raise ApiError(400, message, "messages")
+    if go_on and generation_prompt:
+        message = "`continue_final_message` goes on with the last message; set `add_generation_prompt` to false"
+        raise ApiError(400, message, "continue_final_message")
+    text = server.needs_text("a conversation")
+    messages = [_message(one, i) for i, one in enumerate(given)]
+    if sum(len(str(one.get("content") or "")) for one in messages) <= AT_ONCE_CHARACTERS:
+        return _written(text, messages, tools, generation_prompt, go_on)
+    return await asyncio.to_thread(_written, text, messages, tools, generation_prompt, go_on)
+
+
+def _written(
+    text: Texts,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    generation_prompt: bool,
+    go_on: bool,
+) -> Prompt:
+    try:
+        written = text.chat(messages, tools=tools, add_generation_prompt=generation_prompt)
+    except ConfigError as error:
+        raise ApiError(400, str(error).partition("\nhint: ")[0], "messages") from error
+    if go_on:
+        last = str(messages[-1].get("content") or "").rstrip()
+        at = written.rfind(last)
+        if at < 0:
+            message = "`continue_final_message`: the chat template changes the last message"
+            raise ApiError(400, message, "continue_final_message")
+        written = written[: at + len(last)]
+    return Prompt(text.encode(written, special=False), written)
+
+
+def _message(message: ChatMessage, index: int) -> dict[str, Any]:
+    """A message for the template: content as text, arguments of tool calls as objects."""
+    said: dict[str, Any] = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        parts = []
+        for i, part in enumerate(message.content):
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                where = f"messages.{index}.content.{i}.type"
+                raise ApiError(400, f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
+            parts.append(part["text"])
+        said["content"] = "\n".join(parts)
+    calls = []
+    for call in message.tool_calls or ():
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+            except (ValueError, RecursionError):
+                where = f"messages.{index}.tool_calls"
+                raise ApiError(400, f"`{where}` has arguments that are no JSON", where) from None
+        calls.append(call)
+    if calls:
+        said["tool_calls"] = calls
+    return said
+
+
+# ------------------------------------------------------------------------------------------------------ what both share
+
+
+def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
+    return Wanted(
+        sampling=body,
+        min_tokens=body.min_tokens,
+        seed=None if body.seed is None else body.seed % 2**63,
+        stream=bool(body.stream),
+        label=label,
+        tenant=tenant,
+        salt=body.cache_salt or "",
+        priority=body.priority,
+        **more,
+    )
+
+
+async def _answer(server: Server, call: Call[Any], generation: Generation, shape: CompletionShape) -> Response:
+    """As one object, or as a stream."""
+    if shape.body.stream:
+        events = _stream(generation, shape)
+        return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+    try:
+        texts = await unless_left(call.request, generation.whole())
+        return JsonResponse(shape.whole(generation, texts))
+    finally:
+        generation.cancel()
+
+
+async def _stream(generation: Generation, shape: CompletionShape) -> AsyncIterator[bytes]:
+    """Events of a stream, up to [DONE]."""
+    options = shape.body.stream_options
+    include_usage = options is not None and options.include_usage
+    always_usage = options is not None and options.continuous_usage_stats
+
+    def chunk(choices: list[dict[str, Any]]) -> bytes:
+        body = shape.chunk(choices)
+        if always_usage:
+            body["usage"] = generation.usage().as_json()
+        elif include_usage:
+            body["usage"] = None
+        return event(body)
+
+    for choice in generation.choices:
+        first = shape.opening(choice)
+        if first is not None:
+            yield chunk([first])
+    async for new in generation.pieces():
+        for piece in new:
+            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+                yield event(error.body())
+                yield DONE
+                return
+            said = shape.delta(piece)
+            if said is not None:
+                yield chunk([said])
+    if include_usage:
+        yield event({**shape.chunk([]), "usage": generation.usage().as_json()})
+    yield DONE
+
+
+class CompletionShape:
+    """How completions look."""
+
+    KIND = CHUNK = "text_completion"
+
+    def __init__(self, server: Server, body: Any, model: str, label: str) -> None:
+        self.body, self.names, self._model, self._label = body, server.names, model, label
+        self._created = int(time.time())
+
+    def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
+        """The answer as one object."""
+        return {
+            "id": self._label,
+            "object": self.KIND,
+            "created": self._created,
+            "model": self._model,
+            "choices": [self.choice(choice, text) for choice, text in texts],
+            "usage": generation.usage().as_json(),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A part of a stream."""
+        return {
+            "id": self._label,
+            "object": self.CHUNK,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        """One whole answer."""
+        echoed = choice.prompt.text or "" if self.body.echo else ""
+        said = self._end(choice) | {"index": choice.index, "text": echoed + text}
+        tokens = choice.reply.tokens
+        said["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
+        if self.body.return_token_ids:
+            said |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
+        return said
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """What a stream begins with, for one answer; None for nothing."""
+        if not self.body.echo:
+            return None
+        return {"index": choice.index, "text": choice.prompt.text or "", "logprobs": None, "finish_reason": None}
+
+    def delta(self, piece: Piece) -> dict[str, Any] | None:
+        """A piece of an answer in a stream; None for one that nobody sees."""
+        if not self._shows(piece):
+            return None
+        said = self._piece(piece) | {"text": piece.text}
+        said["logprobs"] = self.logprobs(piece.choice, piece.first, piece.stop, echo=False)
+        return said
+
+    def logprobs(self, choice: Choice, first: int, stop: int, *, echo: bool) -> dict[str, Any] | None:
+        """Of output tokens [first:stop), with `echo` of the prompt in front of them."""
+        if self.body.logprobs is None:
+            return None
+        reply = choice.reply
+        written = [self.names.of(token)[0] for token in reply.tokens[first:stop]]
+        values: list[float | None] = list(reply.logprobs[first:stop])
+        offsets = choice.answer.starts[first:stop]
+        likeliest: list[dict[str, float] | None] = []
+        for number in range(first, stop):
+            beside = reply.tops[number][: self.body.logprobs] if self.body.logprobs and reply.tops else []
+            best = {self.names.of(token)[0]: value for token, value in beside}
+            likeliest.append(best | {self.names.of(reply.tokens[number])[0]: reply.logprobs[number]})
+        if echo:
+            front = [self.names.of(token)[0] for token in choice.prompt.ids]
+            written = front + written
+            values = [*prompt_logprobs(choice), *values]
+            length = len(choice.prompt.text or "")
+            ends = np.minimum(np.cumsum([len(one) for one in front]), length).tolist()
+            offsets = [0, *ends[:-1], *(length + start for start in offsets)]
+            likeliest = [*(None for _ in front), *likeliest]
+        return {
+            "tokens": written,
+            "token_logprobs": values,
+            "top_logprobs": likeliest if self.body.logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _shows(self, piece: Piece) -> bool:
+        return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs is not None)
+
+    def _piece(self, piece: Piece) -> dict[str, Any]:
+        said: dict[str, Any]
+        said = {"index": piece.choice.index, "finish_reason": None} if piece.ended is None else self._end(piece.choice)
+        if self.body.return_token_ids:
+            said["token_ids"] = tokens_of(piece)
+            if not piece.first:
+                said["prompt_token_ids"] = piece.choice.prompt.ids
+        return said
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        assert choice.reply.ended is not None
+        return {
+            "index": choice.index,
+            "finish_reason": finish_reason(choice.reply.ended),
+            "stop_reason": choice.answer.stop_reason,
+        }
+
+
+class ChatShape(CompletionShape):
+    """How chat completions look."""
+
+    KIND = "chat.completion"
+    CHUNK = "chat.completion.chunk"
+
+    def choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        """One whole answer."""
+        said = self._end(choice) | {"message": {"role": "assistant", "content": text}}
+        said["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
+        if self.body.return_token_ids:
+            said |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
+        return said
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(self, piece: Piece) -> dict[str, Any] | None:
+        """A piece of an answer in a stream; None for one that nobody sees."""
+        if not (self._shows(piece) or self.body.logprobs):
+            return None
+        said = self._piece(piece) | {"delta": {"content": piece.text} if piece.text or piece.ended is None else {}}
+        said["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
+        return said
+
+    def _shows(self, piece: Piece) -> bool:
+        return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs)
+
+    def chat_logprobs(self, choice: Choice, first: int, stop: int) -> dict[str, Any] | None:
+        """Of output tokens [first:stop)."""
+        if not self.body.logprobs:
+            return None
+        reply, most = choice.reply, self.body.top_logprobs or 0
+        content = []
+        for number in range(first, stop):
+            entry = self._entry(reply.tokens[number], reply.logprobs[number])
+            beside = reply.tops[number][:most] if reply.tops else []
+            content.append(entry | {"top_logprobs": [self._entry(token, value) for token, value in beside]})
+        return {"content": content}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        written, raw = self.names.of(token)
+        return {"token": written, "logprob": logprob, "bytes": list(raw)}
+
+
+def prompt_logprobs(choice: Choice) -> list[float | None]:
+    """Of each token of the prompt; the first has nothing in front of it, and none."""
+    ended = choice.reply.ended
+    assert ended is not None
+    positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
+    by_position = dict(zip(positions, np.frombuffer(ended.prompt_logprobs, "<f4").tolist(), strict=True))
+    return [by_position.get(position) for position in range(len(choice.prompt.ids))]

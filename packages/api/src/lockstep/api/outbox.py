@@ -1,0 +1,196 @@
+"""What an engine's steps have for its workers, put together: one message for each worker and step.
+
+Everything here happens in the host's thread. Sinks put down what they are told; `send`, which the host calls when
+nothing more comes of the same event, packs it and hands it over without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from lockstep.api.sockets import worker_address, writer
+from lockstep.api.wire import Answered, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
+from lockstep.core.commands import FinishRequest, RejectRequest
+from lockstep.core.engine import Engine
+from lockstep.core.stats import stats
+from lockstep.host.batches import Float32s, Int32s
+from lockstep.host.loop import Extras, TokenLogprobs
+
+GAUGES_EVERY_US = 250_000
+
+
+class Writers:
+    """A socket to each worker. For one thread; another one makes its own."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> None:
+        self._context, self._folder = context, folder
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+
+    def send(self, message: ToWorker) -> bool:
+        """Hand a message over; False if the worker has not read for very long."""
+        socket = self._sockets.get(message.worker)
+        if socket is None:
+            socket = self._sockets[message.worker] = writer(self._context, worker_address(self._folder, message.worker))
+        try:
+            socket.send(encode(message), zmq.Flag.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the sockets up; what was handed over still goes out."""
+        for socket in self._sockets.values():
+            socket.close()
+
+
+class _Page:
+    """What one worker is to be told of this step."""
+
+    def __init__(self) -> None:
+        self.tickets: list[int] = []
+        self.samples: list[int] = []
+        self.offsets: list[int] = []
+        self.counts: list[int] = []
+        self.tokens: list[Int32s] = []
+        self.logprobs: list[Logprobs] = []
+        self.ended: list[Ended] = []
+
+    def message(self, worker: int, gauges: Gauges | None) -> StepAnswers:
+        return StepAnswers(
+            worker,
+            np.array(self.tickets, "<i8").tobytes(),
+            np.array(self.samples, "<i4").tobytes(),
+            np.array(self.offsets, "<i4").tobytes(),
+            np.array(self.counts, "<i4").tobytes(),
+            np.concatenate(self.tokens).astype("<i4", copy=False).tobytes() if self.tokens else b"",
+            tuple(self.logprobs),
+            tuple(self.ended),
+            gauges,
+        )
+
+
+class Outbox:
+    """Collects for all workers.
+
+    Args:
+        stuck: told of a worker that has not read for so long that nothing more can be kept for it.
+    """
+
+    def __init__(self, writers: Writers, engine: Engine, stuck: Callable[[int], object]) -> None:
+        self._writers, self._engine, self._stuck = writers, engine, stuck
+        self._pages: dict[int, _Page] = {}
+        self._answers: list[Answered] = []
+        self._gauges_us = -GAUGES_EVERY_US
+        self.workers: set[int] = set()  # who is told how the engine stands
+
+    def page(self, worker: int) -> _Page:
+        """Where to put down what is for a worker."""
+        page = self._pages.get(worker)
+        if page is None:
+            page = self._pages[worker] = _Page()
+        return page
+
+    def answer(self, answer: Answered) -> None:
+        """Put the answer to a control request down."""
+        self._answers.append(answer)
+
+    def send(self) -> None:
+        """Tell every worker what this step has for it."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            self._writers.send(answer)
+        gauges = self._due_gauges()
+        if gauges is not None:
+            for worker in tuple(self.workers):
+                self.page(worker)
+        if not self._pages:
+            return
+        pages, self._pages = self._pages, {}
+        for worker, page in pages.items():
+            if not self._writers.send(page.message(worker, gauges)):
+                self._stuck(worker)
+
+    def _due_gauges(self) -> Gauges | None:
+        """How the engine stands: when it comes to rest, and every so often before."""
+        engine = self._engine
+        if engine.requests and engine.now_us - self._gauges_us < GAUGES_EVERY_US:
+            return None
+        self._gauges_us = engine.now_us
+        now = stats(engine)
+        return Gauges(
+            waiting=now.waiting + now.held,
+            running=now.running + now.prefilling,
+            pages=now.pages,
+            token_usage=now.token_usage,
+            cached_tokens=now.counts.cached_tokens,
+            new_tokens=now.counts.new_tokens,
+            retractions=now.counts.retractions,
+            progress=now.progress,
+        )
+
+
+class SampleSink:
+    """The sink of one sample of one ticket; see `lockstep.host.loop.Sink`.
+
+    Args:
+        over: called when nothing more comes.
+    """
+
+    def __init__(self, outbox: Outbox, worker: int, ticket: int, sample: int, over: Callable[[], object]) -> None:
+        self._outbox, self._worker, self._ticket, self._sample, self._over = outbox, worker, ticket, sample, over
+
+    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+        """Put new tokens down."""
+        page = self._outbox.page(self._worker)
+        if logprobs is not None:
+            page.logprobs.append(_packed(len(page.tickets), logprobs))
+        page.tickets.append(self._ticket)
+        page.samples.append(self._sample)
+        page.offsets.append(offset)
+        page.counts.append(len(tokens))
+        page.tokens.append(tokens)
+
+    def finished(self, end: FinishRequest, extras: Extras) -> None:
+        """Put the end down."""
+        positions = sorted(extras.prompt_logprobs)
+        logprobs = [extras.prompt_logprobs[position] for position in positions]
+        self._end(
+            Ended(
+                self._ticket,
+                self._sample,
+                end.reason,
+                error=extras.error,
+                prompt_tokens=end.prompt_tokens,
+                output_tokens=end.output_tokens,
+                cached_tokens=end.cached_tokens,
+                prompt_positions=np.array(positions, "<i4").tobytes(),
+                prompt_logprobs=np.array(logprobs, "<f4").tobytes(),
+            )
+        )
+
+    def rejected(self, end: RejectRequest) -> None:
+        """Put the refusal down."""
+        self._end(Ended(self._ticket, self._sample, end.reason, error=end.message, rejected=True))
+
+    def failed(self, message: str) -> None:
+        """The engine ended first."""
+        self._end(Ended(self._ticket, self._sample, "engine", error=message))
+
+    def _end(self, ended: Ended) -> None:
+        self._outbox.page(self._worker).ended.append(ended)
+        self._over()
+
+
+def _packed(entry: int, logprobs: TokenLogprobs) -> Logprobs:
+    if logprobs.top_ids is None or logprobs.top_logprobs is None:
+        return Logprobs(entry, _floats(logprobs.logprobs))
+    top_ids = logprobs.top_ids.astype("<i4", copy=False).tobytes()
+    return Logprobs(entry, _floats(logprobs.logprobs), top_ids, _floats(logprobs.top_logprobs))
+
+
+def _floats(values: Float32s) -> bytes:
+    return values.astype("<f4", copy=False).tobytes()

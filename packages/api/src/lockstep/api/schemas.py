@@ -1,0 +1,233 @@
+"""Request bodies: the fields that are served, and by name those that others serve and this server refuses.
+
+Unknown fields are accepted, as by other servers, and noted in the debug log; with `strict` they are refused. A field of
+REFUSED is known: it is accepted as long as it has a value that changes nothing, and refused by name otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=2**27)]
+Name = Annotated[str, Field(max_length=256)]
+
+NOTHING = (None, False, "", 0)
+
+
+def empty(value: Any) -> bool:
+    """Whether a value says as much as if it were not there."""
+    return value in NOTHING or value in ([], {})
+
+
+class Body(BaseModel):
+    """What all bodies have in common: no coercion between types, no NaN, no infinity."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Known fields that are not served, with the values beside nothing that change no answer."""
+
+
+class StreamOptions(Body):
+    """What a stream has beside tokens."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Sampling(Body):
+    """Fields of everything that generates."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    seed: Int64 | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+
+
+class OpenAI(Sampling):
+    """Fields of both OpenAI endpoints."""
+
+    model: Name | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    priority: Int64 | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Name | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "allowed_token_ids": (),
+        "bad_words": (),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "ebnf": (),
+        "extra_key": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "json_schema": (),
+        "kv_transfer_params": (),
+        "lora_path": (),
+        "no_stop_trim": (),
+        "prompt_logprobs": (),
+        "regex": (),
+        "response_format": ({"type": "text"},),
+        "return_hidden_states": (),
+        "return_tokens_as_token_ids": (),
+        "session_params": (),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "stop_regex": (),
+        "structural_tag": (),
+        "structured_outputs": (),
+        "thinking_token_budget": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (),
+    }
+
+
+class CompletionBody(OpenAI):
+    """POST /v1/completions"""
+
+    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Count | None = None
+    add_special_tokens: bool = True
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {**OpenAI.REFUSED, "suffix": ()}
+
+
+class ChatMessage(Body):
+    """A message; what else it has is for the template, if it knows it."""
+
+    role: Name
+    content: Text | list[dict[str, Any]] | None = None
+    name: Name | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Name | None = None
+
+
+class ChatBody(OpenAI):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **OpenAI.REFUSED,
+        "add_special_tokens": (),
+        "audio": (),
+        "chat_template": (),
+        "chat_template_kwargs": (),
+        "documents": (),
+        "echo": (),
+        "function_call": ("none",),
+        "functions": (),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": (),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "web_search_options": (),
+    }
+
+
+class NativeSampling(Sampling):
+    """`sampling_params` of /generate."""
+
+    max_new_tokens: Count = 128
+    min_new_tokens: Count = 0
+    n: Annotated[int, Field(ge=1)] = 1
+    sampling_seed: Int64 | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "ebnf": (),
+        "json_schema": (),
+        "no_stop_trim": (),
+        "regex": (),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "stop_regex": (),
+        "structural_tag": (),
+    }
+
+
+class GenerateBody(Body):
+    """POST /generate"""
+
+    text: Text | list[Text] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: NativeSampling = NativeSampling()
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_logprobs_num: Count = 0
+    stream: bool = False
+    priority: Int64 | None = None
+    rid: Name | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio_data": (),
+        "bootstrap_host": (),
+        "bootstrap_room": (),
+        "extra_key": (),
+        "image_data": (),
+        "input_embeds": (),
+        "lora_path": (),
+        "return_hidden_states": (),
+        "return_text_in_logprobs": (),
+        "session_params": (),
+        "token_ids_logprob": (),
+        "video_data": (),
+    }
+
+
+class TokenizeBody(Body):
+    """POST /tokenize, of a prompt or of a conversation"""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: Name | None = None
+    tokens: list[TokenId]
+
+
+class AbortBody(Body):
+    """POST /abort_request"""
+
+    rid: Name

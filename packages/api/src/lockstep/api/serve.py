@@ -1,0 +1,120 @@
+"""`lockstep serve`: argument parsing, and what would run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from lockstep.api import children
+from lockstep.api.settings import ServeSettings, read_settings, sched_values
+
+DEFAULTS = ServeSettings()
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _option(name: str, kind: Any, about: str, **more: Any) -> Callable[[Command], Command]:
+    """An option whose default is that of the settings, so that a file's value is not hidden by it."""
+    default = getattr(DEFAULTS, name)
+    shown = f"  [default: {default}]" if default not in (None, (), {}, False) else ""
+    flag = "--" + name.replace("_", "-")
+    return click.option(flag, name, type=kind, default=None, help=about + shown, **more)
+
+
+@click.command("serve")
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A TOML file with these settings.")
+@_option("model", click.Path(), "A Hugging Face folder; without it and --emulate, the demo model.", metavar="DIR")
+@_option("emulate", str, "Serve a cost model in real time; no torch, no weights.", metavar="MODEL@GPU")
+@_option("served_model_name", str, "What clients call the model; may be given again.", multiple=True)
+@_option("tokenizer", click.Path(), "A folder with tokenizer.json, if not that of the model.", metavar="DIR")
+@_option("host", str, "Address to listen on. Beyond loopback it needs --api-keys.")
+@_option("port", int, "Port to listen on; 0 takes a free one.")
+@_option("api_workers", int, "Processes that speak HTTP.")
+@_option("api_keys", click.Path(), "A TOML file of keys and the tenants that they stand for.", metavar="FILE")
+@_option("admin_socket", click.Path(), "A Unix socket for an operator's routes; without it there are none.")
+@_option("strict", bool, "Refuse unknown fields.", is_flag=True)
+@_option("metrics_compat", click.Choice(["vllm", "sglang"]), "Figures under their names, too.", multiple=True)
+@_option("journal", click.Path(), "Record every fact and decision there.", metavar="DIR")
+@_option("seed", int, "Of requests without one of their own.")
+@_option("device", str, "auto, cpu, cuda, cuda:1, ...")
+@_option("dtype", str, "auto, bfloat16, float16, float32")
+@_option("attention_backend", str, "auto, flashinfer, triton, reference")
+@_option("numerics", click.Choice(["fast", "invariant"]), "Whether a batch may change what its requests get.")
+@_option("mem_fraction", float, "Of a GPU's memory, all together.")
+@_option("random_weights", int, "Small random weights; only config.json is read.", metavar="SEED")
+@_option("profile", str, "Emulated: family of scheduler settings: lockstep, sglang, vllm.")
+@_option("tp", int, "Emulated: GPUs, as tensor parallelism.")
+@_option("calibration", str, "Emulated: what the cost model is corrected by.")
+@_option("speed", float, "Emulated: times faster than real.")
+@_option("answer_tokens", int, "Emulated: mean length of an answer that ends by itself; 0: none does.")
+@_option("slow_reader_s", float, "A stream that takes nothing for so long is cancelled.")
+@_option("stalled_s", float, "An engine that does nothing for so long, with work to do, is not well.")
+@_option("shutdown_s", float, "Answers get so long to end when the server is to stop.")
+@_option("log_level", click.Choice(["debug", "info", "warning", "error"]), "How much to log.")
+@click.option("--set", "scheduler", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, and end.")
+def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **given: Any) -> int:
+    """Serve a model over HTTP, for clients of OpenAI's API.
+
+    Without arguments it serves the small demo model on the CPU, at http://127.0.0.1:8000. Ctrl-C ends it in order, with
+    exit status 130; SIGTERM does with 0. Limits of requests are set in the file of --config, under [limits].
+    """
+    options = {name: value for name, value in given.items() if value not in (None, ())}
+    if scheduler:
+        options["set"] = sched_values(scheduler)
+    settings = read_settings(config, options)
+    if dry_run:
+        click.echo(describe(settings))
+        return 0
+    from lockstep.api.launch import Launcher
+
+    children.start_log(settings.log_level, "serve")
+    check(settings)
+    launcher = Launcher(settings)
+    click.echo(f"serving at {launcher.url}")
+    return launcher.run()
+
+
+def check(settings: ServeSettings) -> None:
+    """Find out what can be found out before processes are started. Raises ConfigError."""
+    from lockstep.api.engines import text_of
+    from lockstep.api.keys import read_keys
+
+    text_of(settings)
+    if settings.api_keys is not None:
+        read_keys(Path(settings.api_keys))
+
+
+def describe(settings: ServeSettings) -> str:
+    """What would run: the settings, the engine, its memory, the processes. The engine is built, and not started."""
+    from lockstep.api.engines import build_engine
+
+    check(settings)
+    unit = build_engine(msgspec.structs.replace(settings, journal=None))
+    about = unit.about
+    unit.close()
+    changed = {
+        name: value
+        for name, value in msgspec.to_builtins(settings).items()
+        if value != msgspec.to_builtins(DEFAULTS)[name]
+    }
+    indented = unit.memory.replace("\n", "\n  ")
+    lines = [
+        f"model      {(settings.served_model_name or (about.model,))[0]} ({about.kind}) on {about.device}",
+        f"context    {about.request_tokens_max:,} tokens, prompt and output together",
+        f"memory\n  {indented}",
+        f"listens    {settings.host}:{settings.port}"
+        + (f", and {settings.admin_socket} for an operator" if settings.admin_socket else ""),
+        f"keys       {settings.api_keys or 'none: whoever reaches it may use it'}",
+        f"processes  1 engine, {settings.api_workers} API worker{'s' * (settings.api_workers > 1)}",
+        f"journal    {settings.journal or 'none'}",
+        f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
+        "scheduler",
+        *(f"  {name} = {value}" for name, value in about.settings.items()),
+    ]
+    return os.linesep.join(lines)

@@ -1,0 +1,93 @@
+"""What every endpoint of a worker works with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from starlette.requests import Request
+
+from lockstep.api.bridge import Bridge, EngineUnavailable
+from lockstep.api.errors import ApiError
+from lockstep.api.generation import Generation, Prompt, Wanted, unavailable
+from lockstep.api.keys import Keys
+from lockstep.api.metrics import Metrics
+from lockstep.api.plain_text import Texts
+from lockstep.api.schemas import Body
+from lockstep.api.settings import Limits, ServeSettings
+from lockstep.api.token_names import TokenNames
+from lockstep.api.wire import About
+
+BodyType = TypeVar("BodyType", bound=Body | None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[BodyType]):
+    """One HTTP request, let in and read."""
+
+    request: Request
+    body: BodyType
+    tenant: str
+    came_s: float  # by time.monotonic
+
+
+@dataclass
+class Server:
+    """One worker."""
+
+    settings: ServeSettings
+    bridge: Bridge
+    text: Texts | None
+    keys: Keys | None
+    metrics: Metrics
+    started_s: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = TokenNames(self.text)
+
+    @property
+    def limits(self) -> Limits:
+        return self.settings.limits
+
+    def about(self) -> About:
+        """What the engine is. Raises ApiError while there is none."""
+        if self.bridge.gone:
+            raise unavailable(EngineUnavailable(self.bridge.gone))
+        if self.bridge.about is None:
+            raise unavailable(EngineUnavailable("the engine is starting"))
+        return self.bridge.about
+
+    def models(self) -> tuple[str, ...]:
+        """What clients may call the model. Raises ApiError while there is no engine."""
+        return self.settings.served_model_name or (self.about().model,)
+
+    def model(self, asked: str | None) -> str:
+        """The name that answers have. Raises ApiError, 404, for a model that is not served."""
+        known = self.models()
+        if asked is not None and asked not in known:
+            raise ApiError(404, f"The model `{asked}` does not exist; this server has {', '.join(known)}.", "model")
+        return known[0] if asked is None else asked
+
+    def needs_text(self, what: str) -> Texts:
+        """The tokenizer. Raises ApiError if the model came without."""
+        if self.text is None:
+            raise ApiError(400, f"{what} needs a tokenizer, and this model came without; give token ids")
+        return self.text
+
+    def generate(self, call: Call[BodyType], wanted: Wanted, prompts: list[Prompt]) -> Generation:
+        """Send what is wanted to the engine. Raises ApiError."""
+        if self.draining:
+            raise ApiError(503, "the server is about to stop")
+        generation = Generation(self.bridge, self.metrics, wanted, call.came_s)
+        generation.start(prompts, self.text, self.limits)
+        return generation
+
+    async def watch_engine(self) -> None:
+        """Give the figures their model's name once it is known."""
+        while self.bridge.about is None and not self.bridge.gone:
+            await self.bridge.changed.wait()
+            self.bridge.changed.clear()
+        if self.bridge.about is not None:
+            self.metrics.name_model(self.models()[0])

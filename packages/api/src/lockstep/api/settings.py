@@ -1,0 +1,171 @@
+"""What to serve and how: the settings of `lockstep serve`, from flags, one TOML file, and defaults, in this order.
+
+They travel to the processes of the server as JSON, in the folder of its sockets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.errors import ConfigError
+
+LOOPBACK = ("localhost",)
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request may ask for. All are looked at before anything is tokenised, copied or multiplied."""
+
+    body_bytes_max: int = 32 * 2**20
+    prompts_max: int = 256  # in one request
+    answers_max: int = 512  # prompts times samples, in one request
+    samples_max: int = 128  # n
+    stops_max: int = 16
+    stop_characters_max: int = 512  # of one stop text
+    logprobs_max: int = 20
+    logit_bias_max: int = 1024
+    messages_max: int = 4096
+    requests_max: int = 4096  # answers that one worker has open
+
+
+class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings. Names are those of the flags, with _ for -."""
+
+    model: str | None = None  # a Hugging Face folder; None: the demo model
+    emulate: str | None = None  # MODEL@GPU: a cost model instead of a model
+    served_model_name: tuple[str, ...] = ()  # what clients call it; the first is the name in answers
+    tokenizer: str | None = None  # a folder; None: the model's own, and of an emulated one none
+    seed: int = 0
+    journal: str | None = None
+    set: dict[str, Any] = {}  # of the scheduler: fields of SchedConfig
+
+    # the model
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    numerics: Literal["fast", "invariant"] = "fast"
+    mem_fraction: float = 0.9
+    random_weights: int | None = None
+
+    # the emulated one
+    profile: str = "lockstep"
+    tp: int = 1
+    calibration: str | None = None
+    speed: float = 1.0
+    answer_tokens: int = 256
+
+    # HTTP
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_workers: int = 1
+    api_keys: str | None = None  # a file, see keys.py
+    admin_socket: str | None = None  # a Unix socket for the routes of an operator; None: there are none
+    strict: bool = False
+    metrics_compat: tuple[str, ...] = ()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    limits: Limits = Limits()
+
+    # time
+    slow_reader_s: float = 30.0  # a stream that takes nothing for so long is cancelled
+    stalled_s: float = 120.0  # an engine that does nothing for so long, with requests open, is not well
+    shutdown_s: float = 10.0  # answers get so long to end when the server is to stop
+
+    def __post_init__(self) -> None:
+        if self.emulate is not None and self.model is not None:
+            raise ConfigError("`model` and `emulate` are two kinds of engine\nhint: give one of them")
+        if self.emulate is not None and "@" not in self.emulate:
+            raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
+        for name, least in (("api_workers", 1), ("tp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
+        if self.port > 65535:
+            raise ConfigError(f"`port` must be at most 65535, got `{self.port}`")
+        for name in ("speed", "slow_reader_s", "stalled_s"):
+            if not 0.0 < getattr(self, name) < 1e9:
+                raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
+        if not 0.0 <= self.shutdown_s < 1e6:
+            raise ConfigError(f"`shutdown_s` must be at least 0, got `{self.shutdown_s}`")
+        for name in self.metrics_compat:
+            if name not in ("vllm", "sglang"):
+                raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
+        known = [one.name for one in msgspec.structs.fields(SchedConfig)]
+        for name in self.set:
+            if name not in known:
+                raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
+        if self.emulate is None:
+            for name, default in (("profile", "lockstep"), ("tp", 1), ("calibration", None), ("speed", 1.0)):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
+        elif self.random_weights is not None:
+            raise ConfigError("`random_weights` are for a model, and an emulated engine has none\nhint: drop it")
+        if not is_loopback(self.host) and self.api_keys is None:
+            raise ConfigError(
+                f"`host` {self.host} can be reached by others, and there are no keys\n"
+                "hint: give api_keys, or serve 127.0.0.1 behind a proxy that knows who may enter"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOOPBACK
+
+
+def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:
+    """Settings of a TOML file, and over them what was given on the command line.
+
+    Raises: ConfigError, which names the field, what it is and what it should be.
+    """
+    found: dict[str, Any] = {}
+    if file is not None:
+        try:
+            found = tomllib.loads(file.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"`config`: {file} cannot be read: {error}") from error
+    known = [one.name for one in msgspec.structs.fields(ServeSettings)]
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"{file}: there is no setting `{name}`{_near(name, known)}")
+    scheduler = {**found.get("set", {}), **given.get("set", {})} if isinstance(found.get("set", {}), dict) else None
+    merged = {**found, **given} | ({"set": scheduler} if scheduler is not None else {})
+    try:
+        return msgspec.convert(merged, ServeSettings)
+    except ConfigError:
+        raise
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # of __post_init__
+            raise error.__cause__ from None
+        where = f"{file}: " if file is not None else ""
+        raise ConfigError(f"{where}{error}") from error
+
+
+def sched_values(settings: tuple[str, ...]) -> dict[str, Any]:
+    """NAME=VALUE each: numbers, lists and true, false, null as JSON says them; everything else is text."""
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"`set` needs NAME=VALUE, got `{setting}`")
+        try:
+            found[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            found[name] = value
+    return found
+
+
+def for_scheduler(settings: dict[str, Any]) -> dict[str, Any]:
+    """As SchedConfig takes them: JSON and TOML have lists where it has tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def _near(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=2)
+    return f"\nhint: did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,235 @@
+"""What the processes of a server say to each other: typed, bounded, and never code.
+
+    API worker 0 ──Hello, Submit, Cancel, ...──> engine        each arrow is a ZeroMQ socket in a folder that only
+    API worker 1 ─────────────────────────────>                its owner can enter; see `sockets.py`
+                 <──Welcome, StepAnswers, Answered──
+    launcher ──WorkerGone, Stop──> engine;  launcher ──EngineGone──> workers
+
+Rules for changing messages: a message is a msgpack array, its first element the name of its type. Fields are only
+added at the end and with a default; anything else raises PROTOCOL. Both sides of a server come from one installation,
+so a message that cannot be read is a mistake of ours: `WireError` names it, and the process that got it ends. A new
+kind of request is one class here, one handler, and one line in the table of whoever gets it (docs/serving.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.errors import LockstepError
+from lockstep.core.events import Control, RequestArrived
+from lockstep.core.stats import Stats
+
+PROTOCOL = 1
+MESSAGE_BYTES_MAX = 256 * 2**20
+"""A prompt of a million tokens is 4 MB; the logprobs of one are the most that a message can have to carry."""
+
+Int32s = NDArray[np.int32]
+
+
+class WireError(LockstepError):
+    """A message between processes that cannot be read, or that nobody here expects."""
+
+
+# --------------------------------------------------------------------------------------------------------- to an engine
+
+
+class ToEngine(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """From a worker, or about one. `worker` is who gets the answer."""
+
+    worker: int
+
+
+class Hello(ToEngine, frozen=True):
+    """A worker is there. Answered by Welcome."""
+
+    protocol: int
+
+
+class Submit(ToEngine, frozen=True):
+    """A request, which the worker knows by `ticket`. Its time and its id are filled in by the engine."""
+
+    ticket: int
+    request: RequestArrived
+
+
+class Cancel(ToEngine, frozen=True):
+    """The client of a ticket left. One that is unknown or has ended is passed over."""
+
+    ticket: int
+
+
+class CancelLabel(ToEngine, frozen=True):
+    """Cancel what this tenant has open under a label, whichever worker sent it."""
+
+    label: str
+    tenant: str
+
+
+class Ask(ToEngine, frozen=True):
+    """Something other than tokens. Answered by Answered of the same ticket."""
+
+    ticket: int
+    control: Control
+
+
+class WorkerGone(ToEngine, frozen=True):
+    """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
+
+
+class Stop(ToEngine, frozen=True):
+    """From the launcher: end."""
+
+
+EngineMessage = Hello | Submit | Cancel | CancelLabel | Ask | WorkerGone | Stop
+
+
+# ---------------------------------------------------------------------------------------------------------- to a worker
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine is, for whoever checks requests before they go there."""
+
+    model: str  # what it is called where nobody gave it a name
+    kind: str  # model, or emulated
+    vocabulary: int
+    request_tokens_max: int  # prompt and output together
+    prompt_tokens_max: int  # with room for one token of output
+    eos_token_ids: tuple[int, ...]
+    logprobs: bool  # whether tokens can come with their logprobs
+    default_max_new_tokens: int | None = None  # of a request that does not say; None: what the context leaves
+    settings: dict[str, Any]  # of the scheduler, for people
+    device: str
+
+
+class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How an engine stands, a few times a second while it works and once when it comes to rest."""
+
+    waiting: int
+    running: int
+    pages: int
+    token_usage: float  # share of the pool that cannot be had at once
+    cached_tokens: int  # since the engine began: prompt tokens found in the radix cache,
+    new_tokens: int  # and those that had to be computed
+    retractions: int
+    progress: int  # rises with every launch, result, admission, retraction and end
+
+
+class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """To one worker, which it names: a worker that gets what is for another one must not go on."""
+
+    worker: int
+
+
+class Welcome(ToWorker, frozen=True):
+    """Answers Hello, once the engine can take requests."""
+
+    protocol: int
+    about: About
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Of the tokens of one entry of StepAnswers, in its order. Arrays are packed, little-endian."""
+
+    entry: int
+    logprobs: bytes  # float32 [tokens]
+    top_ids: bytes = b""  # int32 [tokens, tops]
+    top_logprobs: bytes = b""  # float32 [tokens, tops]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Nothing more comes of a sample. Exactly one of these closes each."""
+
+    ticket: int
+    sample: int
+    reason: str  # of FinishRequest or RejectRequest; "engine" if the engine ended first
+    error: str = ""  # a sentence, where it was rejected or failed
+    rejected: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_positions: bytes = b""  # int32: where in the prompt the tokens stand whose logprobs follow
+    prompt_logprobs: bytes = b""  # float32
+
+
+class StepAnswers(ToWorker, frozen=True):
+    """All that one step of the engine has for a worker: new tokens of its samples, then which of them ended.
+
+    Entry i is counts[i] tokens for sample samples[i] of tickets[i], the first of which is output number offsets[i].
+    Offsets seen before are repeats. `tokens` has those of all entries end to end.
+    """
+
+    tickets: bytes = b""  # int64
+    samples: bytes = b""  # int32, as are the following
+    offsets: bytes = b""
+    counts: bytes = b""
+    tokens: bytes = b""
+    logprobs: tuple[Logprobs, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    gauges: Gauges | None = None
+
+
+class Answered(ToWorker, frozen=True):
+    """Answers Ask."""
+
+    ticket: int
+    ok: bool
+    message: str = ""
+    stats: Stats | None = None
+
+
+class EngineGone(ToWorker, frozen=True):
+    """The engine ended, and nothing will come of what is open."""
+
+    message: str
+
+
+WorkerMessage = Welcome | StepAnswers | Answered | EngineGone
+
+
+# ------------------------------------------------------------------------------------------------------- bytes and back
+
+Message = TypeVar("Message")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_to_worker: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def encode(message: ToEngine | ToWorker) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def read_by_engine(frame: bytes) -> EngineMessage:
+    """A message to an engine. Raises WireError, which names what came."""
+    return _read(_to_engine, frame, "the engine")
+
+
+def read_by_worker(frame: bytes, worker: int) -> WorkerMessage:
+    """A message to this worker. Raises WireError, which names what came."""
+    message = _read(_to_worker, frame, f"worker {worker}")
+    if message.worker != worker:
+        raise WireError(f"worker {worker} got {type(message).__name__} for worker {message.worker}")
+    return message
+
+
+def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, who: str) -> Message:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"{who} got {_called(frame)}, which it cannot read: {error}") from error
+
+
+def _called(frame: bytes) -> str:
+    """What a frame says that it is."""
+    try:
+        match msgspec.msgpack.decode(frame):
+            case [str(name), *_]:
+                return f"a message {name[:40]!r}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    return f"{len(frame)} bytes that are no message ({frame[:16].hex()}...)"

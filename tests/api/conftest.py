@@ -1,0 +1,16 @@
+"""Servers that several files of tests talk to, each started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.live_server import EMULATED, LiveServer, serving
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """An emulated model, ten times as fast as its GPU."""
+    with serving(tmp_path_factory.mktemp("emulated") / "log", *EMULATED, "--speed", "10") as server:
+        yield server

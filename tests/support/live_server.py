@@ -1,0 +1,122 @@
+"""`lockstep serve` as a process of its own, for as long as a test needs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
+EMULATED = ("--emulate", "qwen3-0.6b@h200")
+START_S = 60.0
+END_S = 30.0
+
+
+class LiveServer:
+    """A server on a free port of loopback.
+
+    Args:
+        arguments: of `lockstep serve`, without the port.
+        log: a file for its log.
+    """
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", RUN, "serve", "--port", "0", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+            )
+        assert self.process.stdout is not None
+        watchdog = threading.Timer(START_S, self.process.kill)
+        watchdog.start()
+        line = self.process.stdout.readline().decode()
+        watchdog.cancel()
+        found = re.fullmatch(r"serving at (http://\S+)\n", line)
+        if found is None:
+            self.process.kill()
+            raise AssertionError(f"no server: {line!r}\n{self.text()}")
+        self.url = found[1]
+
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text("utf-8", "replace")
+
+    def status_of(self, path: str) -> int:
+        """The status that a GET of this path has; 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def wait_ready(self) -> LiveServer:
+        """Return once it takes requests."""
+        until(lambda: self.status_of("/ready") == 200 or self.process.poll() is not None, START_S)
+        assert self.process.poll() is None, self.text()
+        return self
+
+    def children(self) -> dict[str, int]:
+        """Process ids by what they are: `engine`, `worker 0`, ..."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    words = (folder / "cmdline").read_bytes().decode().split("\0")
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                except (OSError, ValueError):
+                    continue
+                if parent == self.process.pid and "lockstep.api.engine_process" in words:
+                    found["engine"] = int(folder.name)
+                if parent == self.process.pid and "lockstep.api.worker" in words:
+                    found[f"worker {words[words.index('lockstep.api.worker') + 2]}"] = int(folder.name)
+        return found
+
+    def folder(self) -> Path:
+        """Where its sockets are."""
+        engine = self.children()["engine"]
+        words = Path(f"/proc/{engine}/cmdline").read_bytes().decode().split("\0")
+        return Path(words[words.index("lockstep.api.engine_process") + 1])
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to end, and return its exit status."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, how)
+        try:
+            return self.process.wait(END_S)
+        finally:
+            self.process.kill()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+
+@contextmanager
+def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
+    """A server that takes requests, and is gone afterwards."""
+    server = LiveServer(*arguments, log=log)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.end()
+
+
+def until(true: object, seconds: float = 10.0) -> None:
+    """Wait until a function says True. Fails after so long."""
+    assert callable(true)
+    ends_s = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends_s, f"not within {seconds} s"
+        time.sleep(0.02)
