@@ -41,7 +41,7 @@ from lockstep.core.errors import ConfigError
 
 log = logging.getLogger("lockstep.serve")
 
-YOUNG_S = 5.0  # a worker that ends so soon would do so again
+YOUNG_S = 2.0  # a worker that ends so soon would do so again
 GRACE_S = 5.0  # beyond the time that answers get, until a process that was told to end is killed
 BACKLOG = 2048
 EXIT_INTERRUPTED = 130

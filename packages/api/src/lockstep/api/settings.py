@@ -104,6 +104,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         elif self.random_weights is not None:
             raise ConfigError("`random_weights` are for a model, and an emulated engine has none\nhint: drop it")
+        if self.admin_socket is not None and self.api_keys is None:
+            raise ConfigError("`admin_socket` needs `api_keys`\nhint: with a key that has admin = true")
         if not is_loopback(self.host) and self.api_keys is None:
             raise ConfigError(
                 f"`host` {self.host} can be reached by others, and there are no keys\n"

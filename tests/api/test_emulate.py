@@ -1,0 +1,143 @@
+"""The emulated executor: what it says follows from the request, and when it says so from the cost model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+
+from lockstep.api.emulate import EmulatedExecutor, Vocabulary
+from lockstep.core.commands import FinishRequest, RejectRequest
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ContractError
+from lockstep.core.events import BatchFinished, RequestArrived, RequestRetracted, SamplingParams, TokenIds
+from lockstep.host.batches import Int32s
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.sim.cost import BatchShape, Duration
+
+WORDS = Vocabulary(first=300, count=700, end=256, mean_tokens=40)
+
+
+class FixedCost:
+    """A millisecond for each batch, and ten microseconds for each new token."""
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        return Duration(1000.0 + 10.0 * (shape.extend_tokens + shape.decode_rows))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "fixed"}
+
+
+class Heard:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.said: list[int] = []
+        self.reason = ""
+
+    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+        assert offset == len(self.said)
+        self.said += tokens.tolist()
+
+    def finished(self, end: FinishRequest, extras: Extras) -> None:
+        self.reason = end.reason
+
+    def rejected(self, end: RejectRequest) -> None:
+        self.reason = end.message
+
+    def failed(self, message: str) -> None:
+        self.reason = message
+
+
+def served(requests: list[RequestArrived], observe: Any = None, speed: float = 1.0, **settings: Any) -> list[Heard]:
+    """What each request is told by an engine of its own, all at once."""
+    config = SchedConfig(**{"pages": 256, "eos_token_ids": (256,), "context_tokens_max": 2048, **settings})
+    clock = HostClock()
+    executor = EmulatedExecutor(FixedCost(), WORDS, config.rows_max, clock, seed=1, speed=speed)
+    host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe)
+    heard = [Heard() for _ in requests]
+    for request, sink in zip(requests, heard, strict=True):
+        host.submit(request, sink)
+    host.run(until_idle=True)
+    return heard
+
+
+def request(prompt: str, *, tokens: int = 50, temperature: float = 0.0, seed: int = 0, **more: Any) -> RequestArrived:
+    ids = np.frombuffer(prompt.encode(), np.uint8).astype("<i4").tobytes()
+    sampling = SamplingParams(temperature=temperature, seed=seed)
+    return RequestArrived(0, request_id=-1, prompt=TokenIds(ids), max_new_tokens=tokens, sampling=sampling, **more)
+
+
+def test_an_answer_follows_from_prompt_and_seed() -> None:
+    alone = served([request("a", tokens=30, ignore_eos=True)])[0].said
+    assert len(alone) == 30
+    crowd = [request(text, tokens=30, ignore_eos=True) for text in ("b", "a", "cc")]
+    assert served(crowd)[1].said == alone
+    assert served([request("a", tokens=30, ignore_eos=True, seed=9)])[0].said == alone  # greedy
+    hot = [served([request("a", temperature=1.0, seed=seed, ignore_eos=True)])[0].said for seed in (1, 1, 2)]
+    assert hot[0] == hot[1] != hot[2]
+    assert all(300 <= token < 1000 for token in alone)
+
+
+def test_several_steps_in_a_launch_say_the_same() -> None:
+    wanted = [request(text, tokens=40) for text in ("one", "two", "three")]
+    single = served(wanted)
+    assert [one.said for one in served(wanted, decode_steps_per_launch=4)] == [one.said for one in single]
+
+
+def test_an_answer_is_the_same_behind_a_retraction() -> None:
+    retracted = []
+
+    def observe(event: Any, step: Any) -> None:
+        retracted.extend(one for one in step.decided if isinstance(one, RequestRetracted))
+
+    wanted = [request(f"number {i}", tokens=60, ignore_eos=True) for i in range(6)]
+    plenty = [one.said for one in served(wanted)]
+    assert [one.said for one in served(wanted, observe, pages=16, reserve="on_demand")] == plenty
+    assert retracted
+
+
+def test_answers_end_by_themselves_around_the_mean() -> None:
+    lengths = [WORDS.length(WORDS.key(np.array([i], np.int32), None)) for i in range(2000)]
+    assert 36 < np.mean(lengths) < 44
+    assert min(lengths) == 1
+    heard = served([request(f"{i}", tokens=2000) for i in range(20)], speed=100)
+    assert all(one.reason == "stop" and one.said[-1] == 256 for one in heard)
+    never = Vocabulary(first=300, count=700, end=256, mean_tokens=0)
+    assert never.length(17) == 0
+    assert Vocabulary(first=300, count=700, end=256, mean_tokens=1).length(17) == 1
+
+
+def test_min_new_tokens_come_before_the_end() -> None:
+    (heard,) = served([request("x", tokens=200, min_new_tokens=150)])
+    assert len(heard.said) >= 150
+    assert 256 not in heard.said[:149]
+
+
+@pytest.mark.parametrize(("speed", "depth"), [(1.0, 0), (1.0, 1), (4.0, 1)])
+def test_batches_take_as_long_as_the_cost_model_says(speed: float, depth: int) -> None:
+    finished: list[BatchFinished] = []
+
+    def observe(event: Any, step: Any) -> None:
+        if isinstance(event, BatchFinished):
+            finished.append(event)
+
+    served([request("x" * 100, tokens=30, ignore_eos=True)], observe, speed=speed, overlap_depth=depth)
+    took = [event.finished_us - event.started_us for event in finished]
+    assert abs(took[0] - 2000 / speed) <= 1
+    assert all(abs(one - 1010 / speed) <= 1 for one in took[1:])
+    assert all(event.time_us >= event.finished_us for event in finished)
+    assert all(a.finished_us <= b.started_us for a, b in pairwise(finished))
+
+
+def test_what_it_cannot_run_is_refused() -> None:
+    executor = EmulatedExecutor(FixedCost(), WORDS, 4, HostClock(), seed=1)
+    with pytest.raises(ContractError, match="none was deferred"):
+        executor.sample(1, ())
+    assert not executor.ready()
+    assert executor.in_flight == 0

@@ -1,0 +1,149 @@
+"""The endpoints that are not OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+
+from tests.support.live_server import LiveServer, until  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def client(emulated: LiveServer) -> Iterator[Any]:
+    with httpx2.Client(base_url=emulated.url, timeout=30) as made:
+        yield made
+
+
+def generate(client: Any, **fields: Any) -> Any:
+    answer = client.post("/generate", json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_text_and_ids(client: Any) -> None:
+    params = {"max_new_tokens": 4, "temperature": 0}
+    said = generate(client, text="hello", sampling_params=params)
+    assert said["text"] == "".join(f" w{token}" for token in said["output_ids"])
+    about = said["meta_info"]
+    assert (about["prompt_tokens"], about["completion_tokens"]) == (5, 4)
+    assert about["finish_reason"] == {"type": "length", "length": 4}
+    assert generate(client, input_ids=list(b"hello"), sampling_params=params)["text"] == said["text"]
+    several = generate(client, text=["hello", "there"], sampling_params=params)
+    assert [one["text"] == said["text"] for one in several] == [True, False]
+    assert len(generate(client, text="hello", sampling_params={**params, "n": 3})) == 3
+
+
+def test_a_stream_is_cumulative(client: Any) -> None:
+    asked = {"text": "hello", "sampling_params": {"max_new_tokens": 20, "temperature": 0}}
+    whole = generate(client, **asked)
+    with client.stream("POST", "/generate", json={**asked, "stream": True}) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line[6:]) for line in lines[:-1]]
+    assert events[-1]["text"] == whole["text"]
+    assert all(after["text"].startswith(before["text"]) for before, after in pairwise(events))
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert len(events) > 3
+
+
+def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer) -> None:
+    params = {"max_new_tokens": 30_000, "ignore_eos": True}
+    said: list[Any] = []
+
+    def ask() -> None:
+        with httpx2.Client(base_url=emulated.url, timeout=60) as own:
+            said.append(generate(own, text="endless", sampling_params=params, rid="mine"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: "running" in running(client))
+    assert client.post("/abort_request", json={"rid": "somebody else's"}).status_code == 200
+    assert thread.is_alive()
+    client.post("/abort_request", json={"rid": "mine"})
+    thread.join(10)
+    assert said[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def running(client: Any) -> str:
+    lines = client.get("/metrics").text.splitlines()
+    (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("lockstep_num_requests_running{")]
+    return "running" if float(value) else ""
+
+
+def test_what_cannot_be(client: Any) -> None:
+    for fields, param in (
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": ""}, "text"),
+        ({"input_ids": [10**6]}, "prompt"),
+        ({"text": "a", "return_logprob": True}, "return_logprob"),
+        ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
+        ({"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 10**6}}, "max_new_tokens"),
+        ({"text": "a", "lora_path": "/etc/passwd"}, "lora_path"),
+        ({"text": "a", "rid": "r" * 257}, "rid"),
+    ):
+        answer = client.post("/generate", json=fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_tokens_there_and_back(client: Any) -> None:
+    text = "Zürich 😀"
+    said = client.post("/tokenize", json={"prompt": text}).json()
+    assert said == {"tokens": list(text.encode()), "count": 12, "max_model_len": 40960}
+    assert client.post("/detokenize", json={"tokens": said["tokens"]}).json()["prompt"] == text
+    told = client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert bytes(told["tokens"]).decode() == "user: hi\nassistant:"
+    assert client.post("/tokenize", json={}).status_code == 400
+    assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_health_and_info(client: Any) -> None:
+    assert [client.get(path).status_code for path in ("/health", "/ready", "/ping")] == [200, 200, 200]
+    assert client.get("/health").content == b""
+    info = client.get("/get_model_info").json()
+    assert (info["served_model_name"], info["engine"], info["max_model_len"]) == ("qwen3-0.6b", "emulated", 40960)
+    assert set(client.get("/version").json()) == {"version"}
+
+
+def test_metrics_have_the_names_and_buckets_of_dashboards(client: Any) -> None:
+    body = {"prompt": "metrics", "max_tokens": 5, "stream": True}
+    list(client.post("/v1/completions", json=body).iter_lines())
+    text = client.get("/metrics").text
+    for name in (
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_prompt_tokens_bucket",
+        "request_generation_tokens_bucket",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+    ):
+        assert f"\nlockstep_{name}{{" in text, name
+    assert 'le="0.001"' in text
+    assert 'le="2560.0"' in text
+    assert 'model_name="qwen3-0.6b"' in text
+
+
+def test_openapi_describes_the_bodies(client: Any) -> None:
+    described = client.get("/openapi.json").json()
+    posted = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert posted == {"$ref": "#/components/schemas/ChatBody"}
+    fields = described["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "temperature", "max_completion_tokens"} <= set(fields)
+    assert "$defs" not in json.dumps(described)

@@ -1,0 +1,186 @@
+"""The processes of a server: whom they listen to, and what becomes of the others when one of them ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+zmq = pytest.importorskip("zmq", reason="the server is not installed")
+
+from tests.support.live_server import EMULATED, LiveServer, serving, until  # noqa: E402
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = linux
+
+ENDLESS = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
+
+
+class Stream:
+    """A stream that somebody reads, to its end."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        self.lines: list[str] = []
+        self.broken = False
+        self._body = {**ENDLESS, "stream": True, **fields}
+        self._url = url
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+        until(lambda: len(self.lines) > 3)
+
+    def _read(self) -> None:
+        try:
+            with httpx2.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=60) as answer:
+                self.lines += (line for line in answer.iter_lines() if line)
+        except httpx2.TransportError:
+            self.broken = True
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "1") as made:
+        yield made
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(target[8:-1])
+    return found
+
+
+def test_one_socket_on_loopback_and_a_folder_for_the_owner_alone(server: LiveServer) -> None:
+    pids = [server.process.pid, *server.children().values()]
+    inodes = set.union(*map(sockets_of, pids))
+    listening = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes and (table.startswith("udp") or words[3] == "0A"):
+                listening.append((table, words[1]))
+    port = int(server.url.rpartition(":")[2])
+    assert listening == [("tcp", f"0100007F:{port:04X}")]
+    folder = server.folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "settings.json"}
+    assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
+    assert server.end() == 0
+    assert not folder.exists()
+
+
+def test_ctrl_c_ends_it_in_order(server: LiveServer) -> None:
+    """Answers get their time; what is still open then is broken off."""
+    short, endless = Stream(server.url, max_tokens=60), Stream(server.url)
+    children = server.children()
+    assert server.end(signal.SIGINT) == 130
+    short.thread.join(5)
+    endless.thread.join(5)
+    assert short.lines[-1] == "data: [DONE]"
+    assert endless.lines[-1] != "data: [DONE]"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children.values())
+    assert server.status_of("/health") == 0
+
+
+def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> None:
+    stream = Stream(server.url)
+    os.kill(server.children()["engine"], signal.SIGKILL)
+    assert server.process.wait(10) == 1
+    stream.thread.join(5)
+    *_, error, done = stream.lines
+    assert done == "data: [DONE]"
+    said = json.loads(error[6:])["error"]
+    assert (said["code"], said["type"]) == (503, "ServiceUnavailableError")
+    assert "SIGKILL" in said["message"]
+    assert not stream.broken
+
+
+def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *EMULATED, "--api-workers", "2") as server:
+        until(lambda: len(server.children()) == 3)
+        streams = [Stream(server.url) for _ in range(6)]
+        until(lambda: running(server) == 6)
+        victim = server.children()["worker 0"]
+        until(lambda: _age_s(victim) > 2.5)  # one that dies young is not replaced
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: "worker 2" in server.children())
+        until(lambda: running(server) == sum(not stream.broken for stream in streams))
+        assert server.status_of("/health") == 200
+        assert httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        shared = server.folder() / "metrics"
+        assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+
+
+def running(server: LiveServer) -> float:
+    """How many requests the engine has."""
+    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("lockstep_num_requests_running{"))
+
+
+def _age_s(pid: int) -> float:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_when_the_launcher_dies_its_children_do(server: LiveServer) -> None:
+    children = server.children()
+    server.process.kill()
+    until(lambda: not any(_runs(pid) for pid in children.values()))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_message_that_nobody_knows_ends_the_server_and_is_named(server: LiveServer) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(f"ipc://{server.folder() / 'engine'}")
+    socket.send(b"\x92\xa9Overthrow\x01")
+    assert server.process.wait(10) == 1
+    assert "WireError: the engine got a message 'Overthrow', which it cannot read" in server.text()
+    socket.close(0)
+    context.term()
+
+
+def test_a_port_that_is_taken_is_one_clear_error(emulated: LiveServer) -> None:
+    port = emulated.url.rpartition(":")[2]
+    code = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
+    finished = subprocess.run(
+        [sys.executable, "-c", code, "serve", *EMULATED, "--port", port], capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == 2
+    assert finished.stderr.startswith(f"ConfigError: `port`: 127.0.0.1:{port} cannot be listened on")
+    assert "hint:" in finished.stderr
+
+
+def test_nothing_of_an_emulated_server_needs_torch() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'triton', 'lockstep.runtime'): sys.modules[name] = None\n"
+        "import lockstep.api.worker, lockstep.api.launch, lockstep.api.serve\n"
+        "from lockstep.api.engines import build_engine\n"
+        "from lockstep.api.settings import ServeSettings\n"
+        "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).about.model)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert finished.stdout == "qwen3-8b\n", finished.stderr

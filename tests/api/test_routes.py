@@ -1,0 +1,164 @@
+"""Who may use which route: all routes there are, tried without a key, with a user's and with an operator's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+
+from lockstep.api.app import ADMIN_ROUTES, ROUTES, Route, make_app, refuse_undeclared  # noqa: E402
+from lockstep.api.bridge import Bridge  # noqa: E402
+from lockstep.api.keys import Key, Keys, read_keys  # noqa: E402
+from lockstep.api.metrics import Metrics  # noqa: E402
+from lockstep.api.plain_text import PlainText  # noqa: E402
+from lockstep.api.server import Server  # noqa: E402
+from lockstep.api.settings import ServeSettings  # noqa: E402
+from lockstep.core.errors import ConfigError  # noqa: E402
+from tests.api.test_wire import ABOUT  # noqa: E402
+
+USER, OPERATOR = "sk-a-key-of-a-user", "sk-a-key-of-an-operator"
+KEYS = Keys([Key("alice", USER), Key("operator", OPERATOR, admin=True)])
+
+# path: status without a key, with a user's, with an operator's. A body that is none is 400 or 415 for who was let in.
+EXPECTED = {
+    ("GET", "/health"): (200, 200, 200),
+    ("GET", "/ready"): (200, 200, 200),
+    ("GET", "/ping"): (200, 200, 200),
+    ("GET", "/version"): (401, 200, 200),
+    ("GET", "/metrics"): (401, 200, 200),
+    ("GET", "/openapi.json"): (401, 200, 200),
+    ("GET", "/v1/models"): (401, 200, 200),
+    ("GET", "/v1/models/{name:path}"): (401, 404, 404),
+    ("POST", "/v1/completions"): (401, 415, 415),
+    ("POST", "/v1/chat/completions"): (401, 415, 415),
+    ("POST", "/generate"): (401, 415, 415),
+    ("POST", "/abort_request"): (401, 415, 415),
+    ("POST", "/tokenize"): (401, 415, 415),
+    ("POST", "/detokenize"): (401, 415, 415),
+    ("GET", "/get_model_info"): (401, 200, 200),
+    ("GET", "/model_info"): (401, 200, 200),
+}
+EXPECTED_ADMIN = {
+    ("POST", "/flush_cache"): (401, 401, 503),
+    ("POST", "/pause"): (401, 401, 503),
+    ("POST", "/resume"): (401, 401, 503),
+    ("POST", "/drain"): (401, 401, 503),
+    ("POST", "/get_server_info"): (401, 401, 503),
+    ("GET", "/openapi.json"): (401, 401, 200),
+}
+
+
+def in_process(folder: Path, routes: tuple[Route, ...], what: Any, **settings: Any) -> Any:
+    """What a function of a client gets from a worker's application with an engine that was there, and is stuck."""
+
+    async def run() -> Any:
+        bridge = Bridge(folder, 0)
+        bridge.about = ABOUT
+        keys = settings.pop("keys", KEYS)
+        server = Server(ServeSettings(emulate="qwen3-0.6b@h200", **settings), bridge, PlainText(), keys, Metrics())
+        if routes is ADMIN_ROUTES:
+            bridge.gone = "it was switched off"
+        app = make_app(server, routes)
+        try:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
+                return await what(client, app)
+        finally:
+            bridge.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("routes", "expected"), [(ROUTES, EXPECTED), (ADMIN_ROUTES, EXPECTED_ADMIN)])
+def test_every_route_with_every_key(tmp_path: Path, routes: Any, expected: Any) -> None:
+    async def try_all(client: Any, app: Any) -> dict[tuple[str, str], tuple[int, ...]]:
+        found: dict[tuple[str, str], tuple[int, ...]] = {}
+        for route in app.routes:
+            for method in route.methods - {"HEAD"}:
+                path = route.path.replace("{name:path}", "a/b")
+                statuses = []
+                for key in (None, USER, OPERATOR):
+                    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                    statuses.append((await client.request(method, path, headers=headers)).status_code)
+                found[method, route.path] = tuple(statuses)
+        return found
+
+    assert in_process(tmp_path, routes, try_all) == expected
+
+
+def test_no_spelling_of_a_path_gets_around_the_key(tmp_path: Path) -> None:
+    async def try_all(client: Any, app: Any) -> list[int]:
+        paths = ("//v1/models", "/v1//models", "/v1/models/", "/V1/models", "/v1/%6dodels", "/health/../v1/models")
+        found = [(await client.get(path, follow_redirects=True)).status_code for path in paths]
+        found += [(await client.get("/v1/models", headers={"Host": "localhost/health?"})).status_code]
+        return found
+
+    assert set(in_process(tmp_path, ROUTES, try_all)) <= {401, 404}
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer x", f"Basic {USER}", USER, f"Bearer {USER}x"])
+def test_what_is_no_key_opens_nothing(header: str) -> None:
+    assert KEYS.tenant_of(header) is None
+
+
+def test_keys_stand_for_tenants() -> None:
+    assert KEYS.tenant_of(f"Bearer {USER}") == "alice"
+    assert KEYS.tenant_of(f"bearer  {USER} ") == "alice"
+    assert KEYS.tenant_of(f"Bearer {USER}", admin=True) is None
+    assert KEYS.tenant_of(f"Bearer {OPERATOR}", admin=True) == "operator"
+
+
+def test_a_route_of_no_table_is_refused_at_start(tmp_path: Path) -> None:
+    async def add(client: Any, app: Any) -> None:
+        async def open_door() -> str:
+            return "come in"
+
+        refuse_undeclared(app.routes, (*ROUTES, Route("GET", "/openapi.json", "user", ROUTES[0].handler)))
+        app.add_api_route("/debug", open_door)
+        with pytest.raises(RuntimeError, match="GET /debug is in no table"):
+            refuse_undeclared(app.routes, (*ROUTES, Route("GET", "/openapi.json", "user", ROUTES[0].handler)))
+
+    in_process(tmp_path, ROUTES, add)
+
+
+def test_strict_refuses_unknown_fields(tmp_path: Path) -> None:
+    async def ask(client: Any, app: Any) -> list[tuple[int, str]]:
+        found = []
+        for more in ({"a_field_of_others": 1}, {"stream_options": {"include_usages": True}}):
+            answer = await client.post("/v1/completions", json={"prompt": "a", **more})
+            found.append((answer.status_code, answer.json()["error"]["param"]))
+        return found
+
+    said = in_process(tmp_path, ROUTES, ask, strict=True, keys=None)
+    assert said == [(400, "a_field_of_others"), (400, "stream_options.include_usages")]
+
+
+def test_without_keys_everybody_on_this_machine_is_a_user(tmp_path: Path) -> None:
+    async def ask(client: Any, app: Any) -> int:
+        return int((await client.get("/v1/models")).status_code)
+
+    assert in_process(tmp_path, ROUTES, ask, keys=None) == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Object missing required field `keys`"),
+        ("keys = []", "holds no key"),
+        ("[[keys]]\ntenant = 'a'", "missing required field `key`"),
+        ("[[keys]]\ntenant = 'a'\nkey = 'short-and-secret'[:8]", "cannot be read"),
+        ("[[keys]]\ntenant = 'a'\nkey = 'secret'", "key 1 of .* has less than 16 characters"),
+        ("[[keys]]\ntenant = ''\nkey = 'secret secret secret'", "needs a tenant"),
+        ("[[keys]]\ntenant = 'a'\nkey = 'secret secret secret'\nadmn = true", "unknown field `admn`"),
+    ],
+)
+def test_a_key_file_that_is_none_is_refused_without_showing_a_key(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_keys(path)
+    assert "secret" not in str(caught.value)

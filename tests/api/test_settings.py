@@ -1,0 +1,101 @@
+"""Settings of `lockstep serve`: from flags, from a file, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+
+from click.testing import CliRunner
+
+from lockstep.api.serve import serve
+from lockstep.api.settings import ServeSettings, read_settings, sched_values
+from lockstep.core.errors import ConfigError
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        "emulate = 'qwen3-8b@h200'\nport = 9000\n[limits]\nsamples_max = 4\n[set]\nmax_running_requests = 8"
+    )
+    settings = read_settings(file, {"port": 9001, "set": {"overlap_depth": 0}})
+    assert (settings.emulate, settings.port, settings.limits.samples_max) == ("qwen3-8b@h200", 9001, 4)
+    assert settings.set == {"max_running_requests": 8, "overlap_depth": 0}
+    assert settings.limits.prompts_max == ServeSettings().limits.prompts_max
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"port": "80"}, r"Expected `int`, got `str` - at `\$\.port`"),
+        ({"port": 70_000}, "`port` must be at most 65535, got `70000`"),
+        ({"api_workers": 0}, "`api_workers` must be at least 1"),
+        ({"host": "0.0.0.0"}, "`host` 0.0.0.0 can be reached by others"),
+        ({"host": "example.org"}, "can be reached by others"),
+        ({"emulate": "qwen3-8b"}, "`emulate` must be MODEL@GPU"),
+        ({"emulate": "a@b", "model": "c"}, "two kinds of engine"),
+        ({"speed": 0.0, "emulate": "a@b"}, "`speed` must be above 0"),
+        ({"tp": 2}, "`tp` is for an emulated engine"),
+        ({"admin_socket": "a"}, "`admin_socket` needs `api_keys`"),
+        ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
+        ({"limits": {"samples": 3}}, "unknown field `samples`"),
+        ({"log_level": "loud"}, "Invalid enum value 'loud'"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_settings(None, given)
+
+
+def test_a_name_that_is_none_is_found_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("prot = 1")
+    with pytest.raises(ConfigError, match=r"no setting `prot`\nhint: did you mean port"):
+        read_settings(file, {})
+
+
+@pytest.mark.parametrize("text", ["port = ", "port: 1", "\xff"])
+def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"serve\.toml cannot be read"):
+        read_settings(file, {})
+
+
+def test_addresses_of_this_machine_need_no_keys() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert ServeSettings(host=host).host == host
+
+
+def test_values_of_the_scheduler() -> None:
+    assert sched_values(("a=1", "b=true", "c=none", "d=[1, 2]", "e=x=y")) == {
+        "a": 1,
+        "b": True,
+        "c": "none",
+        "d": [1, 2],
+        "e": "x=y",
+    }
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        sched_values(("a",))
+
+
+def test_a_dry_run_says_what_would_run() -> None:
+    arguments = ["--emulate", "qwen3-8b@h200", "--set", "max_running_requests=17", "--port", "0", "--dry-run"]
+    said = CliRunner().invoke(serve, arguments)
+    assert said.exit_code == 0, said.output
+    for line in (
+        "model      qwen3-8b (emulated) on 1 x H200-SXM, emulated",
+        "listens    127.0.0.1:0",
+        "processes  1 engine, 1 API worker",
+        "  max_running_requests = 17",
+    ):
+        assert line in said.output.splitlines()
+    assert "KV tokens" in said.output
+
+
+def test_every_setting_has_a_flag_or_is_a_table() -> None:
+    flags = {parameter.name for parameter in serve.params}
+    assert set(ServeSettings.__struct_fields__) - flags == {"limits", "set"}

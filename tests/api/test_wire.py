@@ -1,0 +1,115 @@
+"""Messages between processes: whole, typed, bounded; and each has somebody who knows what to do with it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("zmq", reason="the server is not installed")
+pytest.importorskip("fastapi", reason="the server is not installed")
+
+from lockstep.api import bridge, engine_process, wire
+from lockstep.core.events import GetState, RequestArrived, SamplingParams, TokenIds
+
+ABOUT = wire.About(
+    model="m",
+    kind="model",
+    vocabulary=10,
+    request_tokens_max=100,
+    prompt_tokens_max=99,
+    eos_token_ids=(2,),
+    logprobs=True,
+    settings={"page_size": 16},
+    device="cpu",
+)
+REQUEST = RequestArrived(
+    0,
+    request_id=-1,
+    prompt=TokenIds(b"\1\0\0\0"),
+    max_new_tokens=5,
+    sampling=SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)),
+    stop_texts=("é",),
+)
+TO_ENGINE = [
+    wire.Hello(0, 1),
+    wire.Submit(1, 7, REQUEST),
+    wire.Cancel(1, 7),
+    wire.CancelLabel(1, "label", "tenant"),
+    wire.Ask(1, 8, GetState()),
+    wire.WorkerGone(1),
+    wire.Stop(0),
+]
+TO_WORKER = [
+    wire.Welcome(3, 1, ABOUT),
+    wire.StepAnswers(
+        3,
+        b"\7" + bytes(7),
+        bytes(4),
+        bytes(4),
+        b"\1\0\0\0",
+        b"\5\0\0\0",
+        (wire.Logprobs(0, bytes(4)),),
+        (wire.Ended(7, 0, "length", output_tokens=1),),
+        wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, 9),
+    ),
+    wire.Answered(3, 8, True, "done"),
+    wire.EngineGone(3, "why"),
+]
+
+
+def test_every_message_is_read_as_what_it_was() -> None:
+    for message in TO_ENGINE:
+        assert wire.read_by_engine(wire.encode(message)) == message
+    for other in TO_WORKER:
+        assert wire.read_by_worker(wire.encode(other), 3) == other
+
+
+def test_every_message_has_one_handler() -> None:
+    assert set(engine_process.HANDLERS) == set(get_args(wire.EngineMessage)) == {type(one) for one in TO_ENGINE}
+    assert set(bridge.HANDLERS) == set(get_args(wire.WorkerMessage)) == {type(one) for one in TO_WORKER}
+
+
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [
+        (b"\x93\xa9Overthrow\x01\x02", "the engine got a message 'Overthrow'"),
+        (wire.encode(wire.Hello(0, 1))[:-1], "bytes that are no message"),
+        (b"\x93\xa6Cancel\x01\xa1x", "a message 'Cancel'.*Expected `int`, got `str`"),
+        (b"\x94\xa6Cancel\x01\x02\x03", "a message 'Cancel'"),  # a field more than there is
+        (b"\x91\xa6Cancel", "a message 'Cancel'"),
+        (b"", "0 bytes that are no message"),
+        (b"\x91" * 5000, "bytes that are no message"),
+        (wire.encode(wire.EngineGone(0, "x")), "a message 'EngineGone'"),  # for a worker
+    ],
+)
+def test_what_cannot_be_read_is_named(frame: bytes, said: str) -> None:
+    with pytest.raises(wire.WireError, match=said):
+        wire.read_by_engine(frame)
+
+
+def test_what_is_for_another_worker_is_refused() -> None:
+    with pytest.raises(wire.WireError, match="worker 4 got EngineGone for worker 3"):
+        wire.read_by_worker(wire.encode(wire.EngineGone(3, "why")), 4)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_an_error(frame: bytes) -> None:
+    try:
+        message = wire.read_by_engine(frame)
+    except wire.WireError:
+        return
+    assert type(message) in engine_process.HANDLERS
+
+
+@given(st.sampled_from([*TO_ENGINE, *TO_WORKER]), st.data())
+def test_a_damaged_message_is_a_message_or_an_error(message: object, data: st.DataObject) -> None:
+    frame = bytearray(wire.encode(message))  # type: ignore[arg-type]
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    for read in (wire.read_by_engine, lambda one: wire.read_by_worker(one, 3)):
+        with contextlib.suppress(wire.WireError):
+            read(bytes(frame))
