@@ -17,7 +17,7 @@ from lockstep.api.wire import Answered, Ended, Gauges, Logprobs, StepAnswers, To
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.engine import Engine
 from lockstep.core.stats import stats
-from lockstep.host.batches import Float32s, Int32s
+from lockstep.host.batches import Float32s
 from lockstep.host.loop import Extras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
@@ -55,7 +55,7 @@ class _Page:
         self.samples: list[int] = []
         self.offsets: list[int] = []
         self.counts: list[int] = []
-        self.tokens: list[Int32s] = []
+        self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.ended: list[Ended] = []
 
@@ -66,7 +66,7 @@ class _Page:
             np.array(self.samples, "<i4").tobytes(),
             np.array(self.offsets, "<i4").tobytes(),
             np.array(self.counts, "<i4").tobytes(),
-            np.concatenate(self.tokens).astype("<i4", copy=False).tobytes() if self.tokens else b"",
+            np.array(self.tokens, "<i4").tobytes(),
             tuple(self.logprobs),
             tuple(self.ended),
             gauges,
@@ -143,7 +143,7 @@ class SampleSink:
     def __init__(self, outbox: Outbox, worker: int, ticket: int, sample: int, over: Callable[[], object]) -> None:
         self._outbox, self._worker, self._ticket, self._sample, self._over = outbox, worker, ticket, sample, over
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Put new tokens down."""
         page = self._outbox.page(self._worker)
         if logprobs is not None:
@@ -152,7 +152,7 @@ class SampleSink:
         page.samples.append(self._sample)
         page.offsets.append(offset)
         page.counts.append(len(tokens))
-        page.tokens.append(tokens)
+        page.tokens += tokens
 
     def finished(self, end: FinishRequest, extras: Extras) -> None:
         """Put the end down."""
