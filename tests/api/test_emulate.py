@@ -16,7 +16,6 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchFinished, RequestArrived, RequestRetracted, SamplingParams, TokenIds
-from lockstep.host.batches import Int32s
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
 
@@ -40,9 +39,9 @@ class Heard:
         self.said: list[int] = []
         self.reason = ""
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         assert offset == len(self.said)
-        self.said += tokens.tolist()
+        self.said += tokens
 
     def finished(self, end: FinishRequest, extras: Extras) -> None:
         self.reason = end.reason
