@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu_check import shapes
 from benchmarks.gpu_check.attention_times import backends, decode_us, extend_us, layer_bytes
+from benchmarks.gpu_check.breakdown import profile, summary
 from benchmarks.gpu_check.machine import COPY_BYTES, copy_gbs
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import Decodes
@@ -23,6 +24,7 @@ CONTEXT = 1024
 FLOOR_RATIO = 1.25  # the target, at the batches of TARGETS
 TARGETS = (64, 256)
 WARM_UPS, STEPS = 6, 30
+PROFILED = 8  # steps
 
 
 def run(section: Section) -> None:
@@ -100,6 +102,12 @@ def steps(
             "tokens_per_s": round(batch / step_us * 1e6),
         }
         section.put(f"steps.{label}.{batch}", found)
+        if section.gpu and graphs and batch in TARGETS:
+            with section.trying(f"breakdown, {label}, {batch} rows"):
+                section.needs(6)
+                trace = section.part.with_suffix(".trace.json")
+                kernels = profile(lambda batch=batch: decodes.run(batch, context, PROFILED), trace)  # type: ignore[misc]
+                section.put(f"breakdown.{label}.{batch}", summary(kernels, PROFILED))
         kinds = decodes.executor.graphs
         if kinds is not None:
             section.check(f"{label}, {batch} rows: replayed", kinds.replays > 0, f"{kinds.replays} replays")

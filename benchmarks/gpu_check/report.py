@@ -22,6 +22,7 @@ def _page(report: Found) -> Iterator[str]:
     yield from _targets(figures, sections)
     yield from _sections(sections)
     yield from _steps(figures.get("decode", {}))
+    yield from _breakdown(figures.get("decode", {}))
     yield from _attention(figures.get("decode", {}))
     yield from _bubbles(figures.get("bubbles", {}))
     yield from _start(figures.get("start", {}))
@@ -129,6 +130,17 @@ def _steps(decode: Found) -> Iterator[str]:
     ]
     head = ("by", "rows", "step us", "p90", "batch us", "floor us", "times the floor", "tokens/s")
     yield from _table(head, sorted(rows, key=lambda row: (row[1], row[2])))
+
+
+def _breakdown(decode: Found) -> Iterator[str]:
+    for label, by_batch in decode.get("breakdown", {}).items():
+        for batch, one in by_batch.items():
+            yield f"{label}, {batch} rows, by the profiler: {one['us']:,} us and {one['launches']} launches a step,"
+            yield f"{one['idle_share']:.2%} of it between kernels."
+            yield ""
+            rows = [(kind, found["us"], found["launches"]) for kind, found in one["kinds"].items()]
+            rows += [(f"`{name}`", found["us"], found["launches"]) for name, found in one["dearest"].items()]
+            yield from _table(("kernels", "us a step", "launches"), rows)
 
 
 def _attention(decode: Found) -> Iterator[str]:

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from benchmarks.gpu_check import attention_times, shapes, tables  # noqa: E402
+from benchmarks.gpu_check import attention_times, breakdown, shapes, tables  # noqa: E402
 from benchmarks.gpu_check.__main__ import ROOT, SECTIONS, in_process, verdict  # noqa: E402
 from benchmarks.gpu_check.report import markdown  # noqa: E402
 from benchmarks.gpu_check.section import Section, write_json  # noqa: E402
@@ -118,6 +118,32 @@ def test_targets_are_said_to_be_met_or_missed(tmp_path: Path) -> None:
     page = markdown(reported(decode, bubbles))
     assert "| decode step at 64 rows, times the floor | <= 1.25 | 1.2 by triton, graphs on | met |" in page
     assert "| GPU idle between decodes, 256 requests | < 2% | overlap 0 11.00%, overlap 1 3.00% | **MISSED** |" in page
+
+
+def test_a_trace_is_added_up_by_kind(tmp_path: Path) -> None:
+    """Two steps of two streams; a copy runs beside a product, and a tenth of the time nothing does."""
+    trace = {
+        "traceEvents": [
+            {"cat": "kernel", "name": "nvjet_hsh_64x8", "ts": 100.0, "dur": 40.0},
+            {"cat": "gpu_memcpy", "name": "Memcpy DtoH", "ts": 120.0, "dur": 10.0},
+            {"cat": "kernel", "name": "decode_split", "ts": 150.0, "dur": 30.0},
+            {"cat": "kernel", "name": "merge", "ts": 180.0, "dur": 10.0},
+            {"cat": "kernel", "name": "add_rms_norm_kernel", "ts": 190.0, "dur": 10.0},
+            {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 900.0},
+        ]
+    }
+    found = breakdown.summary(breakdown.kernels_of(trace), 2)
+    assert (found["us"], found["idle_share"], found["launches"]) == (50.0, 0.1, 2.5)
+    assert found["kinds"] == {
+        "attention": {"us": 20.0, "launches": 1.0},
+        "between products": {"us": 5.0, "launches": 0.5},
+        "other": {"us": 5.0, "launches": 0.5},
+        "products": {"us": 20.0, "launches": 0.5},
+    }
+    assert next(iter(found["dearest"])) == "nvjet_hsh_64x8"
+    decode = section("decode", tmp_path)
+    decode.put("breakdown", {"triton, graphs on": {"64": found}})
+    assert "| products | 20 | 0.5 |" in markdown(reported(decode))
 
 
 def test_the_command_gathers_sections(tmp_path: Path) -> None:
