@@ -30,6 +30,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "start": 60.0,
     "peer": 100.0,
     "tables": 70.0,
+    "tuning": 500.0,
 }
 LEAST_S = 15.0  # a section is not begun with less
 DYING_S = 4.0  # before its limit a section that hangs is told to say where, and to end

@@ -28,6 +28,7 @@ def _page(report: Found) -> Iterator[str]:
     yield from _start(figures.get("start", {}))
     yield from _peer(figures.get("peer", {}))
     yield from _kernels(figures.get("kernels", {}))
+    yield from _tuning(figures.get("tuning", {}))
     yield from _calibration(figures.get("tables", {}))
     yield from _troubles(sections)
 
@@ -238,6 +239,17 @@ def _kernels(kernels: Found) -> Iterator[str]:
         yield ""
         names = list(next(iter(between.values())))
         yield from _table(("rows", *names), [(int(rows), *one.values()) for rows, one in between.items()])
+
+
+def _tuning(tuning: Found) -> Iterator[str]:
+    if "decode" not in tuning:
+        return
+    yield "## Decode attention by tile, Triton, GB/s"
+    yield ""
+    shapes = list(tuning["decode"])
+    names = list(dict.fromkeys(name for shape in shapes for name in tuning["decode"][shape]))
+    rows = [(name, *(tuning["decode"][shape].get(name, {}).get("gbs") for shape in shapes)) for name in names]
+    yield from _table(("tile", *shapes), rows)
 
 
 def _calibration(tables: Found) -> Iterator[str]:

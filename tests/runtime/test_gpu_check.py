@@ -32,7 +32,7 @@ def reported(*sections: Section) -> dict[str, Any]:
     return {"commit": "abc", "device": "cpu", "small": True, "budget_s": 530.0, "seconds": 1.0, "sections": found}
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables")])
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("peer", "tables", "tuning")])
 def test_a_section_runs_without_a_gpu(name: str, tmp_path: Path) -> None:
     one = section(name, tmp_path)
     importlib.import_module(f"benchmarks.gpu_check.{name}").run(one)
@@ -144,6 +144,31 @@ def test_a_trace_is_added_up_by_kind(tmp_path: Path) -> None:
     decode = section("decode", tmp_path)
     decode.put("breakdown", {"triton, graphs on": {"64": found}})
     assert "| products | 20 | 0.5 |" in markdown(reported(decode))
+
+
+def test_tuning_tries_other_constants_and_changes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks.gpu_check import tuning
+    from lockstep.runtime.attention import triton_backend
+
+    seen = []
+
+    def decode_us(layer: Any, name: str, rows: int, context: int, page_size: int) -> float:
+        tiling = triton_backend.decode_tiling(128, torch.bfloat16, 4)
+        seen.append((tiling.BLOCK_N, triton_backend.positions_per_tile(128, torch.bfloat16), tiling.num_stages))
+        return 10.0
+
+    monkeypatch.setattr(tuning, "decode_us", decode_us)
+    monkeypatch.setattr(Section, "gpu", True)
+    before = triton_backend.decode_tiling(128, torch.bfloat16, 4)
+    one = section("tuning", tmp_path)
+    tuning.run(one)
+    assert one.failures == {}
+    assert len(seen) == len(tuning.TILES) * len(tuning.PROGRAMS_PER_SM) * len(tuning.SHAPES)
+    assert {positions for positions, _, _ in seen} == {32, 64, 128}
+    assert all(positions == same for positions, same, _ in seen)
+    assert triton_backend.decode_tiling(128, torch.bfloat16, 4) == before
+    assert "## Decode attention by tile" in markdown(reported(one))
 
 
 def test_the_command_gathers_sections(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ class TritonAttention:
         longest = batch.page_table.shape[1] * self.pool.page_size if graph else batch.longest
         unit = self.piece or positions_per_tile(self.pool.head_dim, self.pool.keys[0].dtype)
         units = -(-longest // unit)
-        wanted = -(-PROGRAMS_PER_SM * self.sms // max(rows * self.pool.kv_heads, 1))
+        # As many as run at once and not one more: rounded up, a few of them would be a second wave for all to wait for.
+        wanted = PROGRAMS_PER_SM * self.sms // max(rows * self.pool.kv_heads, 1)
         self.programs = max(1, min(wanted, units, PROGRAMS_PER_ROW_MAX))
         if self.programs > 1:
             self.most = units if self.piece else self.programs
