@@ -74,11 +74,11 @@ class Decodes:
         ids = np.arange(self._requests, self._requests + rows, dtype=np.int64)
         self._requests += rows
         runs = np.stack([everybody, np.zeros_like(everybody), np.full_like(everybody, self.pages_each)], axis=1)
+        first: dict[str, Any] = {
+            "rows_taken": tuple(RowTaken(row, int(ids[row]), 0) for row in range(rows)),
+            "deltas": PageDeltas(self._order[: rows * self.pages_each], runs.ravel()),
+        }
         for step in range(steps):
-            first = {
-                "rows_taken": tuple(RowTaken(row, int(ids[row]), 0) for row in range(rows)),
-                "deltas": PageDeltas(self._order[: rows * self.pages_each], runs.ravel()),
-            }
             stops = np.full(rows, context + step, np.int32)
             plan = BatchPlan(
                 batch_id=self._batch,
@@ -88,7 +88,7 @@ class Decodes:
                 starts=stops - np.int32(1),
                 stops=stops,
                 sample_rows=everybody,
-                **(first if not step else {}),  # type: ignore[arg-type]
+                **(first if not step else {}),
             )
             self._batch += 1
             if self.executor.in_flight >= in_flight:
