@@ -32,6 +32,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "tables": 70.0,
     "tuning": 500.0,
 }
+IF_ASKED = ("tuning",)  # run only where --only names it
 LEAST_S = 15.0  # a section is not begun with less
 DYING_S = 4.0  # before its limit a section that hangs is told to say where, and to end
 
@@ -42,7 +43,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a try")
     parser.add_argument("--small", action="store_true", help="sizes at which no figure means anything")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for everything")
-    parser.add_argument("--only", default=",".join(SECTIONS), metavar="NAMES", help="sections, with commas between")
+    usual = ",".join(name for name in SECTIONS if name not in IF_ASKED)
+    parser.add_argument(
+        "--only", default=usual, metavar="NAMES", help=f"sections, with commas between; usually {usual}"
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)  # in the process of one section
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Which tiles and how many programs make a decode's attention fastest here: figures to choose constants by.
 
-The constants are those of `attention/triton_backend.py`; nothing is changed by this. Last of all sections, and only as
-far as time is left: `--only tuning` gives it the whole budget.
+The constants are those of `attention/triton_backend.py`; nothing is changed by this. It runs where it is asked for:
+`--only tuning`, and as far as the budget goes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def run(section: Section) -> None:
     layer = shapes.Layer.of(section)
     for (positions, warps, stages), per_sm in product(TILES, PROGRAMS_PER_SM):
         name = f"{positions} positions, {warps} warps, {stages} stages, {per_sm} programs an SM"
+        if section.left_s() < 6:
+            section.skip(f"tiles from {name} on", "no time")
+            return
         with section.trying(name):
-            section.needs(6)
 
             def tiling(
                 head_dim: int, dtype: torch.dtype, group: int, tile: tuple[int, int, int] = (positions, warps, stages)
