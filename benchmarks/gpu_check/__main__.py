@@ -25,6 +25,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "machine": 50.0,
     "kernels": 130.0,
     "engine": 100.0,
+    "ranks": 40.0,
     "decode": 150.0,
     "bubbles": 90.0,
     "start": 60.0,

@@ -23,6 +23,7 @@ from lockstep.runtime.executor import Executor
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.models import Decoder
+from lockstep.runtime.ranks import LeadExecutor
 
 REGRET = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # of logits, whose spread is about 10
 SCHED: dict[str, Any] = {"max_running_requests": 16, "chunked_prefill_size": 256, "pages": 1024}
@@ -66,6 +67,10 @@ def variants(section: Section) -> Iterator[Variant]:
     yield Variant(
         "triton float32, mixed, retractions, every KV slot verified", options={**stirred, "attention_backend": "triton"}
     )
+    if torch.cuda.device_count() > 1:
+        for graphs in ("on", "off"):
+            two: dict[str, Any] = {"tensor_parallel": 2, "attention_backend": "triton", "cuda_graphs": graphs}
+            yield Variant(f"triton float32, two ranks, graphs {graphs}", options=two)
     yield Variant("triton bfloat16, invariant", "bfloat16", {"attention_backend": "triton", "numerics": "invariant"})
 
 
@@ -124,6 +129,8 @@ def answers(
         params = [Params(max_new_tokens=count, ignore_eos=True) for count in counts]
         told = llm.generate(list(prompts), params)
         model, executor = llm.model, llm.host.executor
+        if isinstance(executor, LeadExecutor):
+            executor = executor.executor
         graphs = executor.graphs if isinstance(executor, Executor) else None
     if ended := sorted({f"{one.finish_reason} {one.error}" for one in told if one.finish_reason != "length"}):
         raise RuntimeError(f"requests ended with: {'; '.join(ended)}")

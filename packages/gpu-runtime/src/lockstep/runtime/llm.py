@@ -422,7 +422,7 @@ class LLM:
         try:
             self.host.run()
         except LockstepError as error:
-            log.info("the engine failed: %s", error)  # everybody who waits was told; who comes later will be
+            log.debug("the engine failed: %s", error)  # everybody who waits was told; who comes later will be
         except Exception:
             log.exception("the engine failed")  # where, is for whoever mends it
 

@@ -19,7 +19,8 @@ What can happen to a worker, and how rank 0 hears of it:
 
 Each becomes `failure`, one sentence, the first one wins; and all workers are killed, so that whoever waits for them in
 a collective comes back. The host finds the failure at its next look at the executor. If it does not within GRACE_S,
-since some kernel never ends, `on_stuck` is called, which tells whoever waits for answers.
+since some kernel never ends, `on_stuck` is called, which tells whoever waits for answers; while rank 0 still starts,
+its process ends.
 """
 
 from __future__ import annotations
@@ -464,8 +465,14 @@ class RankGroup:
             if late:
                 names = ", ".join(worker.described() + _state(worker.process.pid) for worker in late)
                 self._fail(f"batch {late[0].launched[0]} did not come back in {self.timeout_s:g} s from {names}")
-        if not self._noticed.wait(GRACE_S) and self.on_stuck is not None:
+        if self._noticed.wait(GRACE_S):
+            return
+        if self.on_stuck is not None:
             self.on_stuck(self.failure)
+        elif not self._noticed.wait(self.timeout_s):  # it still starts: nobody waits but whoever called it
+            shutil.rmtree(self._folder, ignore_errors=True)
+            log.critical("%s; rank 0 does not come back from its start, and ends", self.failure)
+            _end_hard()
 
     def _fail(self, message: str, kind: str = "other") -> None:
         """The group has ended. Whoever waits for a worker is let go."""
