@@ -46,9 +46,9 @@ from lockstep.core.commands import BatchPlan
 from lockstep.core.engine import Engine
 from lockstep.core.events import RequestArrived, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.host.batches import BatchResult
+from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.runtime.bubbles import BubbleTimer
-from lockstep.runtime.executor import BatchResult
-from lockstep.runtime.host import HostClock, RuntimeHost
 from lockstep.runtime.llm import Answer, Asked
 from lockstep.runtime.tables import PackedPlan, Tables
 
@@ -92,16 +92,8 @@ class Meter:
         return {phase: ns / steps / 1e3 for phase, ns in self.spent_ns.items()} | {"in_all": total_ns / steps / 1e3}
 
 
-class Here:
-    """A lane that is nowhere."""
-
-    device = torch.device("cpu")
-
-
 class InstantExecutor:
     """An executor whose device has finished as soon as it is asked: every row draws the same token."""
-
-    lane = Here()
 
     def __init__(self, config: SchedConfig, clock: HostClock, meter: Meter, on_decode: Callable[[int], None]) -> None:
         self.tables = Tables(config.rows_max, config.pages, config.page_size, torch.device("cpu"))
@@ -120,6 +112,9 @@ class InstantExecutor:
 
     def ready(self) -> bool:
         return False  # as late as can be, so that the depth is used
+
+    def pause_s(self) -> float:
+        return 0.0  # what is asked for is there
 
     def collect(self) -> BatchResult:
         plan = self._queue.popleft()

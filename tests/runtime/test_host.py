@@ -25,11 +25,13 @@ from lockstep.core.events import (  # noqa: E402
     LoadAdapterControl,
     Pause,
     ReleaseMemory,
+    RequestArrived,
+    RequestFinished,
     RequestRetracted,
     SamplingParams,
     UpdateWeights,
 )
-from lockstep.core.journal import JournalError, JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.journal import JournalError, JournalHeader, JournalWriter, UnsealedRecord, read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.host.loop import HostClock, Int32s  # noqa: E402
@@ -441,3 +443,86 @@ def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None
     with pytest.raises(ContractError, match="ordered CancelTransfer, for which this host has no hands"):
         runtime.run()
     assert "CancelTransfer" in answer.failure
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_sink_that_raises_loses_its_own_request_and_nobody_elses(depth: int, caplog: Any) -> None:
+    runtime = SmallRuntime(overlap_depth=depth, max_running_requests=3)
+    broken, other, deaf, refused = runtime.submit([1, 2, 3], 20), runtime.submit([1, 2, 4], 20), Answer(), Answer()
+
+    def fail(*_: Any) -> None:
+        raise OSError("the client's socket is gone")
+
+    broken.on_tokens = fail
+    deaf_ends = Ends(deaf)
+    deaf_ends.finished = fail  # type: ignore[method-assign]
+    runtime.host.submit(request([1, 2, 7], 3), deaf_ends)
+    refused_ends = Ends(refused)
+    refused_ends.rejected = fail  # type: ignore[method-assign]
+    runtime.host.submit(request([], 3), refused_ends)
+    runtime.run()
+    assert other.tokens == alone([1, 2, 4], 20)
+    assert broken.reason == "open"
+    ended = {event.request_id: event.reason for event in runtime.decided(RequestFinished)}
+    assert ended[broken.request_id] == "cancelled"
+    assert "the sink of r0 failed: it is cancelled" in caplog.text
+    assert "failed at its end" in caplog.text
+    assert "failed when it was rejected" in caplog.text
+
+
+def test_everybody_is_told_of_the_end_although_one_cannot_be() -> None:
+    runtime = SmallRuntime()
+    first, second = Ends(Answer()), Answer()
+
+    def fail(*_: Any) -> None:
+        raise OSError("gone")
+
+    first.failed = fail  # type: ignore[method-assign]
+    runtime.host.submit(request([1], 4), first)
+    runtime.host.submit(request([2], 4), Ends(second))
+    asked = runtime.host.ask(GetState())
+    runtime.host.stop()
+    runtime.host.run()
+    assert second.failure == "the engine was stopped"
+    assert isinstance(asked.exception(timeout=0), EngineStopped)
+
+
+def test_the_device_is_not_idle_while_more_and_more_is_sent() -> None:
+    """Every arrival brings the next one: the host must launch before it has seen the last of them."""
+    runtime = SmallRuntime(max_running_requests=8)
+    step, sent, launched_at = runtime.engine.step, [0], list[int]()
+
+    def stepping(event: Any) -> Any:
+        if isinstance(event, RequestArrived) and sent[0] < 200:
+            sent[0] += 1
+            runtime.submit([sent[0] % 90, 2, 3], 1)
+        made = step(event)
+        if made.launched() is not None:
+            launched_at.append(sent[0])
+        return made
+
+    runtime.engine.step = stepping  # type: ignore[method-assign]
+    runtime.submit([1, 2, 3], 1)
+    runtime.run()
+    assert launched_at[0] < 5
+    assert sent == [200]
+
+
+def test_the_event_that_broke_the_engine_is_in_the_journal(tmp_path: Path) -> None:
+    """Whatever it raised: a mistake of ours is what one wants to look at."""
+    with JournalWriter.create(tmp_path, JournalHeader(config=small_config())) as journal:
+        runtime = SmallRuntime(journal=journal)
+        step = runtime.engine.step
+
+        def breaking(event: Any) -> Any:
+            if isinstance(event, BatchFinished):
+                raise KeyError("a mistake")
+            return step(event)
+
+        runtime.engine.step = breaking  # type: ignore[method-assign]
+        runtime.submit([1, 2, 3], 4)
+        with pytest.raises(KeyError):
+            runtime.run()
+        read = read_journal(tmp_path)  # before it is closed: it left the process
+    unsealed = [record for record in read.records() if isinstance(record, UnsealedRecord)]
+    assert [type(record.event) for record in unsealed] == [BatchFinished]

@@ -16,7 +16,7 @@ from lockstep.core.replay import replay  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.models import Decoder  # noqa: E402
-from lockstep.runtime.sampling import Sampler  # noqa: E402
+from lockstep.runtime.sampling import Sampler, reference  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"page_size": 16, "pages": 200, "chunked_prefill_size": 256, "max_running_requests": 20}
 DRAWN = Params(max_new_tokens=6, temperature=1.0, seed=4, frequency_penalty=0.5, ignore_eos=True)
@@ -102,3 +102,18 @@ def test_a_kernel_that_cannot_run_is_known_before_the_first_request(monkeypatch:
     with pytest.raises(ConfigError) as caught:
         LLM(warm_up=True, **SETTINGS)
     assert str(caught.value).startswith("the warm-up failed: RuntimeError: no kernel image is available\nhint: ")
+
+
+def test_a_step_that_fails_is_named_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(reference, "penalise_", fail)
+    with LLM(warm_up=True, **SETTINGS) as llm:
+        (greedy,) = llm.generate([[5, 6]], Params(max_new_tokens=2, ignore_eos=True))
+        (penalised,) = llm.generate([[5, 7]], DRAWN)
+    assert "of 32 requests failed, and others like them will: RuntimeError: out of shared memory" in caplog.text
+    assert greedy.finish_reason == "length"
+    assert penalised.error == "RuntimeError: out of shared memory"

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import JournalError
 from lockstep.host.errors import EngineStopped
+from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
+from lockstep.runtime.profiler import Activity
 from lockstep.runtime.ranks import TIMEOUT_S
 
 
@@ -128,7 +130,7 @@ def generate(
     device: str,
     dtype: str,
     attention_backend: str,
-    numerics: Any,
+    numerics: Numerics,
     tp: int,
     rank_timeout: float,
     mem_fraction: float,
@@ -148,7 +150,7 @@ def generate(
     profile: Path | None,
     profile_start_step: int,
     profile_steps: int,
-    profile_activity: tuple[Any, ...],
+    profile_activity: tuple[Activity, ...],
     profile_shapes: bool,
     profile_stacks: bool,
     profile_by_stage: bool,
@@ -274,7 +276,7 @@ def _end_profile(llm: LLM) -> None:
     click.echo(said, err=True)
 
 
-def _answer(llm: LLM, lines: Any, out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
+def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
     """Every line's answer, in order. All are sent first, so that the engine has something to choose from."""
     asked: list[Asked | str] = []
     names: list[dict[str, Any]] = []

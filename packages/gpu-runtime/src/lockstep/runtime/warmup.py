@@ -53,6 +53,7 @@ class WarmUp:
     requests: int = 0
     batches: int = 0
     seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)  # requests by the error that they ended with
 
 
 @dataclass(slots=True)
@@ -83,7 +84,8 @@ def warm_up(executor: BatchExecutor, config: SchedConfig, clock: HostClock, voca
     Args:
         executor: idle. clock: that of its lane.
         vocab: of the model; prompts are of all its ids.
-    Raises: ConfigError with the first error if any of it fails: no request would fare better.
+    Raises: ConfigError if every request fails. Where only some do, a step of sampling perhaps, others can be served:
+        the log has the errors.
     """
     began_s, done = time.monotonic(), WarmUp()
     shapes = SchedConfig(**{name: getattr(config, name) for name in SHAPING})  # no policy, limit or timeout of theirs
@@ -96,7 +98,12 @@ def warm_up(executor: BatchExecutor, config: SchedConfig, clock: HostClock, voca
         done.requests += len(wave)
         for end in ends:
             if end.failure:
-                raise ConfigError(f"the warm-up failed: {end.failure}\nhint: another --attention-backend may run here")
+                done.failures[end.failure] = done.failures.get(end.failure, 0) + 1
+    if done.requests == sum(done.failures.values()):
+        errors = "; ".join(done.failures)
+        raise ConfigError(f"the warm-up failed: {errors}\nhint: another --attention-backend may run here")
+    for error, requests in done.failures.items():
+        log.error("warm-up: %d of %d requests failed, and others like them will: %s", requests, done.requests, error)
     done.batches, done.seconds = host.batches, time.monotonic() - began_s
     log.info("warm-up: %d batches of %d requests took %.1f s", done.batches, done.requests, done.seconds)
     return done

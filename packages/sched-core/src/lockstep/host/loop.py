@@ -121,7 +121,10 @@ class TokenLogprobs:
 
 
 class Sink(Protocol):
-    """Where a request's answer goes. Called in the host's thread; must not block. The last call is one of the ends."""
+    """Where a request's answer goes. Called in the host's thread; must not block. The last call is one of the ends.
+
+    One that raises is asked nothing any more, and its request is cancelled: nobody else notices.
+    """
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Output tokens from number `offset` on; numbers seen before are repeats. Logprobs for who asked for them."""
@@ -355,7 +358,7 @@ class RuntimeHost:
         self._end(f"the engine failed: {message}", stuck=True)
 
     def _end(self, message: str, *, stuck: bool = False) -> None:
-        """Accept nothing any more, and tell everybody who waits."""
+        """Accept nothing any more, and tell everybody who waits. What was recorded leaves the process, if it can."""
         with self._gate:
             if self.failure:
                 return
@@ -373,16 +376,26 @@ class RuntimeHost:
         self._open.clear()
         self._asked.clear()
         for sink in waiting:
-            sink.failed(message)
+            try:
+                sink.failed(message)
+            except Exception:
+                log.exception("a sink failed when it was told that %s", message)
+        if not stuck:  # a writer is its thread's alone
+            try:
+                self.journal.flush()
+            except LockstepError as error:
+                log.error("the end of the journal is lost: %s", error)
         for answer in answers:
             answer.set_exception(EngineStopped(message))
         if self.performed is not None:
             self.performed()
 
     def _take_in(self) -> None:
-        """Fold every fact there is: what was sent, what the device has done, whether it is time."""
+        """Fold every fact there is: what was sent up to now, what the device has done, whether it is time."""
+        sent = self._inbox.qsize()  # and not what comes meanwhile: senders without end must not keep the device idle
         while not self._stop.is_set():
-            if not self._inbox.empty():
+            if sent:
+                sent -= 1
                 self._receive(self._inbox.get())
             elif self.executor.ready():
                 self._collect()
@@ -433,7 +446,7 @@ class RuntimeHost:
         """Step the engine, record, and perform what follows."""
         try:
             step = self.engine.step(event)
-        except LockstepError:
+        except Exception:
             self.journal.append_unsealed(event)
             raise
         self.journal.append(event, step.digest)
@@ -586,7 +599,10 @@ class RuntimeHost:
                 self._stream(command)
             case FinishRequest(request_id):
                 if (request := self._open.pop(request_id, None)) is not None:
-                    request.sink.finished(command, request.extras)
+                    try:
+                        request.sink.finished(command, request.extras)
+                    except Exception:
+                        log.exception("the sink of r%d failed at its end", request_id)
             case RejectRequest():
                 self._reject(command)
             case ControlAnswered(control_id):
@@ -642,12 +658,20 @@ class RuntimeHost:
             stop = first + count
             if (request := find(request_id)) is not None:
                 kept = request.logprobs
-                request.sink.tokens(offset, tokens[first:stop], _taken_from(kept, offset, count) if kept else None)
+                try:
+                    request.sink.tokens(offset, tokens[first:stop], _taken_from(kept, offset, count) if kept else None)
+                except Exception:
+                    log.exception("the sink of r%d failed: it is cancelled", request_id)
+                    del self._open[request_id]
+                    self.cancel(request_id)
             first = stop
 
     def _reject(self, command: RejectRequest) -> None:
         if (request := self._open.pop(command.request_id, None)) is not None:
-            request.sink.rejected(command)
+            try:
+                request.sink.rejected(command)
+            except Exception:
+                log.exception("the sink of r%d failed when it was rejected", command.request_id)
 
     def _compile(self, command: CompileGrammar) -> None:
         digest = command.grammar.digest
