@@ -42,7 +42,7 @@ def test_text_and_ids(client: Any) -> None:
 
 
 def test_a_stream_is_cumulative(client: Any) -> None:
-    asked = {"text": "hello", "sampling_params": {"max_new_tokens": 20, "temperature": 0}}
+    asked = {"text": "hello", "sampling_params": {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}}
     whole = generate(client, **asked)
     with client.stream("POST", "/generate", json={**asked, "stream": True}) as answer:
         lines = [line for line in answer.iter_lines() if line]

@@ -54,7 +54,9 @@ def test_a_chat(client: Any) -> None:
 
 
 def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
-    asked = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 30, "seed": 5, "temperature": 0.7}
+    asked: dict[str, Any]
+    asked = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 1000, "seed": 5, "temperature": 0.7}
+    asked["extra_body"] = {"ignore_eos": True}
     whole = client.chat.completions.create(**asked)
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     first, *middle, last, usage = chunks
