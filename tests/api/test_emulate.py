@@ -40,9 +40,9 @@ class Heard:
         self.said: list[int] = []
         self.reason = ""
 
-    def tokens(self, offset: int, tokens: Int32s, logprobs: TokenLogprobs | None) -> None:
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         assert offset == len(self.said)
-        self.said += tokens.tolist()
+        self.said += tokens
 
     def finished(self, end: FinishRequest, extras: Extras) -> None:
         self.reason = end.reason
