@@ -16,7 +16,6 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchFinished, RequestArrived, RequestRetracted, SamplingParams, TokenIds
-from lockstep.host.batches import Int32s
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
 
