@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -50,8 +51,26 @@ help, quit              an empty line repeats the command before
 COND, for example: RequestRetracted and request == r17; AdmissionDeferred and reason == kv_budget; waiting > 50"""
 
 
-@click.command(context_settings={"max_content_width": 120})
+class _Replay(click.Command):
+    """`--what-if` makes another command of it, with options of its own; only that one loads the simulator."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--what-if" not in args:
+            return super().make_context(info_name, args, parent, **extra)
+        from lockstep.tools.what_if import what_if
+
+        rest = [word for word in args if word != "--what-if"]
+        return what_if.make_context(f"{info_name} --what-if", rest, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=_Replay, context_settings={"max_content_width": 120})
 @RUN
+@click.option("--what-if", is_flag=True, help="The same requests under other settings: --what-if --help.")
 @click.option("--until", type=click.IntRange(0), metavar="N", help="Stop before step N and show the state there.")
 @click.option("--break", "condition", metavar="COND", help="Stop behind the first step in which COND holds.")
 @click.option("--interactive", "-i", is_flag=True, help="Step forwards and backwards by hand; `help` says how.")
@@ -66,6 +85,7 @@ COND, for example: RequestRetracted and request == r17; AdmissionDeferred and re
 @JSON
 def replay(
     run: Path,
+    what_if: bool,
     until: int | None,
     condition: str | None,
     interactive: bool,
@@ -83,7 +103,9 @@ def replay(
     lockstep replay runs/chat --until 48213
     lockstep replay runs/chat --break "RequestRetracted and request == r17"
     lockstep replay runs/chat -i
+    lockstep replay runs/chat --what-if --policy lpm --html lpm.html
     """
+    assert not what_if, "that is another command"
     if interactive and (as_json or decisions_file is not None):
         raise click.UsageError("--interactive goes with neither --json nor --decisions.")
     if condition is not None and (as_json or decisions_file is not None):
