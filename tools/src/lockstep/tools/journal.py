@@ -283,12 +283,12 @@ def verify(run: Path, until: int | None, as_json: bool) -> None:
     """
     engines = sorted((run / "engines").glob("*/journal"), key=lambda path: (len(path.parent.name), path.parent.name))
     if not engines:
-        _verify(run, until, as_json)
+        verify_run(run, until, as_json)
         return
     for engine in engines:
         if not as_json:
             click.echo(f"engine {engine.parent.name}: ", nl=False)
-        _verify(engine.parent, until, as_json)
+        verify_run(engine.parent, until, as_json)
     if until is None:
         _verify_router(run, as_json)
 
@@ -311,7 +311,7 @@ def _verify_router(run: Path, as_json: bool) -> None:
         click.echo(f"router: equal: {_count(facts, 'fact')}, {_count(decisions, 'decision')}")
 
 
-def _verify(run: Path, until: int | None, as_json: bool) -> None:
+def verify_run(run: Path, until: int | None, as_json: bool) -> None:
     try:
         done = replay(run, until=until)
     except Divergence as error:

@@ -49,15 +49,15 @@ LOAD_SETTINGS = ("workload", "workload digest", "rate", "rate_scale", "concurren
 Values = NDArray[np.float64]
 
 
-def write_comparison(path: str | Path, found: Comparison) -> Path:
-    """Write the page of a comparison to `path`."""
+def write_comparison(path: str | Path, found: Comparison, explained: Sequence[str] = ()) -> Path:
+    """Write the page of a comparison to `path`. `explained` are sections of HTML that go behind the requests."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_comparison(found), "utf-8", newline="\n")
+    path.write_text(render_comparison(found, explained), "utf-8", newline="\n")
     return path
 
 
-def render_comparison(found: Comparison) -> str:
+def render_comparison(found: Comparison, explained: Sequence[str] = ()) -> str:
     """The page as text: one file that loads nothing."""
     overlays = [each for metric in DISTRIBUTIONS if (each := _distribution(found, metric)) is not None]
     ratios = [each for metric in METRIC_NAMES if (each := _ratios(found, metric)) is not None]
@@ -74,6 +74,7 @@ def render_comparison(found: Comparison) -> str:
         _engines(found),
         _distributions(found, overlays),
         _requests(found, ratios),
+        *explained,
         _figures(found),
         _commands(found),
     )

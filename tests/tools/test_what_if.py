@@ -1,0 +1,205 @@
+"""`lockstep replay RUN --what-if` simulates the same requests under other settings and says who felt it, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.core.command import main
+from lockstep.core.engine import Engine
+from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
+from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
+from lockstep.core.requests import prompt_bytes
+from lockstep.sim.simulate import Scenario, assemble, simulate, write_run
+from lockstep.sim.turns import WorkloadError
+from lockstep.sim.workload import open_workload
+from lockstep.tools.drift import drift
+from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
+from lockstep.tools.replay import replay
+
+WORKLOAD = (
+    "gen:n=60,rate=200,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
+    "output=lognormal:30:0.8,max_total=900"
+)
+SETTINGS = {"pages": 80, "max_running_requests": 8, "chunked_prefill_size": 128}
+
+
+def scenario(**changes: object) -> Scenario:
+    return Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings=SETTINGS, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as `lockstep simulate --out` writes it, without report and trace."""
+    folder = tmp_path_factory.mktemp("runs") / "recorded"
+    write_run(folder, simulate(assemble(scenario(), environ={}), folder=folder), trace=False, report=False)
+    return folder
+
+
+def what_if(*arguments: object) -> Result:
+    words = [str(argument) for argument in arguments]
+    return CliRunner().invoke(replay, [words[0], "--what-if", *words[1:]])
+
+
+def rewritten(source: Path, folder: Path, change: object) -> Path:
+    """The journal with each event changed, decided anew; header and folder say nothing of the simulator."""
+    journal = read_journal(source)
+    engine = Engine(journal.header.config)
+    header = JournalHeader(config=journal.header.config, seed=3, host={"kind": "runtime"})
+    with JournalWriter.create(folder, header) as writer:
+        for record in journal.events():
+            event: ObservedEvent = change(record.event)  # type: ignore[operator]
+            writer.append(event, engine.step(event).digest)
+    return folder
+
+
+def spelt_out(event: ObservedEvent) -> ObservedEvent:
+    """Prompts as ids, and all ids others: a bijection, so that what was equal stays equal."""
+
+    def other(data: bytes) -> bytes:
+        ids = np.frombuffer(data, np.int32).astype(np.int64)
+        return ((ids * 48271) % 2147483647).astype(np.int32).tobytes()
+
+    if isinstance(event, RequestArrived):
+        return msgspec.structs.replace(event, prompt=TokenIds(other(prompt_bytes(event.prompt))))
+    if isinstance(event, BatchFinished):
+        return msgspec.structs.replace(event, tokens=other(event.tokens))
+    return event
+
+
+# --------------------------------------------------------------------------------------------------- read off a journal
+
+
+def test_requests_read_off_a_journal_are_those_that_were_sent(run: Path) -> None:
+    turns = journal_workload(run).turns
+    sent = open_workload(WORKLOAD, seed=7).turns
+    ours = {turn.label: turn for turn in turns}
+    assert len(turns) == len(sent)
+    for turn in sent:
+        mine = ours[turn.label]
+        assert (mine.prompt_tokens, mine.output_tokens, mine.prompt) == (
+            turn.prompt_tokens,
+            turn.output_tokens,
+            turn.prompt,
+        )
+        assert (mine.after is None) == (turn.after is None)
+        if turn.after is not None and mine.after is not None:
+            assert turns[mine.after].label == sent[turn.after].label
+            assert mine.think_us >= turn.think_us  # what the lane was late by is in it
+            assert mine.think_us - turn.think_us < 10_000
+
+
+@pytest.mark.parametrize("change", [lambda event: event, spelt_out], ids=["runs", "ids"])
+def test_simulating_them_again_decides_the_same(run: Path, tmp_path: Path, change: object) -> None:
+    folder = rewritten(run, tmp_path / "bare", change)
+    again = tmp_path / "again"
+    setup = assemble(scenario(), environ={}, workload=journal_workload(folder))
+    simulate(setup, folder=again)
+    found = drift(run, again)
+    assert found.matched == 60
+    changed = {each.name: each.changed for each in found.changes}
+    assert {changed[name] for name in ("end", "output tokens")} == {0}
+    assert changed["order of admission"] <= 4  # arrivals are known as the host noticed them, a few us late
+    assert changed["cached tokens"] <= 4
+    assert abs(found.batches[0] - found.batches[1]) < 0.02 * found.batches[0]
+
+
+def test_prompts_that_were_not_kept_are_refused(run: Path, tmp_path: Path) -> None:
+    header = JournalHeader(config=read_journal(run).header.config)
+    event = RequestArrived(time_us=0, request_id=0, prompt=TokenDigest(5, bytes(32)), max_new_tokens=1)
+    with JournalWriter.create(tmp_path, header) as writer:
+        writer.append(event, Engine(header.config).step(event).digest)
+    with pytest.raises(WorkloadError, match="only their digests"):
+        journal_workload(tmp_path)
+
+
+@pytest.mark.parametrize("label", ["line234", "s3t1", "r0", "a b", "{x}3", "07", "x", "s1t2u3", "s3t"])
+def test_labels_come_back_as_they_were(label: str) -> None:
+    form, number, part = label_parts(label)
+    assert form.format(number, part) == label
+
+
+def test_scenario_comes_back_from_its_command() -> None:
+    asked = scenario(rate_scale=2.0, limit=40, seed=9, tp=2)
+    found, cluster = recorded_scenario(asked.command())
+    assert found.command() == asked.command()
+    assert (found.settings, found.limit, found.rate_scale, cluster) == (SETTINGS, 40, 2.0, {"router": {}})
+
+
+# ---------------------------------------------------------------------------------------------------- the whole command
+
+
+def test_nothing_changed_changes_nothing(run: Path, tmp_path: Path) -> None:
+    result = what_if(run, "--out", tmp_path / "same", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["lost_most"] == found["won_most"] == []
+    assert all(
+        change["verdict"] == "same" for each in found["figures"] for change in each["changes"] if change["ratio"]
+    )
+    assert drift(run, tmp_path / "same").equal
+
+
+def test_another_policy_says_who_won_and_lost_and_why(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "lpm.html"
+    result = what_if(run, "--policy", "lpm", "--html", page, "--out", tmp_path / "lpm")
+    assert result.exit_code == 0, result.output
+    assert "schedule_policy               A fcfs  B lpm" in result.stdout
+    assert "who lost most, and why" in result.stdout
+    assert "who won most, and why" in result.stdout
+    assert " waiting: " in result.stdout
+    text = page.read_text()
+    assert "<h2>Why?</h2>" in text
+    assert "<h3>Who lost most</h3>" in text
+    found = json.loads(what_if(run, "--policy", "lpm", "--json").stdout)
+    for one in found["lost_most"]:
+        assert one["ttft_us"][1] > one["ttft_us"][0]
+        assert one["why"]
+    changes = [one["ttft_us"][1] - one["ttft_us"][0] for one in found["lost_most"]]
+    assert changes == sorted(changes, reverse=True)
+    assert what_if(run, "--policy", "lpm", "--html", page).exit_code == 2
+
+
+def test_more_engines_another_gpu_and_load(run: Path) -> None:
+    result = what_if(run, "--replicas", 2, "--router", "prefix_affinity", "--json")
+    assert result.exit_code == 0, result.output
+    assert [len(each["engines"]) for each in json.loads(result.stdout)["runs"]] == [1, 2]
+    assert json.loads(result.stdout)["won_most"][0]["why"]
+    result = what_if(run, "--gpu", "b200", "--rate-scale", 0.5)
+    assert result.exit_code == 0, result.output
+    assert "gpu" in result.stdout
+
+
+def test_a_journal_of_another_host_is_simulated_first(run: Path, tmp_path: Path) -> None:
+    bare = rewritten(run, tmp_path / "served", spelt_out)
+    result = what_if(bare, "--policy", "lpm")
+    assert result.exit_code == 2
+    assert "does not say which model it is of\nhint: give --model" in result.stderr
+    result = what_if(bare, "--model", "qwen3-0.6b", "--gpu", "h200", "--policy", "lpm")
+    assert result.exit_code == 0, result.output
+    assert "A is a simulation of it under its own settings" in result.stderr
+    assert "requests go on where an earlier answer ended" in result.stderr
+    assert "schedule_policy               A fcfs  B lpm" in result.stdout
+    assert "pages" not in result.stdout.partition("SLOs of A")[0].partition("settings that differ")[2]
+
+
+def test_wrong_settings_are_refused_by_name(run: Path) -> None:
+    assert "--router" in what_if(run, "--router", "round_robin").stderr
+    assert "page_size" in what_if(run, "--page-size", 24).stderr
+    assert "rate_scale" in what_if(run, "--rate-scale", 0).stderr
+    assert what_if(run, "--no-such-option").exit_code == 2
+
+
+def test_help_of_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--what-if" in CliRunner().invoke(replay, ["--help"]).stdout
+    found = what_if("--help").stdout
+    assert "--schedule-policy" in found
+    assert "--replicas" in found
+    assert "--interactive" not in found
+    assert main(["--version"]) == 0
+    capsys.readouterr()

@@ -1,0 +1,310 @@
+"""`lockstep replay`: a journal decided again, strictly: all of it, up to a step or a break, or step by step in hand.
+
+Argument parsing, the prompt and what it prints. Going through a journal is stepping.py, conditions are conditions.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import ClockAdvanced, HostTimeClamped, LaneReady
+from lockstep.core.render import (
+    adapter_lines,
+    decided_line,
+    in_flight_lines,
+    observed_line,
+    page_owner_lines,
+    pages_line,
+    plan_lines,
+    queue_line,
+    session_lines,
+    stats_text,
+    table_lines,
+    tree_lines,
+)
+from lockstep.core.replay import Divergence, event_line
+from lockstep.core.stats import stats
+from lockstep.tools.conditions import Condition
+from lockstep.tools.drift import state_lines
+from lockstep.tools.journal import say_divergence, verify_run
+from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, print_json, refusals
+from lockstep.tools.stepping import Done, Stepper
+from lockstep.tools.telling import clock
+from lockstep.tools.why_step import short_plan, why_step
+from lockstep.tools.words import decision_of, decisions_text, exact_words
+
+HELP = """step [N], back [N]      go N steps forward or back (1)
+goto N                  stand before step N
+continue [COND]         go on until COND or a break holds, or to the end
+break COND              hold where a condition over decided events is met; `breaks` lists them, `clear [N]` drops them
+last, plan              the step just taken: its decisions; the batch it launched, with its page tables
+why                     why the step just taken did what it did
+pages, queue, table, flight, owners, tree, sessions, adapters, stats      the state
+help, quit              an empty line repeats the command before
+
+COND, for example: RequestRetracted and request == r17; AdmissionDeferred and reason == kv_budget; waiting > 50"""
+
+
+class _Replay(click.Command):
+    """`--what-if` makes another command of it, with options of its own; only that one loads the simulator."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--what-if" not in args:
+            return super().make_context(info_name, args, parent, **extra)
+        from lockstep.tools.what_if import what_if
+
+        rest = [word for word in args if word != "--what-if"]
+        return what_if.make_context(f"{info_name} --what-if", rest, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=_Replay, context_settings={"max_content_width": 120})
+@RUN
+@click.option("--what-if", is_flag=True, help="The same requests under other settings: --what-if --help.")
+@click.option("--until", type=click.IntRange(0), metavar="N", help="Stop before step N and show the state there.")
+@click.option("--break", "condition", metavar="COND", help="Stop behind the first step in which COND holds.")
+@click.option("--interactive", "-i", is_flag=True, help="Step forwards and backwards by hand; `help` says how.")
+@click.option(
+    "--decisions",
+    "decisions_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write every decision in words; as RUN/decisions.txt, a divergence can be told with both.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@JSON
+def replay(
+    run: Path,
+    what_if: bool,
+    until: int | None,
+    condition: str | None,
+    interactive: bool,
+    decisions_file: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Decide a run again and compare every digest, or go through it step by step.
+
+    A divergence is told with the event, both decisions in words as far as they are known, the state before and the
+    behaviour flags. Exit status: 0 equal; 2 unreadable; 3 diverged.
+
+    \b
+    lockstep replay runs/chat
+    lockstep replay runs/chat --until 48213
+    lockstep replay runs/chat --break "RequestRetracted and request == r17"
+    lockstep replay runs/chat -i
+    lockstep replay runs/chat --what-if --policy lpm --html lpm.html
+    """
+    assert not what_if, "that is another command"
+    if interactive and (as_json or decisions_file is not None):
+        raise click.UsageError("--interactive goes with neither --json nor --decisions.")
+    if condition is not None and (as_json or decisions_file is not None):
+        raise click.UsageError("--break goes with neither --json nor --decisions.")
+    if decisions_file is not None and decisions_file.exists() and not overwrite:
+        raise click.UsageError(f"{decisions_file} exists\nhint: choose another file, or add --overwrite")
+    with refusals():
+        if interactive or condition is not None:
+            _in_hand(run, until, condition, interactive)
+        elif decisions_file is not None:
+            _write_decisions(run, until, decisions_file, as_json)
+        else:
+            verify_run(run, until, as_json)
+            if until is not None and not as_json:
+                walk = Walk(run, until)
+                for _ in walk:
+                    pass
+                for line in state_lines(walk.engine, walk.names):
+                    click.echo(line)
+
+
+def _write_decisions(run: Path, until: int | None, path: Path, as_json: bool) -> None:
+    walk = Walk(run, until)
+    try:
+        text = decisions_text(decision_of(number, event, step, walk.names) for number, event, step in walk)
+    except Divergence as error:
+        say_divergence(run, error)
+        sys.exit(EXIT_DIVERGED)
+    path.write_text(text, "utf-8", newline="\n")
+    if as_json:
+        print_json({"verdict": "equal", "decisions": str(path)})
+    else:
+        click.echo(f"{path} written, {path.stat().st_size:,} bytes", err=True)
+
+
+def _in_hand(run: Path, until: int | None, condition: str | None, interactive: bool) -> None:
+    found = Condition(condition) if condition is not None else None
+    hand = Hand(Stepper(run))
+    try:
+        if found is not None:
+            hand.stepper.breaks.append(found)
+            _say(hand.go(lambda: hand.stepper.run() if until is None else hand.run_before(until)))
+        elif until is not None:
+            _say(hand.go(lambda: hand.stepper.go_to(until)))
+        if not interactive:
+            _say(list(state_lines(hand.stepper.engine, hand.stepper.names)))
+            return
+        click.echo(f"{run}: before step {hand.stepper.position:,}; `help` says what can be done", err=True)
+        for line in _input():
+            _say(hand.do(line))
+            if hand.done:
+                return
+    except Divergence as error:
+        say_divergence(run, error)
+        sys.exit(EXIT_DIVERGED)
+
+
+def _input() -> Iterator[str]:
+    """Lines of the person, with a prompt if there is a terminal."""
+    while True:
+        if sys.stdin.isatty():
+            click.echo("(replay) ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line.strip()
+
+
+def _say(lines: list[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+class Hand:
+    """Carries out the commands of a person going through a journal; each returns what to print."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.done = False
+        self._before = "step"
+        self._shows: dict[str, Callable[[], list[str]]] = {
+            "pages": lambda: [pages_line(stepper.engine)],
+            "queue": lambda: [queue_line(stepper.engine, stepper.names)],
+            "table": lambda: table_lines(stepper.engine, stepper.names),
+            "flight": lambda: in_flight_lines(stepper.engine, stepper.names),
+            "owners": lambda: page_owner_lines(stepper.engine, stepper.names),
+            "tree": lambda: tree_lines(stepper.engine.memory.radix),
+            "sessions": lambda: session_lines(stepper.engine, stepper.names),
+            "adapters": lambda: adapter_lines(stepper.engine.memory.adapters),
+            "stats": lambda: [stats_text(stats(stepper.engine))],
+            "last": self._last,
+            "plan": self._plan,
+            "why": self._why,
+            "breaks": self._breaks,
+            "help": HELP.splitlines,
+        }
+
+    def do(self, line: str) -> list[str]:
+        """Carry out one command; an error for people is told, and changes nothing."""
+        line = line or self._before
+        verb, _, rest = line.partition(" ")
+        rest = rest.strip()
+        self._before = line
+        try:
+            return self._do({"s": "step", "b": "back", "g": "goto", "c": "continue", "q": "quit"}.get(verb, verb), rest)
+        except ConfigError as error:
+            return str(error).splitlines()
+
+    def _do(self, verb: str, rest: str) -> list[str]:
+        stepper = self.stepper
+        match verb:
+            case "step":
+                stop = stepper.position + _number(rest, 1)
+                return self.go(lambda: stepper.go_to(stop))
+            case "back":
+                stop = stepper.position - _number(rest, 1)
+                return self.go(lambda: stepper.go_to(stop))
+            case "goto":
+                return self.go(lambda: stepper.go_to(_number(rest, None)))
+            case "continue":
+                until = Condition(rest) if rest else None
+                return self.go(lambda: stepper.run(until))
+            case "break":
+                stepper.breaks.append(Condition(rest))
+                return self._breaks()
+            case "clear":
+                if not rest:
+                    stepper.breaks.clear()
+                elif 1 <= _number(rest, None) <= len(stepper.breaks):
+                    del stepper.breaks[_number(rest, None) - 1]
+                else:
+                    raise ConfigError(f"there is no break `{rest}`\nhint: `breaks` lists them")
+                return self._breaks()
+            case "quit" | "exit":
+                self.done = True
+                return []
+            case _ if verb in self._shows and not rest:
+                return self._shows[verb]()
+        raise ConfigError(f"no command `{f'{verb} {rest}'.strip()}`\nhint: `help` lists them")
+
+    def go(self, move: Callable[[], object]) -> list[str]:
+        """Go somewhere, then say where that is."""
+        held = move()
+        stepper = self.stepper
+        lines = [f"holds: {held.text}"] if isinstance(held, Condition) else []
+        if stepper.last is not None:
+            lines += self._taken(stepper.last)
+        at_end = stepper.ended
+        return [*lines, f"at the end, {stepper.position:,} steps" if at_end else f"before step {stepper.position:,}"]
+
+    def run_before(self, until: int) -> Condition | None:
+        """Run to a break, but not past step `until`."""
+        while self.stepper.position < until and (done := self.stepper.forward()) is not None:
+            for condition in self.stepper.breaks:
+                if condition.holds(*done, self.stepper.engine, self.stepper.names):
+                    return condition
+        return None
+
+    def _taken(self, done: Done) -> list[str]:
+        names, plan = self.stepper.names, done.step.launched()
+        plain = isinstance(done.event, LaneReady | ClockAdvanced | HostTimeClamped)
+        what = event_line(done.event) if plain else observed_line(done.event, names)
+        lines = [f"step {done.number:,} at {clock(done.event.time_us)}: {what}"]
+        lines += [f"  {decided_line(decided, names)}" for decided in done.step.decided]
+        return lines + ([f"  launch {short_plan(plan, names)}"] if plan is not None else [])
+
+    def _last(self) -> list[str]:
+        last = self.stepper.last
+        return (
+            ["nothing was done yet"]
+            if last is None
+            else list(exact_words(last.step, self.stepper.names)) or ["nothing"]
+        )
+
+    def _plan(self) -> list[str]:
+        last = self.stepper.last
+        plan = last.step.launched() if last is not None else None
+        return plan_lines(plan, self.stepper.names) if plan is not None else ["the last step launched nothing"]
+
+    def _why(self) -> list[str]:
+        if self.stepper.last is None:
+            return ["nothing was done yet"]
+        reason = why_step(self.stepper.folder, self.stepper.last.number)
+        lines = [reason.title]
+        for heading, parts in reason.parts.items():
+            lines += [heading, *(f"  {part}" for part in parts)] if parts else []
+        return lines
+
+    def _breaks(self) -> list[str]:
+        return [f"{i}: {each.text}" for i, each in enumerate(self.stepper.breaks, start=1)] or ["no breaks"]
+
+
+def _number(text: str, default: int | None) -> int:
+    if not text and default is not None:
+        return default
+    if not (text.isascii() and text.replace("_", "").isdigit()):
+        raise ConfigError(f"expected a number of steps, got `{text}`")
+    return int(text)
+
+
+if __name__ == "__main__":
+    replay()

@@ -1,0 +1,360 @@
+"""`lockstep replay RUN --what-if`: the same requests under other settings, in the simulator, and who felt it.
+
+A is the run as it was; if it was no simulation, a simulation of it under its own settings, so that like is compared
+with like. B is the same requests with what was changed. The comparison is that of `lockstep compare`; why a request won
+or lost is told by the stories of both (story.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestId
+from lockstep.core.journal import JournalHeader, read_journal
+from lockstep.core.router import RouterConfig
+from lockstep.sim.cli import given_settings, progress_bar, refusals, scheduler_options
+from lockstep.sim.cluster import ClusterScenario, assemble_cluster, parse_engines, simulate_cluster, write_cluster_run
+from lockstep.sim.compare import compare, match_requests
+from lockstep.sim.compare_text import comparison_lines, show_change
+from lockstep.sim.out_paths import check_file
+from lockstep.sim.report.compare_page import write_comparison
+from lockstep.sim.report.text import duration
+from lockstep.sim.settings import parse_setting
+from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
+from lockstep.sim.stored_run import StoredRun, read_run
+from lockstep.sim.workload import Workload, WorkloadError
+from lockstep.tools.explain import told
+from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
+from lockstep.tools.runs import RUN
+from lockstep.tools.story import Story
+from lockstep.tools.telling import wait_by_cause
+
+TOLD = 3  # requests that lost most, and as many that won
+CAUSES_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Base:
+    """What was recorded: how it was set up and who came."""
+
+    scenario: Scenario
+    cluster: dict[str, Any]
+    workload: Workload
+    notes: tuple[str, ...]
+    simulated: bool  # whether the run folder is that of a simulation, to be compared with as it is
+
+
+@dataclass(frozen=True)
+class Felt:
+    """A request in both runs, and what it waited for in each."""
+
+    name: str
+    ids: tuple[RequestId, RequestId]
+    ttft_us: tuple[int, int]
+    stories: tuple[Story, Story]
+
+    @property
+    def change_us(self) -> int:
+        return self.ttft_us[1] - self.ttft_us[0]
+
+
+@click.command(context_settings={"max_content_width": 120})
+@RUN
+@click.option("--model", help="Catalogue name or path; by default what the run says.")
+@click.option("--gpu", help="Catalogue name or path; by default what the run says.")
+@click.option("--tp", type=click.INT, help="GPUs that share one copy of the model.")
+@click.option("--replicas", type=click.INT, help="Engines behind a router.")
+@click.option("--router", help="Policy of the router: round_robin, prefix_affinity, ...; with --replicas.")
+@click.option("--rate-scale", default=1.0, help="Divides gaps between arrivals; think times stay.", show_default=True)
+@click.option("--calibration", metavar="NAME|FILE", help="Corrects the cost model: docs/cost-models.md.")
+@click.option("--profile", help="Scheduler settings of another engine: sglang or vllm.")
+@click.option("--policy", "policy", metavar="POLICY", help="Short for --schedule-policy.")
+@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the simulated run.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE and the run in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@scheduler_options
+def what_if(
+    run: Path,
+    html_file: Path | None,
+    out: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Simulate the same requests under other settings, and say who won, who lost and why.
+
+    Takes every scheduler setting of `lockstep simulate`. Arrivals, prompts and lengths of answers are those of the run;
+    later turns of a conversation are sent as long behind the answer before them as they were.
+
+    \b
+    lockstep replay runs/chat --what-if --policy lpm
+    lockstep replay runs/chat --what-if --gpu b200 --html b200.html
+    lockstep replay runs/chat --what-if --replicas 2 --router prefix_affinity
+    """
+    with refusals(), ExitStack() as stack:
+        if html_file is not None:
+            if html_file.exists() and not overwrite:
+                raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
+            check_file(html_file, "--html")
+        changed = given_settings(options)
+        if policy := options.pop("policy"):
+            changed["schedule_policy"] = policy
+        rate_scale = options.pop("rate_scale")
+        given = {name: value for name, value in options.items() if value is not None}
+        base = read_base(run, given)
+        for note in (*base.notes, *base.workload.notes):
+            click.echo(f"note: {note}", err=True)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-what-if-")))
+        first = run
+        if not base.simulated:
+            first = scratch / f"{run.name or 'run'} simulated"
+            simulate_base(base, first, base.workload)
+        other = out if out is not None else scratch / "what if"
+        if out is not None:
+            prepare_folder(out, overwrite=overwrite)
+        simulate_base(changed_base(base, given, changed), other, scaled(base.workload, rate_scale))
+        found = compare([read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")])
+        losers, winners = felt(found.runs[0], found.runs[1])
+        if html_file is not None:
+            write_comparison(html_file, found, [why_html(losers, winners)])
+        if as_json:
+            click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
+        else:
+            for line in (*comparison_lines(found), *why_lines(losers, winners)):
+                click.echo(line.replace(str(scratch), "not kept:"))
+            if out is None:
+                click.echo("hint: --out DIR keeps B, to ask it why", err=True)
+    if html_file is not None:
+        click.echo(f"{html_file} written, {html_file.stat().st_size:,} bytes", err=True)
+
+
+# ----------------------------------------------------------------------------------------------- what was, and what if
+
+
+def read_base(run: Path, given: dict[str, Any]) -> Base:
+    """What the run was asked to do. Raises ConfigError, JournalError or WorkloadError where it does not say."""
+    if not (run / "metrics.json").is_file():
+        return _base_of_journal(run, given)
+    about = read_run(run).about
+    scenario, cluster = recorded_scenario(str(about["command"]))
+    notes: tuple[str, ...] = ()
+    try:
+        workload = open_load(scenario)
+        if workload.digest != about["workload"]["digest"]:
+            notes = (f"`{scenario.workload}` holds other requests than the run had, so they are read off its journal",)
+    except (WorkloadError, OSError) as error:
+        workload = None
+        notes = (f"its workload cannot be read ({str(error).partition(chr(10))[0]}): it is read off the journal",)
+    if workload is not None and not notes:
+        return Base(scenario, cluster, workload, (), simulated=True)
+    if scenario.concurrency is not None or cluster["router"] or "replicas" in cluster or "engines" in cluster:
+        raise ConfigError(
+            f"`{run}` had its requests from `{scenario.workload}`, which is not there as it was, and a closed loop or "
+            "a cluster cannot be read off journals\nhint: put the workload back"
+        )
+    plain = replace(scenario, rate=None, rate_scale=1.0, time_window=None, limit=None, skip_bad_rows=False)
+    return Base(plain, cluster, journal_workload(run), notes, simulated=False)
+
+
+def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
+    """Of a host that is no simulator: settings by the header, model and GPU by the header or the command line."""
+    from lockstep.tools.runs import engine_journal
+
+    header = read_journal(engine_journal(run)).header
+    model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
+    defaults = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
+    settings = {
+        name: value
+        for name, value in msgspec.structs.asdict(header.config).items()
+        if value != defaults[name] and name != "schedule_policy_version"
+    }
+    workload = journal_workload(run)
+    scenario = Scenario(
+        model=model,
+        gpu=gpu,
+        workload=str(run),
+        tp=int(given.get("tp", header.host.get("tp", 1))),
+        seed=header.seed,
+        settings=settings,
+        max_new_tokens=output_limit(run),
+    )
+    note = "the run was no simulation: A is a simulation of it under its own settings"
+    return Base(scenario, {"router": {}}, workload, (note,), simulated=False)
+
+
+def _named(header: JournalHeader, given: dict[str, Any], name: str) -> str:
+    value = given.get(name, header.host.get(name))
+    if not value:
+        raise ConfigError(f"the journal does not say which {name} it is of\nhint: give --{name}, as to `simulate`")
+    return str(value)
+
+
+def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) -> Base:
+    """The same with what was asked for. Raises ConfigError if that is nothing."""
+    scenario = base.scenario
+    names = ("model", "gpu", "tp", "calibration", "profile")
+    kept = dict(scenario.settings)
+    moved = [name for name in ("model", "gpu", "tp") if name in given and given[name] != getattr(scenario, name)]
+    if not base.simulated and (moved or "page_size" in settings):
+        kept.pop("pages", None)  # a pool of another size fits there
+    scenario = replace(
+        scenario,
+        **{name: given[name] for name in names if name in given},
+        settings={**({} if "profile" in given else kept), **settings},
+    )
+    cluster = dict(base.cluster)
+    if "replicas" in given:
+        cluster = {"replicas": given["replicas"], "router": dict(cluster["router"])}
+    if "router" in given:
+        if "replicas" not in cluster and "engines" not in cluster:
+            raise ConfigError(f"`--router` {given['router']} needs engines to choose from\nhint: add --replicas 2")
+        cluster["router"] = {**cluster["router"], "policy": given["router"]}
+    return replace(base, scenario=scenario, cluster=cluster)
+
+
+def simulate_base(base: Base, folder: Path, workload: Workload) -> None:
+    """Simulate and write the run folder, without the trace."""
+    with progress_bar(base.scenario.limit or len(workload.turns)) as on_finish:
+        if "replicas" not in base.cluster and "engines" not in base.cluster and not base.cluster["router"]:
+            setup = assemble(base.scenario, os.environ, workload=workload)
+            done = simulate(setup, folder=folder, on_finish=on_finish)
+            write_run(folder, done, trace=False)
+            return
+        router = dict(base.cluster["router"])
+        hop_us = router.pop("hop_us", 0)
+        engines = base.cluster.get("engines")
+        clustered = ClusterScenario(
+            base=base.scenario,
+            replicas=base.cluster.get("replicas", 1),
+            engines=parse_engines(engines, parse_setting) if engines is not None else (),
+            router=RouterConfig(**router),
+            hop_us=hop_us,
+        )
+        cluster = assemble_cluster(clustered, workload=workload)
+        write_cluster_run(folder, simulate_cluster(cluster, folder=folder, on_finish=on_finish), trace=False)
+
+
+# ---------------------------------------------------------------------------------------------------- who won, and why
+
+
+def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
+    """Those whose first token came most later, and most earlier, with their stories in both runs."""
+    if first.requests is None or other.requests is None:
+        return [], []
+    rows, others, _ = match_requests(first.requests, other.requests)
+    ttft = first.requests["ttft_us"][rows], other.requests["ttft_us"][others]
+    known = np.flatnonzero((ttft[0] >= 0) & (ttft[1] >= 0) & (ttft[0] != ttft[1]))
+    order = known[np.argsort((ttft[1] - ttft[0])[known], kind="stable")]
+    change = ttft[1] - ttft[0]
+    lost = [int(at) for at in order[::-1] if change[at] > 0][:TOLD]
+    won = [int(at) for at in order if change[at] < 0][:TOLD]
+    chosen = lost + won
+    ids = (
+        [int(first.requests["request_id"][rows[at]]) for at in chosen],
+        [int(other.requests["request_id"][others[at]]) for at in chosen],
+    )
+    labels = [str(first.requests["label"][rows[at]]) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
+    stories = _stories(first.folder, ids[0]), _stories(other.folder, ids[1])
+    both = [
+        Felt(labels[place], (a, b), (int(ttft[0][at]), int(ttft[1][at])), (stories[0][a], stories[1][b]))
+        for place, (at, a, b) in enumerate(zip(chosen, *ids, strict=True))
+        if a in stories[0] and b in stories[1]
+    ]
+    return [each for each in both if each.change_us > 0], [each for each in both if each.change_us < 0]
+
+
+def _stories(folder: Path, ids: Sequence[RequestId]) -> dict[RequestId, Story]:
+    """The stories of these requests, whichever engine of a cluster they went to."""
+    if not ids:
+        return {}
+    engines = sorted(path.parent for path in folder.glob("engines/*/journal"))
+    found: dict[RequestId, Story] = {}
+    for engine in engines or [folder]:
+        chronicle, _ = told(engine, list(ids))
+        found |= chronicle.stories
+    return found
+
+
+def why(one: Felt) -> list[str]:
+    """What made the difference, largest part first, and what each run was like for this request."""
+    mine, theirs = one.stories
+    waits = wait_by_cause(mine), wait_by_cause(theirs)
+    parts = {cause: waits[1][cause] - waits[0][cause] for cause in (*waits[0], *waits[1])}
+    moved = sorted((part for part in parts.items() if part[1]), key=lambda part: -abs(part[1]))
+    prefill = [story.ttft_us - story.queue_us for story in (mine, theirs)]
+    lines = [f"{show_change(us)} waiting: {cause}" for cause, us in moved[:CAUSES_TOLD]]
+    if prefill[0] != prefill[1]:
+        lines.append(f"{show_change(prefill[1] - prefill[0])} from admission to first token")
+    facts = (
+        ("cached tokens", _cached(mine), _cached(theirs)),
+        ("retractions", len(mine.retractions), len(theirs.retractions)),
+        ("requests from behind that went before it", *(sum(w.bypassed for w in s.waits) for s in one.stories)),
+        ("requests that waited when it came", mine.waiting_then, theirs.waiting_then),
+    )
+    lines += [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
+    return lines
+
+
+def _cached(story: Story) -> int:
+    admitted = story.waits[0].admitted
+    return admitted.cached_tokens if admitted is not None else 0
+
+
+def _head(one: Felt) -> str:
+    a, b = one.ids
+    change = f"TTFT {duration(one.ttft_us[0])} -> {duration(one.ttft_us[1])}, {show_change(one.change_us)}"
+    return f"{one.name} (A r{a}, B r{b}): {change}"
+
+
+def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
+    """For a terminal."""
+    lines = []
+    for title, those in (("who lost most, and why", losers), ("who won most, and why", winners)):
+        if those:
+            lines += ["", title]
+        for one in those:
+            lines += [f"  {_head(one)}", *(f"      {line}" for line in why(one))]
+    if losers or winners:
+        lines += ["", "whole stories: lockstep explain RUN --request ID"]
+    return lines
+
+
+def why_html(losers: Sequence[Felt], winners: Sequence[Felt]) -> str:
+    """A section of the page."""
+    parts = []
+    for title, those in (("Who lost most", losers), ("Who won most", winners)):
+        items = "".join(
+            f"<li><b>{escape(_head(one))}</b><br>{'<br>'.join(map(escape, why(one)))}</li>" for one in those
+        )
+        parts.append(f"<h3>{title}</h3><ul>{items}</ul>" if items else "")
+    if not any(parts):
+        return ""
+    return (
+        '<section><h2>Why?</h2><p class="lead">By the decisions of both schedulers: what the requests whose first '
+        f"token moved most were waiting for. A is the recorded run, B the other.</p>{''.join(parts)}</section>"
+    )
+
+
+def _described(losers: Sequence[Felt], winners: Sequence[Felt]) -> dict[str, Any]:
+    def each(those: Sequence[Felt]) -> list[dict[str, Any]]:
+        return [
+            {"name": one.name, "request_ids": list(one.ids), "ttft_us": list(one.ttft_us), "why": why(one)}
+            for one in those
+        ]
+
+    return {"lost_most": each(losers), "won_most": each(winners)}
