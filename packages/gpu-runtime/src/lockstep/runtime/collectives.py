@@ -23,6 +23,9 @@ from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
 
 
+START_S = 300.0  # in which all ranks must have come to the meeting, and be done loading once one of them is
+
+
 class CollectiveFailed(DeviceLost):
     """A sum or a join did not come about, most likely because another rank has ended."""
 
@@ -85,7 +88,7 @@ class Collectives:
 
     def _meet(self, store: str, timeout: timedelta) -> None:
         shared = FileStore(store, self.ranks)
-        shared.set_timeout(timeout)
+        shared.set_timeout(timedelta(seconds=START_S))
         if self._nccl:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
             # 2: let go of kernels that wait for a lost rank, but do not end this process; whoever asked is told first.

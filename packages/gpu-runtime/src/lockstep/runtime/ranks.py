@@ -53,7 +53,7 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
-from lockstep.runtime.collectives import CollectiveFailed, Collectives
+from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.models import ModelSettings
@@ -343,11 +343,11 @@ class RankGroup:
 
     def _until(self, there: Callable[[_Worker], bool], what: str) -> None:
         """Wait for all workers, which have as much to do as rank 0 had."""
-        until = time.monotonic() + self.timeout_s
+        until = time.monotonic() + START_S
         with self._lock:
             while not self.failure and (late := [worker for worker in self._workers if not there(worker)]):
                 if not self._lock.wait(max(0.0, until - time.monotonic())) and time.monotonic() > until:
-                    self._fail(f"{late[0].described()} took more than {self.timeout_s:g} s longer than rank 0 {what}")
+                    self._fail(f"{late[0].described()} took more than {START_S:g} s longer than rank 0 {what}")
         self._raise_at_start()
 
     def _while_alive(self, run: Callable[[], T]) -> T:
@@ -469,7 +469,7 @@ class RankGroup:
             return
         if self.on_stuck is not None:
             self.on_stuck(self.failure)
-        elif not self._noticed.wait(self.timeout_s):  # it still starts: nobody waits but whoever called it
+        elif not self._noticed.wait(START_S):  # it still starts: nobody waits but whoever called it
             shutil.rmtree(self._folder, ignore_errors=True)
             log.critical("%s; rank 0 does not come back from its start, and ends", self.failure)
             _end_hard()
