@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import AllgatherOptions, FileStore
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.models.layers import Parallel
 
-
 START_S = 300.0  # in which all ranks must have come to the meeting, and be done loading once one of them is
 
 
