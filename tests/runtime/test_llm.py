@@ -383,6 +383,19 @@ def test_a_conversation_is_written_as_transformers_writes_it(folder: Path) -> No
     assert Text(folder).chat(messages) == said
 
 
+def test_a_template_may_mark_what_the_model_says(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for message in messages %}\n{{ message.role }}: \n"
+        "  {%- generation -%}  {{ message.content }}  {% endgeneration %}\n{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "the dog?"}, {"role": "assistant", "content": "sleeps"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert Text(tmp_path).chat(messages) == theirs.apply_chat_template(messages, tokenize=False)
+
+
 def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     template = tmp_path / "chat_template.jinja"

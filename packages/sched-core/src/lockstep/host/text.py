@@ -7,6 +7,7 @@ cannot reach Python. What decides about the time is given (`strftime_now`), so t
 from __future__ import annotations
 
 import json
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from lockstep.core.errors import ConfigError
 
 Message = Mapping[str, Any]
 
+GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+"""Some templates mark what the model says, for training; transformers knows this tag, jinja2 does not."""
 CONTEXT = 32  # tokens in front of one that may decide how it is written: a space, bytes of one character
 
 
@@ -187,12 +190,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template: of its own file, or of tokenizer_config.json, there perhaps one of several by name."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text("utf-8")
-    template = settings.get("chat_template")
+    template = path.read_text("utf-8") if path.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = next((one["template"] for one in template if one.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+    if not isinstance(template, str):
+        return None
+    return GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", template)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
