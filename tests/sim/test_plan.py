@@ -26,7 +26,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan import answer as answers
-from lockstep.sim.plan.cli import plan
+from lockstep.sim.plan.cli import plan, usable_cores
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import (
@@ -570,6 +570,18 @@ def test_a_plan_that_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
+def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    quota = tmp_path / "cpu.max"
+    assert usable_cores(quota) == 64  # no such file
+    for text, cores in (("max 100000\n", 64), ("150000 100000\n", 2), ("1000 100000\n", 1), ("9900000 100000\n", 64)):
+        quota.write_text(text)
+        assert usable_cores(quota) == cores
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert usable_cores(tmp_path / "none") == 10
+
+
 def test_more_processes_give_the_same_bytes(tmp_path: Path) -> None:
     alone = invoke("--jobs", "1", "--json", str(tmp_path / "alone.json"))
     many = invoke("--jobs", "2", "--json", str(tmp_path / "many.json"))
@@ -611,6 +623,11 @@ def test_what_cannot_be_planned_is_one_message(
         (["--tp", "0"], "`tp` must be a whole number of at least 1, got `0`"),
         (["--mem-fraction", "nan"], "`mem_fraction` must be above 0 and at most 1, got `nan`"),
         (["--rate", "nan"], "`rate` must be requests per second, at least 1e-6, got `nan`"),
+        (["--router-load-floor", "3"], "`router_load_floor` is a setting of prefix_affinity, got `3` under least_req"),
+        (
+            ["--router-load-floor", "3", "--search", "router=round_robin,session_sticky"],
+            "got `3` under round_robin and session_sticky\nhint: --router prefix_affinity, or leave out --router-",
+        ),
         (["--max-gpus", "0"], "`max_gpus` must be at least 1, got `0`"),
         (["--load", "users"], "`load` must be one of rate, sessions, got `users`"),
         (["--json", "FOLDER"], "`--json`: `FOLDER` is a folder, expected a file"),

@@ -130,6 +130,14 @@ def test_two_outputs_in_one_file_are_refused(capsys: pytest.CaptureFixture[str])
         (["--max-running-requests", "9999999"], "`max_running_requests` is simulated up to 1,048,576, got `9999999`"),
         (["--waiting-timeout", "soon"], "such as 5s or 250ms, got `soon`"),
         (["--router-hop", "-1ms"], "such as 5s or 250ms, got `-1ms`"),
+        (
+            ["--router-sessions-max", "5"],
+            "is a setting of session_sticky, got `5` under least_requests\nhint: --router s",
+        ),
+        (
+            ["--router", "session_sticky", "--router-load-bound", "2"],
+            "`router_load_bound` is a setting of prefix_affin",
+        ),
         (["--router-hop", "2min"], "`router_hop` must be from 0 to 60s, got `120s`"),
         (["--replicas", "2000"], "`replicas` must be from 1 to 1024, got `2000`"),
         (["--model", "./binary"], "binary: not readable as JSON: "),

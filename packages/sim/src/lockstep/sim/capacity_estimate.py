@@ -34,7 +34,7 @@ def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSu
     prompt, output = workload.prompt.mean, max(workload.output.mean, 1.0)
     new_tokens = max(prompt * (1.0 - workload.sharing_ratio), 1.0)
     chunk = min(config.chunked_prefill_size or config.max_prefill_tokens, config.max_prefill_tokens)
-    tokens = max(int(min(chunk, max(new_tokens, 1.0) * config.max_running_requests)), 1)
+    tokens = max(int(min(chunk, new_tokens * config.max_running_requests)), 1)
     pairs = int(tokens * prompt / 2)
     prompts = 1 if getattr(cost, "shards", 1) == 1 else max(round(tokens / new_tokens), 1)  # which shards divide
     extend_us = _between_us(cost, BatchShape(extend_rows=prompts, extend_tokens=tokens, extend_pairs=pairs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -176,12 +176,25 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ROUTER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
-    ("load_bound", click.FLOAT, "under prefix_affinity: an engine's load over the mean, at most"),
-    ("load_floor", click.INT, "under prefix_affinity: open requests up to which no engine counts as loaded"),
-    ("block_tokens", click.INT, "under prefix_affinity: prompts are compared in blocks of so many tokens"),
-    ("sessions_max", click.INT, "under session_sticky: sessions remembered"),
+# One row per setting of a router's policy: (field of RouterConfig, policy, type of the value, help).
+ROUTER_OPTIONS: tuple[tuple[str, str, ParamType, str], ...] = (
+    ("load_bound", "prefix_affinity", click.FLOAT, "an engine's load over the mean, at most"),
+    ("load_floor", "prefix_affinity", click.INT, "open requests up to which no engine counts as loaded"),
+    ("block_tokens", "prefix_affinity", click.INT, "prompts are compared in blocks of so many tokens"),
+    ("sessions_max", "session_sticky", click.INT, "sessions remembered"),
 )
+
+
+def check_router_options(given: Mapping[str, Any], policies: Sequence[str]) -> None:
+    """Raise ConfigError if a setting was given that none of the policies looks at."""
+    from lockstep.core.errors import ConfigError
+
+    for name, policy, _, _ in ROUTER_OPTIONS:
+        if name in given and policy not in policies:
+            raise ConfigError(
+                f"`router_{name}` is a setting of {policy}, got `{given[name]}` under {' and '.join(policies)}\n"
+                f"hint: --router {policy}, or leave out --router-{name.replace('_', '-')}"
+            )
 
 
 def cluster_options(*, engines: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -198,7 +211,7 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
     @functools.wraps(command)
     def collecting(*args: Any, **options: Any) -> Any:
         names = {"router": "policy", "router_hop_us": "hop_us"} | {
-            f"router_{name}": name for name, _, _ in ROUTER_OPTIONS
+            f"router_{name}": name for name, *_ in ROUTER_OPTIONS
         }
         given = {short: options.pop(name) for name, short in names.items()}
         return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
@@ -215,9 +228,9 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
         click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
         click.option("--router-hop", "router_hop_us", type=Duration(), help="router to engine, and back  [default: 0]"),
     ]
-    for name, kind, text in ROUTER_OPTIONS:
-        flag = "--router-" + name.replace("_", "-")
-        options.append(click.option(flag, f"router_{name}", type=kind, help=f"{text}  [default: {defaults[name]}]"))
+    for name, policy, kind, text in ROUTER_OPTIONS:
+        flag, text = "--router-" + name.replace("_", "-"), f"under {policy}: {text}  [default: {defaults[name]}]"
+        options.append(click.option(flag, f"router_{name}", type=kind, help=text))
     decorated: Callable[..., Any] = collecting
     for option in reversed(options):
         decorated = option(decorated)

@@ -13,7 +13,7 @@ import click
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig
-from lockstep.sim.cli import progress_bar, say_no_intervals, show
+from lockstep.sim.cli import check_router_options, progress_bar, say_no_intervals, show
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
@@ -56,11 +56,13 @@ def run_cluster(
         )
     settings = dict(router)
     hop_us = settings.pop("hop_us", 0)
+    config = RouterConfig(**settings)
+    check_router_options(settings, [config.policy])
     scenario = ClusterScenario(
         base=base,
         replicas=1 if replicas is None else replicas,
         engines=parse_engines(engines, parse_setting) if engines is not None else (),
-        router=RouterConfig(**settings),
+        router=config,
         hop_us=hop_us,
     )
     if out is not None:

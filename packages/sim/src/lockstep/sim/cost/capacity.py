@@ -26,10 +26,10 @@ from lockstep.sim.cost.stages import Stage, stages_of
 
 MIB = 2**20
 RUNTIME_BYTES = 1024 * MIB  # estimate: CUDA context and libraries about 500 MiB, graphs and fragmentation as much
-NCCL_BYTES = {
+NCCL_BYTES = {  # ai-dynamo/aiconfigurator@095f58a5 systems/*.yaml, by number of GPUs
     2: 342 * MIB,
-    4: 392 * MIB,
-}  # ai-dynamo/aiconfigurator@095f58a5 systems/*.yaml, by number of GPUs, 4 and up
+    4: 392 * MIB,  # and from there on
+}
 LOGITS_BYTES_PER_VALUE = 10  # bf16 logits, a float32 copy and float32 probabilities
 CHUNK_TOKENS = 8192  # SGLang's chunked_prefill_size on 60 to 160 GB
 SAMPLED_ROWS = 256  # rows whose logits exist at once: a full decode batch
@@ -129,7 +129,7 @@ def _stage_capacity(
     """Of one stage: `pages` for the whole engine, as if this stage decided."""
     model = stage.model
     activations = activation_bytes(model, split, chunk_tokens, sampled_rows if stage.is_last else 0)
-    runtime = RUNTIME_BYTES + (NCCL_BYTES[min(4, 2 if split.gpus < 4 else 4)] if split.gpus > 1 else 0)
+    runtime = RUNTIME_BYTES + (NCCL_BYTES[2 if split.gpus < 4 else 4] if split.gpus > 1 else 0)
     state = ceil_div(state_rows, split.attention_dp) * model.state_bytes_per_request(split)
     usable = int(gpu.memory_bytes * mem_fraction)
     per_token = model.kv_bytes_per_token(kv_dtype, split)

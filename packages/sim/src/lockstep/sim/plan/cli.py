@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import click
 
 from lockstep.sim.cli import (
     EXIT_INTERRUPTED,
+    check_router_options,
     cluster_options,
     given_settings,
     parallel_options,
@@ -51,7 +53,7 @@ EXIT_NONE_FOUND = 3
     "--requests", type=click.INT, help="of a long simulation, per replica, at most  [default: 3000; quick: 800]"
 )
 @click.option("--all", "confirm_all", is_flag=True, help="confirm also what others have shown to be worse")
-@click.option("--jobs", type=click.INT, help="processes  [default: one per core]")
+@click.option("--jobs", type=click.INT, help="processes  [default: one per core that may be used]")
 @click.option("--ray", "ray_address", metavar="ADDRESS", help="run on a Ray cluster: auto, HOST:PORT, or local")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="keep simulations there, and plan.html")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="write the answer as JSON")
@@ -128,6 +130,8 @@ def plan(
             )
             effort = replace(effort, long=Length(requests, requests, 0.0), short=short)
         hop_us = router.pop("hop_us", 0)
+        router_config = RouterConfig(**router)
+        check_router_options(router, dict(searched).get("router", (router_config.policy,)))
         question = Question(
             model=model,
             gpus=tuple(gpu.strip() for gpu in gpus.split(",")),
@@ -140,7 +144,7 @@ def plan(
             search=searched,
             common=options,
             settings=settings,
-            router=RouterConfig(**router),
+            router=router_config,
             hop_us=hop_us,
             seed=seed,
             confidence=confidence,
@@ -159,7 +163,10 @@ def plan(
             candidates, opened = prepare(question)
             line = workload_line(opened, closed=question.load == "sessions")
             announce(question, line, len(candidates), out)
-            with crew_of(_hands(jobs), ray_address) as crew, showing_progress(ledger) as progress:
+            with (
+                crew_of(usable_cores() if jobs is None else jobs, ray_address) as crew,
+                showing_progress(ledger) as progress,
+            ):
                 run_plan(question, candidates, crew, ledger, progress)
             answer = Answer(question=question, candidates=candidates, workload_line=line)
             show(answer)
@@ -174,11 +181,17 @@ def plan(
         sys.exit(EXIT_NONE_FOUND)
 
 
-def _hands(jobs: int | None) -> int:
-    """Processes: as asked, or one per core that this one may use, as far as the system says."""
-    if jobs is not None:
-        return jobs
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds it may use in a period, or "max"
+
+
+def usable_cores(quota: Path = CPU_QUOTA) -> int:
+    """Cores that this process may use: a container may have two of a machine's hundred."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        used_us, period_us = map(int, quota.read_text(encoding="ascii").split())
+    except (OSError, ValueError):  # no container, or no quota
+        return cores
+    return max(min(cores, math.ceil(used_us / period_us)), 1)
 
 
 def _given(path: Path | None, *names: str) -> list[Path]:
