@@ -42,7 +42,7 @@ def test_text_and_ids(client: Any) -> None:
 
 
 def test_a_stream_is_cumulative(client: Any) -> None:
-    asked = {"text": "hello", "sampling_params": {"max_new_tokens": 200, "temperature": 0}}
+    asked = {"text": "hello", "sampling_params": {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}}
     whole = generate(client, **asked)
     with client.stream("POST", "/generate", json={**asked, "stream": True}) as answer:
         lines = [line for line in answer.iter_lines() if line]
@@ -51,7 +51,7 @@ def test_a_stream_is_cumulative(client: Any) -> None:
     assert events[-1]["text"] == whole["text"]
     assert all(after["text"].startswith(before["text"]) for before, after in pairwise(events))
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
-    assert len(events) > 1  # how many, the load of the machine says
+    assert len(events) > 3
 
 
 def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer) -> None:

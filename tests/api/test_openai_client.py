@@ -54,14 +54,16 @@ def test_a_chat(client: Any) -> None:
 
 
 def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
-    asked = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 200, "seed": 5, "temperature": 0.7}
+    asked: dict[str, Any]
+    asked = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 1000, "seed": 5, "temperature": 0.7}
+    asked["extra_body"] = {"ignore_eos": True}
     whole = client.chat.completions.create(**asked)
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     first, *middle, last, usage = chunks
     assert first.choices[0].delta.role == "assistant"
     assert first.choices[0].delta.content == ""
     assert all(chunk.choices[0].finish_reason is None for chunk in (first, *middle))
-    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.choices[0].finish_reason == "length"
     assert usage.choices == []
     assert usage.usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
         exclude={"prompt_tokens_details"}
@@ -70,7 +72,7 @@ def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
     assert {chunk.id for chunk in chunks} == {first.id}
     spoken = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert spoken == whole.choices[0].message.content
-    assert len(middle) > 1  # it came piece by piece, in as many as the load of the machine lets
+    assert len(middle) > 5  # it came piece by piece
 
 
 def test_greedy_and_seeded_answers_can_be_had_again(client: Any) -> None:
