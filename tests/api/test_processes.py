@@ -139,9 +139,10 @@ def _age_s(pid: int) -> float:
 
 
 def test_when_the_launcher_dies_its_children_do(server: LiveServer) -> None:
-    children = server.children()
+    children, folder = server.children(), server.folder()
     server.process.kill()
     until(lambda: not any(_runs(pid) for pid in children.values()))
+    assert not folder.exists()
 
 
 def _runs(pid: int) -> bool:

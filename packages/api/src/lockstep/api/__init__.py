@@ -1,5 +1,4 @@
-"""HTTP serving in front of an engine process. Not written yet: this package only reserves its name and dependencies.
+"""HTTP serving in front of an engine process: `lockstep serve`. docs/serving.md shows how the parts fit together.
 
-It will hold the OpenAI-compatible endpoints and the messages between the API process and the engine process. No
-scheduling policy belongs here.
+Here is what is about text, sockets and clients. No scheduling policy belongs here.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ def begin(folder: Path, role: str) -> ServeSettings:
     settings = msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
     start_log(settings.log_level, role)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
     return settings
 
 
@@ -43,8 +44,9 @@ def start_log(level: str, role: str) -> None:
     )
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     """The parent holds the other end of stdin and never writes: it is closed when the parent is gone."""
     os.read(0, 1)
     logging.getLogger("lockstep.serve").error("the process that started this one is gone")
+    shutil.rmtree(folder, ignore_errors=True)  # which the parent would have done
     os._exit(1)
