@@ -51,7 +51,7 @@ def test_a_stream_is_cumulative(client: Any) -> None:
     assert events[-1]["text"] == whole["text"]
     assert all(after["text"].startswith(before["text"]) for before, after in pairwise(events))
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
-    assert len(events) > 3
+    assert len(events) > 1
 
 
 def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer) -> None:

@@ -101,7 +101,7 @@ def test_ctrl_c_ends_it_in_order(server: LiveServer) -> None:
 def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> None:
     stream = Stream(server.url)
     os.kill(server.children()["engine"], signal.SIGKILL)
-    assert server.process.wait(10) == 1
+    assert server.process.wait(30) == 1
     stream.thread.join(5)
     *_, error, done = stream.lines
     assert done == "data: [DONE]"
@@ -112,7 +112,7 @@ def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> N
 
 
 def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", *EMULATED, "--api-workers", "2") as server:
+    with serving(tmp_path / "log", *EMULATED, "--api-workers", "2", "--shutdown-s", "0") as server:
         until(lambda: len(server.children()) == 3)
         streams = [Stream(server.url) for _ in range(3)]
         until(lambda: running(server) == 3)
@@ -157,7 +157,7 @@ def test_a_message_that_nobody_knows_ends_the_server_and_is_named(server: LiveSe
     socket = context.socket(zmq.PUSH)
     socket.connect(f"ipc://{server.folder() / 'engine'}")
     socket.send(b"\x92\xa9Overthrow\x01")
-    assert server.process.wait(10) == 1
+    assert server.process.wait(30) == 1
     assert "WireError: the engine got a message 'Overthrow', which it cannot read" in server.text()
     socket.close(0)
     context.term()

@@ -113,7 +113,7 @@ def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
         server.end()
 
 
-def until(true: object, seconds: float = 10.0) -> None:
+def until(true: object, seconds: float = 30.0) -> None:
     """Wait until a function says True. Fails after so long."""
     assert callable(true)
     ends_s = time.monotonic() + seconds
