@@ -127,7 +127,8 @@ def what_if(
         other = out if out is not None else scratch / "what if"
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
-        simulate_base(changed_base(base, given, changed), other, scaled(base.workload, rate_scale))
+        asked = changed_base(base, given, changed)
+        simulate_base(asked, other, scaled(base.workload, rate_scale), report=out is not None)
         found = compare([read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")])
         losers, winners = felt(found.runs[0], found.runs[1])
         if html_file is not None:
@@ -227,13 +228,13 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     return replace(base, scenario=scenario, cluster=cluster)
 
 
-def simulate_base(base: Base, folder: Path, workload: Workload) -> None:
+def simulate_base(base: Base, folder: Path, workload: Workload, *, report: bool = False) -> None:
     """Simulate and write the run folder, without the trace."""
     with progress_bar(base.scenario.limit or len(workload.turns)) as on_finish:
         if "replicas" not in base.cluster and "engines" not in base.cluster and not base.cluster["router"]:
             setup = assemble(base.scenario, os.environ, workload=workload)
             done = simulate(setup, folder=folder, on_finish=on_finish)
-            write_run(folder, done, trace=False)
+            write_run(folder, done, trace=False, report=report)
             return
         router = dict(base.cluster["router"])
         hop_us = router.pop("hop_us", 0)
@@ -246,7 +247,8 @@ def simulate_base(base: Base, folder: Path, workload: Workload) -> None:
             hop_us=hop_us,
         )
         cluster = assemble_cluster(clustered, workload=workload)
-        write_cluster_run(folder, simulate_cluster(cluster, folder=folder, on_finish=on_finish), trace=False)
+        ended = simulate_cluster(cluster, folder=folder, on_finish=on_finish)
+        write_cluster_run(folder, ended, trace=False, report=report)
 
 
 # ---------------------------------------------------------------------------------------------------- who won, and why

@@ -1,0 +1,185 @@
+"""`lockstep export`: what a run decided as tables in Parquet, for questions in SQL that no command answers.
+
+steps       one row per event: time, type, what was launched, how things stood behind it
+decisions   one row per decided event; a column for every field that any of them has
+batches     one row per launched batch, with its times on the device
+parts       one row per request and batch: which positions it computed
+requests    one row per request: the latencies of docs/metrics.md, and how it ended
+
+Ids join them: `step`, `batch_id`, `request_id`. Times are microseconds since the journal began. Missing is null.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import msgspec
+import numpy as np
+
+from lockstep.core.commands import BatchPlan, Step
+from lockstep.core.engine import Engine
+from lockstep.core.events import BatchFinished, Decided, DecidedEvent, ObservedEvent
+from lockstep.core.render import Names
+from lockstep.sim.metrics import MetricsFold
+from lockstep.tools.runs import RUN, Walk, print_json, refusals
+
+TABLES = ("steps", "decisions", "batches", "parts", "requests")
+COLUMNS = tuple(
+    dict.fromkeys(field.name for type_ in get_args(DecidedEvent) for field in msgspec.structs.fields(type_))
+)
+
+
+@click.command(context_settings={"max_content_width": 120})
+@RUN
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder for the tables.")
+@click.option("--overwrite", is_flag=True, help="Replace tables that are there.")
+@click.option("--json", "as_json", is_flag=True, help="Rows of each table as one JSON object.")
+def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Write what a run decided as Parquet tables, to be asked in polars or DuckDB.
+
+    \b
+    lockstep export runs/chat --out tables
+    """
+    there = [name for name in TABLES if (out / f"{name}.parquet").exists()]
+    if there and not overwrite:
+        raise click.UsageError(f"{out} already has {', '.join(there)}\nhint: choose another folder, or add --overwrite")
+    with refusals():
+        tables = Tables()
+        walk = Walk(run)
+        for number, event, step in walk:
+            tables.observe(number, event, step, walk.engine)
+        rows = tables.write(out, walk.names)
+    if as_json:
+        print_json(rows)
+        return
+    for name, count in rows.items():
+        path = out / f"{name}.parquet"
+        click.echo(f"{path}: {count:,} rows, {path.stat().st_size:,} bytes")
+
+
+class Tables:
+    """Collects the rows of all tables. Feed it every step of a replay, in order."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, Any] = {
+            "time_us": array("q"), "event": [], "batch_id": [], "waiting": array("i"), "running": array("i"),
+            "in_flight": array("i"), "free_pages": array("i"), "available_pages": array("i"),
+        }  # fmt: skip
+        self._decided: list[tuple[int, Decided]] = []
+        self._plans: list[tuple[int, int, BatchPlan]] = []
+        self._results: dict[int, tuple[int, int, int]] = {}
+        self._metrics = MetricsFold()
+
+    def observe(self, number: int, event: ObservedEvent, step: Step, engine: Engine) -> None:
+        """Take in step `number`; `engine` stands behind it."""
+        plan = step.launched()
+        steps = self._steps
+        steps["time_us"].append(event.time_us)
+        steps["event"].append(type(event).__name__)
+        steps["batch_id"].append(plan.batch_id if plan is not None else None)
+        steps["waiting"].append(len(engine.waiting))
+        steps["running"].append(engine.active)
+        steps["in_flight"].append(len(engine.in_flight))
+        steps["free_pages"].append(engine.memory.pool.free_count)
+        steps["available_pages"].append(engine.memory.available_pages)
+        self._decided += [(number, decided) for decided in step.decided]
+        if plan is not None:
+            self._plans.append((number, event.time_us, plan))
+        if isinstance(event, BatchFinished) and event.batch_id not in self._results:
+            self._results[event.batch_id] = (event.started_us, event.finished_us, event.time_us)
+        self._metrics.observe(event, step)
+
+    def write(self, folder: Path, names: Names) -> dict[str, int]:
+        """Write every table to `folder`; returns their rows."""
+        import polars as pl
+
+        folder.mkdir(parents=True, exist_ok=True)
+        frames = {
+            "steps": self._step_frame(),
+            "decisions": self._decision_frame(names),
+            "batches": self._batch_frame(),
+            "parts": self._part_frame(),
+            "requests": self._request_frame(names),
+        }
+        for name, columns in frames.items():
+            pl.DataFrame(columns).write_parquet(folder / f"{name}.parquet")
+        return {name: len(next(iter(columns.values()))) for name, columns in frames.items()}
+
+    def _step_frame(self) -> dict[str, Any]:
+        columns = {
+            name: np.array(values) if isinstance(values, array) else values for name, values in self._steps.items()
+        }
+        return {"step": np.arange(len(columns["event"])), **columns}
+
+    def _decision_frame(self, names: Names) -> dict[str, Any]:
+        import polars as pl
+
+        texts = ("reason", "message", "session", "adapter")
+        columns: dict[str, Any] = {
+            "step": [number for number, _ in self._decided],
+            "type": [type(decided).__name__ for _, decided in self._decided],
+        }
+        for name in COLUMNS:
+            values = [getattr(decided, name, None) for _, decided in self._decided]
+            if name in ("behind", "beneficiary"):
+                values = [None if value == -1 else value for value in values]
+            columns[name] = pl.Series(name, values, pl.String if name in texts else pl.Int64)
+        columns["request"] = [None if r is None else names.request(r) for r in columns["request_id"].to_list()]
+        return columns
+
+    def _batch_frame(self) -> dict[str, Any]:
+        import polars as pl
+
+        plans = [plan for _, _, plan in self._plans]
+        times = [self._results.get(plan.batch_id, (None, None, None)) for plan in plans]
+        prompts = [int((plan.stops[: plan.extend_rows] - plan.starts[: plan.extend_rows]).sum()) for plan in plans]
+        return {
+            "batch_id": [plan.batch_id for plan in plans],
+            "step": [number for number, _, _ in self._plans],
+            "mode": pl.Series("mode", [plan.mode for plan in plans], pl.String),
+            "rows": [len(plan.rows) for plan in plans],
+            "extend_rows": [plan.extend_rows for plan in plans],
+            "new_tokens": [int((plan.stops - plan.starts).sum()) for plan in plans],
+            "prefill_tokens": prompts,
+            "kv_tokens": [int(plan.stops.sum()) for plan in plans],
+            "launched_us": [time_us for _, time_us, _ in self._plans],
+            "started_us": pl.Series("started_us", [time[0] for time in times], pl.Int64),
+            "finished_us": pl.Series("finished_us", [time[1] for time in times], pl.Int64),
+            "delivered_us": pl.Series("delivered_us", [time[2] for time in times], pl.Int64),
+        }
+
+    def _part_frame(self) -> dict[str, Any]:
+        plans = [plan for _, _, plan in self._plans]
+        sizes = [len(plan.rows) for plan in plans]
+
+        def joined(parts: list[Any]) -> Any:
+            return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+        return {
+            "batch_id": np.repeat(np.array([plan.batch_id for plan in plans], np.int64), sizes),
+            "request_id": joined([plan.request_ids for plan in plans]),
+            "extends": joined([np.arange(len(plan.rows)) < plan.extend_rows for plan in plans]).astype(bool),
+            "start": joined([plan.starts for plan in plans]),
+            "stop": joined([plan.stops for plan in plans]),
+        }
+
+    def _request_frame(self, names: Names) -> dict[str, Any]:
+        import polars as pl
+
+        columns: dict[str, Any] = {}
+        for name, values in self._metrics.result().requests.columns().items():
+            if values.dtype.kind in "OUST":
+                columns[name] = pl.Series(name, [str(value) or None for value in values], pl.String)
+            elif values.dtype.kind == "f":
+                columns[name] = pl.Series(name, values).fill_nan(None)
+            else:
+                columns[name] = pl.Series(name, [None if value < 0 else value for value in values.tolist()], pl.Int64)
+        columns["request"] = [names.request(request_id) for request_id in columns["request_id"].to_list()]
+        return columns
+
+
+if __name__ == "__main__":
+    export()
