@@ -56,6 +56,8 @@ class Pass:
     @property
     def indptr(self) -> Int32s:
         """First new token of each row, and their number."""
+        if not self.extend_rows:  # one each
+            return np.arange(len(self.rows) + 1, dtype=np.int32)
         return np.concatenate((np.zeros(1, np.int32), np.cumsum(self.stops - self.starts, dtype=np.int32)))
 
 
@@ -184,10 +186,11 @@ class Tables:
         longs: list[Int32s] = [np.array([taken.row for taken in plan.rows_taken], np.int32), rows * width + index]
         ints: list[Int32s] = [pages]
         for one in passes:
-            counts = one.stops - one.starts
-            token_rows = one.rows.repeat(counts)
-            positions = one.starts.repeat(counts) + step_numbers(counts)
-            indptr = one.indptr
+            token_rows, positions, indptr = one.rows, one.starts, one.indptr
+            if one.extend_rows:  # else one new token for each row
+                counts = one.stops - one.starts
+                token_rows, positions = one.rows.repeat(counts), one.starts.repeat(counts) + step_numbers(counts)
+            sampling = one.rows[one.sample_rows]
             longs += (
                 positions,
                 token_rows * width + (positions >> self.page_shift),
@@ -195,11 +198,11 @@ class Tables:
                 one.token_ids,
                 one.rows[one.extend_rows :],
                 np.concatenate((indptr[one.sample_rows + 1] - np.int32(1), one.logprob_at)),
-                one.rows[one.sample_rows],
+                sampling,
                 one.stops[one.sample_rows],
                 one.logprob_targets,
             )
-            ints += (one.rows, indptr, one.stops, one.rows[one.sample_rows])
+            ints += (one.rows, indptr, one.stops, sampling)
         parts = longs + ints
         return PackedPlan(
             np.concatenate(parts).astype(np.int32, copy=False),
