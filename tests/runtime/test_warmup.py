@@ -17,6 +17,7 @@ from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.models import Decoder  # noqa: E402
 from lockstep.runtime.sampling import Sampler, reference  # noqa: E402
+from lockstep.runtime.warmup import PROMPT_TOKENS  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"page_size": 16, "pages": 200, "chunked_prefill_size": 256, "max_running_requests": 20}
 DRAWN = Params(max_new_tokens=6, temperature=1.0, seed=4, frequency_penalty=0.5, ignore_eos=True)
@@ -57,13 +58,13 @@ def test_every_size_and_every_step_of_sampling_runs(
         pass
     plans = seen["plans"]
     alone = {int((plan.stops - plan.starts)[0]) for plan in plans if plan.mode == "extend" and len(plan.rows) == 1}
-    assert {1, 5, 12, 24, 48, 96, 200, 256} <= alone
+    assert {*PROMPT_TOKENS, 256} <= alone
     assert {len(plan.rows) for plan in plans if plan.mode == "decode"} >= {1, 3, 16}
     steps = [kinds for samples, kinds in seen["sampling"] if samples == 1]
     for kind in ("greedy", "sampled", "limited", "edited", "penalised", "logprobs"):
         assert any(kind in kinds for kinds in steps), kind
     assert any(len(kinds) == 6 for samples, kinds in seen["sampling"] if samples == 16)
-    assert f"warm-up: {len(plans)} batches of 32 requests took " in caplog.text
+    assert f"warm-up: {len(plans)} batches of 33 requests took " in caplog.text
 
 
 def test_it_leaves_nothing_behind(seen: dict[str, list[Any]], tmp_path: Path) -> None:
@@ -114,6 +115,21 @@ def test_a_step_that_fails_is_named_and_the_others_are_served(
     with LLM(warm_up=True, **SETTINGS) as llm:
         (greedy,) = llm.generate([[5, 6]], Params(max_new_tokens=2, ignore_eos=True))
         (penalised,) = llm.generate([[5, 7]], DRAWN)
-    assert "of 32 requests failed, and others like them will: RuntimeError: out of shared memory" in caplog.text
+    assert "of 33 requests failed, and others like them will: RuntimeError: out of shared memory" in caplog.text
     assert greedy.finish_reason == "length"
     assert penalised.error == "RuntimeError: out of shared memory"
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_prompts_of_the_warm_up_ask_for_every_tile_of_an_extend(head_dim: int, dtype: str, numerics: Any) -> None:
+    """However many query heads share a KV head, and however many new tokens a request has."""
+    pytest.importorskip("triton", reason="its kernels need triton")
+    from lockstep.runtime.attention.triton_backend import extend_tiling
+
+    for group in range(1, 17):
+        tiles = {
+            new: extend_tiling(head_dim, getattr(torch, dtype), group, new, numerics) for new in (*range(1, 300), 8192)
+        }
+        assert set(tiles.values()) == {tiles[new] for new in (*PROMPT_TOKENS, 8192)}

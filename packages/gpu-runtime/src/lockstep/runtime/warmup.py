@@ -27,7 +27,7 @@ from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenL
 log = logging.getLogger("lockstep.runtime")
 
 NEW_TOKENS = 4  # of each request: an extend and decodes
-PROMPT_TOKENS = (1, 5, 12, 24, 48, 96, 200)  # by what an extend's tiles are chosen, for any number of heads that share
+PROMPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)  # an extend's tile is a power of two of tokens x heads that share KV
 ROWS = (1, 3, 16, 40)  # Triton tells 1, multiples of 16 and other numbers apart; many rows decode without splitting
 LOGIT_BIAS = ((0, 0.5), (1, -0.5), (2, 0.25))
 
