@@ -1,4 +1,4 @@
-"""`lockstep demo`: the main job in half a minute. How many requests per second does one GPU serve within the SLOs?"""
+"""`lockstep demo`: the main job in about a minute. How many requests per second does one GPU serve within the SLOs?"""
 
 from __future__ import annotations
 

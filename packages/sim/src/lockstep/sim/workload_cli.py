@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.sim.cli import Failure, Refusal
+from lockstep.sim.cli import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.fit import Row
@@ -31,19 +30,6 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    from lockstep.core.errors import ConfigError
-    from lockstep.sim.workload import WorkloadError
-
-    try:
-        yield
-    except (ConfigError, WorkloadError) as error:
-        raise Refusal(error) from error
-    except OSError as error:
-        raise Failure(error) from error
 
 
 def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
@@ -70,7 +56,7 @@ def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
     lockstep workload describe conversation_trace.jsonl.gz
     lockstep workload describe servegen_deepseek-r1.tar.zst --time-window 10h..11h
     """
-    with _refusals():
+    with refusals():
         from lockstep.sim.describe import describe, description_lines
 
         figures = describe(_open(workloads, options))
@@ -94,7 +80,7 @@ def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, *
     lockstep simulate --model qwen3-8b --gpu h200 --workload code.json --rate 5
     lockstep simulate --model qwen3-8b --gpu h200 --workload gen:file=code.json,n=20000 --seed 3
     """
-    with _refusals():
+    with refusals():
         from lockstep.sim.fit import compare, fit
         from lockstep.sim.fitted import draw_model, write_model
         from lockstep.sim.out_paths import check_file
