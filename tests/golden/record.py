@@ -44,7 +44,12 @@ def _told(scenario: str) -> Callable[[Path], Path]:
     return partial(record_scenario, name=scenario)
 
 
+def _brought(folder: Path) -> Path:
+    raise SystemExit(f"{folder.name} was recorded by another host: lay its journal in {folder}, then --words")
+
+
 FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "served": ("prompts as ids, sampling, stop texts, samples: an emulating server, killed in the middle", _brought),
     "plain": ("the default profile: mixed batches, chunks, overlap 1", _simulated()),
     "overlap-0": ("no overlap", _simulated(overlap_depth=0)),
     "overlap-2": ("two batches beyond the one running", _simulated(overlap_depth=2)),
@@ -110,6 +115,8 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
 def record(name: str) -> int:
     """Record one feature, in place of what is there. Returns its bytes."""
     folder = FOLDER / name
+    if FEATURES[name][1] is _brought:
+        _brought(folder)
     if folder.exists():
         shutil.rmtree(folder)
     FEATURES[name][1](folder)

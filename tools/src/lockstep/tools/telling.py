@@ -274,11 +274,18 @@ def _prefilled(wait: Wait, chunks: Sequence[Work], story: Story, names: Names, *
 def _first_token(story: Story, stay: int) -> Sentence:
     """What its TTFT was made of, up to the stay in which it came."""
     waiting_us = sum(wait.took_us for wait in story.waits[: stay + 1])
-    rest = "prefill" if not stay else "prefill, with what was lost when it was retracted"
-    text = (
-        f"first token: TTFT {duration(story.ttft_us)} = {duration(waiting_us)} of waiting + "
-        f"{duration(story.ttft_us - waiting_us)} of {rest}"
-    )
+    chunks = [work.batch.delivered_us for work in story.works if work.stay == stay and work.extends]
+    there_us = min(chunks[-1], story.first_token_us) if chunks else story.first_token_us
+    prefill = "prefill" if not stay else "prefill, with what was lost when it was retracted"
+    parts = [
+        f"{duration(waiting_us)} of waiting",
+        f"{duration(there_us - story.arrived_us - waiting_us)} of {prefill}",
+    ]
+    held_us = story.first_token_us - there_us
+    if held_us > 0:
+        tokens, why = count(story.messages[0].tokens, "token"), "" if story.stream else ": it does not stream"
+        parts.append(f"{duration(held_us)} until its first message, of {tokens}{why}")
+    text = f"first token: TTFT {duration(story.ttft_us)} = {' + '.join(parts)}"
     return Sentence(story.first_token_us, "prefilled", text)
 
 

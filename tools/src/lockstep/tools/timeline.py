@@ -24,7 +24,7 @@ WIDTH = 60  # characters of the bars
 NAME_WIDTH = 38
 LETTERS = {"wait": "w", "prefill": "E", "decode": "D", "out": "-", "token": "|"}
 
-LEFT, LANE, BAR, RIGHT, WIDE = 250, 26, 16, 20, 1180  # of the picture, in its own units
+LEFT, LANE, BAR, RIGHT, WIDE = 280, 26, 16, 20, 1180  # of the picture, in its own units
 
 STYLE = """
 .lane-wait { fill: var(--other); } .lane-prefill { fill: var(--prefill); } .lane-decode { fill: var(--decode); }
