@@ -275,4 +275,4 @@ HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
 
 def fresh_seed() -> int:
     """A seed for a request that names none; it is in the journal, so an answer can be had again."""
-    return secrets.randbits(63)
+    return secrets.randbits(62)

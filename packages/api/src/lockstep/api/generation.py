@@ -165,6 +165,15 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     )
 
 
+SEEDS = 2**62
+"""Each sample of a request adds its number to the seed, and all stay within 63 bits."""
+
+
+def seed_of(given: int) -> int:
+    """The seed that a client's number stands for."""
+    return given % SEEDS
+
+
 # ------------------------------------------------------------------------------------------------------ what comes back
 
 

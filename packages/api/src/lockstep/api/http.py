@@ -156,22 +156,25 @@ class EventStream(Response):
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._slow_s, self._over = events, slow_s, over
-        self.left = True  # whether the client did, before all was sent
+        self.ended: Callable[[bool], object] | None = None  # told at the end whether all was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, until all is sent or the client is gone."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
+        all_sent = False
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                self.left = not sending.result()
+                all_sent = sending.result()
         finally:
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._events.aclose()  # type: ignore[attr-defined]
             self._over()
+            if self.ended is not None:
+                self.ended(all_sent)
 
     async def _send(self, send: Send) -> bool:
         """Whether all was sent."""
