@@ -12,5 +12,6 @@ from tests.support.live_server import EMULATED, LiveServer, serving
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """An emulated model, ten times as fast as its GPU."""
-    with serving(tmp_path_factory.mktemp("emulated") / "log", *EMULATED, "--speed", "10") as server:
+    arguments = (*EMULATED, "--speed", "10", "--slow-reader-s", "2", "--shutdown-s", "1")
+    with serving(tmp_path_factory.mktemp("emulated") / "log", *arguments) as server:
         yield server

@@ -20,12 +20,15 @@ from tests.support.live_server import LiveServer, serving  # noqa: E402
 
 HELLO = [{"role": "user", "content": "What does len do?"}]
 KEY = "sk-a-key-of-an-operator"
+OTHER_KEY = "sk-a-key-of-somebody-else"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "keys.toml").write_text(f"[[keys]]\ntenant = 'tests'\nkey = '{KEY}'\nadmin = true\n")
+    (folder / "keys.toml").write_text(
+        f"[[keys]]\ntenant = 'tests'\nkey = '{KEY}'\nadmin = true\n[[keys]]\ntenant = 'others'\nkey = '{OTHER_KEY}'\n"
+    )
     with serving(
         folder / "log",
         *("--journal", str(folder / "run"), "--api-keys", str(folder / "keys.toml")),
@@ -107,6 +110,40 @@ def test_a_key_is_needed(server: LiveServer) -> None:
         stranger.models.list()
     assert server.status_of("/metrics") == 401
     assert server.status_of("/health") == 200
+
+
+def test_tenants_share_no_prefixes(client: Any) -> None:
+    asked = {
+        "model": "demo",
+        "prompt": "Return a list of the names of all of the files in the folder. " * 3,
+        "max_tokens": 1,
+    }
+    cached = [
+        one.completions.create(**asked).usage.prompt_tokens_details.cached_tokens
+        for one in (client, client, client.with_options(api_key=OTHER_KEY), client.with_options(api_key=OTHER_KEY))
+    ]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == cached[3] > 0
+
+
+def test_settings_at_their_ends_hurt_nobody(client: Any) -> None:
+    """Whatever they do to their own request, one beside them gets what it gets alone."""
+    asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 40}
+    expected = client.completions.create(**asked).choices[0].text
+    stream = client.completions.create(**asked, stream=True)
+    said = next(stream).choices[0].text
+    for more in (
+        {"temperature": 1e-300, "top_p": 1e-300, "extra_body": {"top_k": 2**31 - 1, "min_p": 1.0}},
+        {"temperature": 2.0, "extra_body": {"repetition_penalty": 1e-5}},
+        {"extra_body": {"repetition_penalty": 10, "min_tokens": 8}, "logit_bias": {"2": 100, "0": 100}},
+        {"frequency_penalty": -2, "presence_penalty": -2, "seed": 2**63 - 1, "n": 3},
+        {"logit_bias": {str(token): -100 for token in range(1024)}, "seed": -(2**63), "n": 2},
+        {"prompt": list(range(2048)), "logprobs": 20},
+        {"stop": ["\x00", "\ud7ff", "e" * 512], "extra_body": {"stop_token_ids": list(range(64))}},
+    ):
+        choices = client.completions.create(**{**asked, "max_tokens": 8, "temperature": 1.0, **more}).choices
+        assert all(choice.finish_reason in ("length", "stop") for choice in choices)
+    assert said + "".join(chunk.choices[0].text for chunk in stream) == expected
 
 
 def test_figures_under_other_names(client: Any, server: LiveServer) -> None:

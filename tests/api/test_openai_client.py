@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,7 @@ def metric(server: LiveServer, name: str) -> float:
     import httpx2
 
     text = httpx2.get(f"{server.url}/metrics").text
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}(\{{| )", line))
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}(\{{| |\}})", line))
 
 
 def test_models(client: Any) -> None:
@@ -245,6 +247,20 @@ def test_a_client_that_leaves_is_cancelled(client: Any, emulated: LiveServer) ->
         )
     until(lambda: metric(emulated, "lockstep_num_requests_running") == 0)
     assert metric(emulated, "lockstep_generation_tokens_total") - before < 20_000
+
+
+def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
+    host, port = emulated.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "a", "max_tokens": 30_000, "ignore_eos": True, "stream": True, "n": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: metric(emulated, "lockstep_num_requests_running") == 8)
+        until(lambda: metric(emulated, "lockstep_num_requests_running") == 0)
+        assert metric(emulated, 'lockstep_http_requests_total.*status="499"') >= 1
+    assert "took nothing for 2 s" in emulated.text()
 
 
 def test_many_at_once_do_not_mix_their_answers(emulated: LiveServer) -> None:

@@ -54,7 +54,7 @@ TO_WORKER = [
         b"\5\0\0\0",
         (wire.Logprobs(0, bytes(4)),),
         (wire.Ended(7, 0, "length", output_tokens=1),),
-        wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, 9),
+        wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, True),
     ),
     wire.Answered(3, 8, True, "done"),
     wire.EngineGone(3, "why"),

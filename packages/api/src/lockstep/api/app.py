@@ -139,11 +139,17 @@ def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Res
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log says how"))
         response.headers["X-Request-Id"] = label
-        server.metrics.answered(route.path, route.method, status)
-        if route.access != "public":
-            streamed = " (stream)" if isinstance(response, EventStream) else ""
-            took_ms = (time.monotonic() - came_s) * 1000
-            log.info("%s %s %d %.1f ms%s, request %s", route.method, route.path, status, took_ms, streamed, label)
+
+        def answered(status: int) -> None:
+            server.metrics.answered(route.path, route.method, status)
+            if route.access != "public":
+                took_ms = (time.monotonic() - came_s) * 1000
+                log.info("%s %s %d %.1f ms, request %s", route.method, route.path, status, took_ms, label)
+
+        if isinstance(response, EventStream):
+            response.ended = lambda all_sent: answered(status if all_sent else CLIENT_LEFT)
+        else:
+            answered(status)
         return response
 
     endpoint.__name__ = route.handler.__name__

@@ -110,7 +110,7 @@ class Bridge:
         self.tickets: dict[int, Ticket] = {}  # that are open
         self.open_answers = 0  # in all of them
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
-        self.changed = asyncio.Event()  # the engine came, or went
+        self.welcome: Callable[[About], object] | None = None  # told when the engine is there
         self._asked: dict[int, asyncio.Future[Answered]] = {}
         self._next_ticket = 0
         self._context = zmq.asyncio.Context()
@@ -200,7 +200,8 @@ class Bridge:
         if message.protocol != PROTOCOL:
             raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
         self.about = message.about
-        self.changed.set()
+        if self.welcome is not None:
+            self.welcome(message.about)
         log.info("ready: %s on %s", message.about.model, message.about.device)
 
     def take(self, message: StepAnswers) -> None:
@@ -262,7 +263,6 @@ class Bridge:
             if not future.done():
                 future.set_exception(EngineUnavailable(message.message))
         self._asked.clear()
-        self.changed.set()
 
 
 HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
@@ -275,4 +275,4 @@ HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
 
 def fresh_seed() -> int:
     """A seed for a request that names none; it is in the journal, so an answer can be had again."""
-    return secrets.randbits(63)
+    return secrets.randbits(62)

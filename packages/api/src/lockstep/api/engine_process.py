@@ -9,6 +9,7 @@ when the engine failed or somebody said what it does not understand. It also end
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -182,6 +183,7 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
 def main(folder: Path) -> int:
     """Build the engine of a folder's settings and serve it."""
     settings = children.begin(folder, "engine")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to whom all processes get it: workers end first, then Stop comes
     try:
         unit = build_engine(settings)
         log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)

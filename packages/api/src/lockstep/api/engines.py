@@ -63,7 +63,10 @@ def text_of(settings: ServeSettings) -> Texts | None:
 def model_folder(settings: ServeSettings) -> Path:
     """Where the model is. Raises ConfigError if the runtime is to bring one and is not installed."""
     if settings.model is not None:
-        return Path(settings.model)
+        folder = Path(settings.model)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"`model`: {folder} has no config.json\nhint: give a Hugging Face folder")
+        return folder
     try:
         from lockstep.runtime.demo_model import demo_model_folder
     except ImportError as error:
@@ -72,6 +75,12 @@ def model_folder(settings: ServeSettings) -> Path:
             "hint: install it, or give emulate (--emulate qwen3-8b@h200), which needs neither model nor torch"
         ) from error
     return demo_model_folder()
+
+
+def _scheduler(settings: ServeSettings) -> dict[str, Any]:
+    """Settings of the scheduler. Where there are keys, tenants share no prefixes unless it is said that they do."""
+    shared = {} if settings.api_keys is None else {"isolate_tenants": True}
+    return shared | for_scheduler(settings.set)
 
 
 def _about(config: SchedConfig, **more: Any) -> About:
@@ -96,6 +105,7 @@ def _model(settings: ServeSettings) -> EngineUnit:
             f"a model needs the package lockstep-runtime with torch: {error}\n"
             "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
         ) from error
+    scheduler = _scheduler(settings)
     llm = LLM(
         folder,
         device=settings.device,
@@ -106,7 +116,7 @@ def _model(settings: ServeSettings) -> EngineUnit:
         mem_fraction=settings.mem_fraction,
         seed=settings.seed,
         journal=settings.journal,
-        **for_scheduler(settings.set),
+        **scheduler,
     )
     demo = settings.model is None
     about = _about(
@@ -138,7 +148,7 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
     text = text_of(settings)
     assert text is not None
     vocabulary = _vocabulary(text, model.vocab, settings)
-    scheduler = for_scheduler(settings.set)
+    scheduler = _scheduler(settings)
     if settings.answer_tokens:
         scheduler.setdefault("eos_token_ids", (vocabulary.end,))
     scenario = Scenario(

@@ -165,6 +165,15 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     )
 
 
+SEEDS = 2**62
+"""Each sample of a request adds its number to the seed, and all stay within 63 bits."""
+
+
+def seed_of(given: int) -> int:
+    """The seed that a client's number stands for."""
+    return given % SEEDS
+
+
 # ------------------------------------------------------------------------------------------------------ what comes back
 
 
@@ -270,10 +279,13 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What is new, of all choices that have something, until all are over."""
-        while not all(choice.over for choice in self.choices):
+        left = [choice for choice in self.choices if not choice.over]
+        while left:
             await self._changed.wait()
             self._changed.clear()
-            new = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
+            new = [piece for choice in left if (piece := self._take(choice)) is not None]
+            if any(piece.ended is not None for piece in new):
+                left = [choice for choice in left if not choice.over]
             if new:
                 yield new
 

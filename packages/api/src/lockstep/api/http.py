@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -156,33 +157,40 @@ class EventStream(Response):
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._slow_s, self._over = events, slow_s, over
-        self.left = True  # whether the client did, before all was sent
+        self.ended: Callable[[bool], object] | None = None  # told at the end whether all was sent
+        self._waits_since: float | None = None  # when what is being sent was begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, until all is sent or the client is gone."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
+        all_sent = False
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            while not (sending.done() or leaving.done() or self._stuck()):
+                await asyncio.wait((sending, leaving), timeout=self._slow_s / 4, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                self.left = not sending.result()
+                sending.result()
+                all_sent = True
         finally:
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._events.aclose()  # type: ignore[attr-defined]
             self._over()
+            if self.ended is not None:
+                self.ended(all_sent)
 
-    async def _send(self, send: Send) -> bool:
-        """Whether all was sent."""
-        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await send(head)
-        try:
-            async for data in self._events:
-                async with asyncio.timeout(self._slow_s):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            log.warning("a client took nothing for %g s and is given up", self._slow_s)
+    def _stuck(self) -> bool:
+        """Whether the client has taken nothing for too long."""
+        if self._waits_since is None or time.monotonic() - self._waits_since < self._slow_s:
             return False
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        log.warning("a client took nothing for %g s and is given up", self._slow_s)
         return True
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            self._waits_since = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._waits_since = None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

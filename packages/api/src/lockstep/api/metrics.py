@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -54,14 +55,21 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
-        self._model = ""
-        labels = ("model_name", "engine")
+        self._http = Counter(
+            "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
+        )
 
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"lockstep_{name}", about, labels, buckets=buckets, registry=self.registry)
+    def name_model(self, name: str) -> None:
+        """What figures are labelled with, once it is known; nothing is generated before."""
+        self._labels = (name, "0")
+        keys = ("model_name", "engine")
 
-        def counter(name: str, about: str, more: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"lockstep_{name}", about, (*labels, *more), registry=self.registry)
+        def histogram(suffix: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"lockstep_{suffix}", about, keys, buckets=buckets, registry=self.registry)
+            return made.labels(*self._labels)
+
+        def counter(suffix: str, about: str) -> Counter:
+            return Counter(f"lockstep_{suffix}", about, keys, registry=self.registry).labels(*self._labels)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
@@ -73,49 +81,49 @@ class Metrics:
         self._cached = counter("prompt_tokens_cached", "Tokens of prompts found in the radix cache.")
         self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
-        self._ended = counter("request_success", "Answers that ended.", ("finished_reason",))
-        self._http = Counter(
-            "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
-        )
-
-    def name_model(self, name: str) -> None:
-        """What figures are labelled with."""
-        self._model = name
+        ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
+        self._ended = Counter(*ended, registry=self.registry)
 
     # --------------------------------------------------------------------------------------------------- what happened
 
     def began(self, generation: Generation) -> None:
         """A request was sent to the engine."""
         for choice in generation.choices:
-            self._prompt.labels(self._model, "0").observe(len(choice.prompt.ids))
-        self._prompt_tokens.labels(self._model, "0").inc(generation.usage().prompt_tokens)
+            self._prompt.observe(len(choice.prompt.ids))
+        self._prompt_tokens.inc(generation.usage().prompt_tokens)
 
     def saw(self, generation: Generation, choice: Choice) -> None:
         """Tokens of a choice came, or its end did. What was seen before is not counted again."""
-        reply, labels = choice.reply, (self._model, "0")
+        reply = choice.reply
         arrivals, reply.arrivals = reply.arrivals, []
-        itl = self._itl.labels(*labels)
-        for now_s, tokens in arrivals:
-            if not generation.wanted.stream:
-                pass  # its tokens come when the answer is whole, or a few dozen at a time
-            elif choice.measured:
-                itl.observe(now_s - choice.measured_s)
-            else:
-                self._ttft.labels(*labels).observe(now_s - generation.came_s)
-            self._output_tokens.labels(*labels).inc(tokens - choice.measured)
+        if arrivals:
+            if generation.wanted.stream:  # tokens of others come when the answer is whole, or a few dozen at a time
+                self._saw_times(generation, choice, arrivals)
+            now_s, tokens = arrivals[-1]
+            self._output_tokens.inc(tokens - choice.measured)
             choice.measured, choice.measured_s = tokens, now_s
         ended = reply.ended
         if ended is None or choice.end_measured:
             return
         choice.end_measured = True
-        self._ended.labels(*labels, ended.reason).inc()
+        self._ended.labels(*self._labels, ended.reason).inc()
         if ended.rejected:
             return
-        self._output.labels(*labels).observe(len(reply.tokens))
-        self._e2e.labels(*labels).observe((choice.measured_s or time.monotonic()) - generation.came_s)
-        self._cached.labels(*labels).inc(ended.cached_tokens)
-        self._queries.labels(*labels).inc(ended.prompt_tokens)
-        self._hits.labels(*labels).inc(ended.cached_tokens)
+        self._output.observe(len(reply.tokens))
+        self._e2e.observe((choice.measured_s or time.monotonic()) - generation.came_s)
+        self._cached.inc(ended.cached_tokens)
+        self._queries.inc(ended.prompt_tokens)
+        self._hits.inc(ended.cached_tokens)
+
+    def _saw_times(self, generation: Generation, choice: Choice, arrivals: list[tuple[float, int]]) -> None:
+        times = [now_s for now_s, _ in arrivals]
+        if choice.measured:
+            times.insert(0, choice.measured_s)
+        else:
+            self._ttft.observe(times[0] - generation.came_s)
+        observe = self._itl.observe
+        for before_s, now_s in pairwise(times):
+            observe(now_s - before_s)
 
     def answered(self, path: str, method: str, status: int) -> None:
         """An HTTP request was answered."""
@@ -134,7 +142,7 @@ class Metrics:
 
     def _engine(self, gauges: Gauges) -> Iterator[Metric]:
         """How the engine stands."""
-        labels, values = ("model_name", "engine"), (self._model, "0")
+        labels, values = ("model_name", "engine"), self._labels
         for name, about, value in (
             ("num_requests_running", "Requests that run.", gauges.running),
             ("num_requests_waiting", "Requests that wait.", gauges.waiting),

@@ -25,6 +25,7 @@ from lockstep.api.generation import (
     check_logprobs,
     check_sampling,
     encode,
+    seed_of,
     unavailable,
 )
 from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
@@ -68,7 +69,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         samples=params.n,
         tops=body.top_logprobs_num if body.return_logprob else None,
         prompt_logprobs_from=start if start is not None and start >= 0 else None,
-        seed=None if seed is None else seed % 2**63,
+        seed=None if seed is None else seed_of(seed),
         stream=body.stream,
         label=body.rid or secrets.token_hex(16),
         tenant=call.tenant,
@@ -205,7 +206,9 @@ async def health(server: Server, call: Call[None]) -> Response:
 
 async def ready(server: Server, call: Call[None]) -> Response:
     """200 while requests are taken."""
+    gauges = server.bridge.gauges
     able = server.bridge.about is not None and not (server.bridge.gone or server.draining)
+    able = able and (gauges is None or gauges.accepting)
     return Response(status_code=200 if able else 503)
 
 

@@ -29,6 +29,7 @@ from lockstep.api.generation import (
     check_sampling,
     encode,
     finish_reason,
+    seed_of,
     tokens_of,
 )
 from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
@@ -244,7 +245,7 @@ def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
     return Wanted(
         sampling=body,
         min_tokens=body.min_tokens,
-        seed=None if body.seed is None else body.seed % 2**63,
+        seed=None if body.seed is None else seed_of(body.seed),
         stream=bool(body.stream),
         label=label,
         tenant=tenant,

@@ -129,7 +129,7 @@ class Outbox:
             cached_tokens=now.counts.cached_tokens,
             new_tokens=now.counts.new_tokens,
             retractions=now.counts.retractions,
-            progress=now.progress,
+            accepting=not now.draining,
         )
 
 

@@ -46,6 +46,10 @@ class Server:
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
+        self.bridge.welcome = self._welcome
+
+    def _welcome(self, about: About) -> None:
+        self.metrics.name_model((self.settings.served_model_name or (about.model,))[0])
 
     @property
     def limits(self) -> Limits:
@@ -83,11 +87,3 @@ class Server:
         generation = Generation(self.bridge, self.metrics, wanted, call.came_s)
         generation.start(prompts, self.text, self.limits)
         return generation
-
-    async def watch_engine(self) -> None:
-        """Give the figures their model's name once it is known."""
-        while self.bridge.about is None and not self.bridge.gone:
-            await self.bridge.changed.wait()
-            self.bridge.changed.clear()
-        if self.bridge.about is not None:
-            self.metrics.name_model(self.models()[0])

@@ -100,7 +100,6 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prompt_tokens_max: int  # with room for one token of output
     eos_token_ids: tuple[int, ...]
     logprobs: bool  # whether tokens can come with their logprobs
-    default_max_new_tokens: int | None = None  # of a request that does not say; None: what the context leaves
     settings: dict[str, Any]  # of the scheduler, for people
     device: str
 
@@ -115,7 +114,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     cached_tokens: int  # since the engine began: prompt tokens found in the radix cache,
     new_tokens: int  # and those that had to be computed
     retractions: int
-    progress: int  # rises with every launch, result, admission, retraction and end
+    accepting: bool  # whether new requests are taken
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -85,7 +85,6 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
-    naming = asyncio.create_task(server.watch_engine())
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
         await asyncio.wait((reading, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +92,6 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             stop()
             reading.result()
     finally:
-        naming.cancel()
         await serving
         reading.cancel()
         bridge.close()
