@@ -21,7 +21,7 @@ from lockstep.runtime.demo_model.corpus import Passage, passages  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import TURN_END, conversation, train_tokenizer  # noqa: E402
 from lockstep.runtime.demo_model.train import Recipe, train_demo_model  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
-from tests.support.torch_attention import Passes  # noqa: E402
+from tests.support.model_passes import Passes  # noqa: E402
 
 FILES = "config.json generation_config.json made.json model.safetensors tokenizer.json tokenizer_config.json".split()
 TINY = Recipe(vocab=270, hidden=16, intermediate=16, layers=1, heads=2, kv_heads=1, head_dim=8, window=8, steps=3)
