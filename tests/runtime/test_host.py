@@ -526,3 +526,18 @@ def test_the_event_that_broke_the_engine_is_in_the_journal(tmp_path: Path) -> No
         read = read_journal(tmp_path)  # before it is closed: it left the process
     unsealed = [record for record in read.records() if isinstance(record, UnsealedRecord)]
     assert [type(record.event) for record in unsealed] == [BatchFinished]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_no_hidden_states_come_of_positions_behind_the_end(steps: int) -> None:
+    """A launch of several decodes goes on behind an end token, of which nobody shall hear."""
+    prompt = [1, 2, 3]
+    said = alone(prompt, 10)
+    end = said[5]
+    expected = said[: said.index(end) + 1]
+    runtime = SmallRuntime(decode_steps_per_launch=steps, eos_token_ids=(end,))
+    answer = runtime.submit(prompt, 10, return_hidden_states=True)
+    runtime.run()
+    assert answer.tokens == expected
+    assert answer.extras is not None
+    assert sorted(answer.extras.hidden_states) == list(range(len(prompt) + len(expected) - 1))

@@ -599,6 +599,7 @@ class RuntimeHost:
                 self._stream(command)
             case FinishRequest(request_id):
                 if (request := self._open.pop(request_id, None)) is not None:
+                    _drop_behind_the_end(request.extras, command)
                     try:
                         request.sink.finished(command, request.extras)
                     except Exception:
@@ -688,6 +689,13 @@ class RuntimeHost:
 def request_stops(event: RequestArrived, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Tokens that end a request."""
     return event.stop_token_ids if event.ignore_eos else (*eos_token_ids, *event.stop_token_ids)
+
+
+def _drop_behind_the_end(extras: Extras, end: FinishRequest) -> None:
+    """Forget positions that several decodes in one launch computed behind a request's last token."""
+    stop = end.prompt_tokens + max(end.output_tokens - 1, 0)  # the last token is never computed
+    for position in [position for position in extras.hidden_states if position >= stop]:
+        del extras.hidden_states[position]
 
 
 def _asks(event: RequestArrived) -> bool:
