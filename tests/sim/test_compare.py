@@ -108,6 +108,32 @@ def test_constants_are_named_where_nothing_else_explains_them(folder: Path) -> N
     assert not any(row.name.startswith(("cost.", "cpu.")) for row in found(folder, "base", "calibrated").settings)
 
 
+def test_other_operator_tables_and_an_edited_collective_are_named(folder: Path, tmp_path: Path) -> None:
+    """Two folders of tables may have files of one name; an edited GPU file may differ in its all-reduce alone."""
+
+    def measured(about: dict[str, Any], sha256: str) -> None:
+        about["cost_model"] |= {
+            "kind": "measured",
+            "tables": [{"operator": "gemm", "file": "gemm.csv", "sha256": sha256}],
+        }
+
+    def made(name: str, edit: Any) -> Path:
+        return edited(folder, "base", edit).rename(tmp_path / name)
+
+    one = made("one", lambda metrics: measured(metrics["about"], "1" * 64))
+    other = made("other", lambda metrics: measured(metrics["about"], "2" * 64))
+    assert [difference.name for difference in compare(read_runs([one, other])).settings] == ["operator tables"]
+
+    def line(about: dict[str, Any], gbs: float) -> None:
+        about["cost_model"]["all_reduce"] = {"direct_gbs": gbs, "source": "here"}
+        about["cost_model"]["all_gather"] = {"8": {"gbs": gbs, "source": "here"}}
+
+    slow = made("slow", lambda metrics: line(metrics["about"], 96.0))
+    fast = made("fast", lambda metrics: line(metrics["about"], 223.0))
+    names = [difference.name for difference in compare(read_runs([slow, fast])).settings]
+    assert names == ["cost.all_reduce.direct_gbs", "cost.all_gather.8.gbs"]
+
+
 def test_figures_are_those_of_metrics_json_and_ratios_are_to_the_first(folder: Path) -> None:
     comparison = found(folder, "base", "narrow")
     metrics = [json.loads((folder / name / "metrics.json").read_text()) for name in ("base", "narrow")]

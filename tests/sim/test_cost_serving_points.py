@@ -128,6 +128,30 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
         read_serving_points(write(tmp_path, header=HEADER.replace("tpot_ms,", "")))
 
 
+def test_experts_and_kv_are_as_the_engine_has_them(tmp_path: Path) -> None:
+    """Laid out by the column `ep` unless that is not wanted; KV of TensorRT-LLM as wide as its weights."""
+    header = HEADER.replace("tp,dp", "tp,ep,dp")
+    qwen = ROW.replace("Qwen/Qwen3-32B,H100,2,", "Qwen/Qwen3-235B-A22B-FP8,H100,4,4,").replace("bf16", "fp8")
+    path = write(tmp_path, qwen, qwen.replace("vllm", "trtllm"), header=header)
+    (vllm, trtllm), left_out = read_serving_points(path)
+    assert not left_out
+    assert str(vllm.split) == str(trtllm.split) == "tp 4, ep 4"
+    assert (vllm.kv_dtype, trtllm.kv_dtype) == ("bf16", "fp8")
+    assert [str(p.split) for p in read_serving_points(path, experts=False)[0]] == ["tp 4"] * 2
+    assert ENGINES["trtllm"]["reserve"] == "full"  # GUARANTEED_NO_EVICT
+
+
+def test_narrower_kv_is_read_faster_and_admits_more() -> None:
+    narrow, wide = (
+        play(
+            point(engine="trtllm", weights_dtype="fp8", kv_dtype=kv, concurrency=64, model=load_model("qwen3-32b")),
+            SHORT,
+        )
+        for kv in ("fp8", "bf16")
+    )
+    assert narrow.tpot_us < 0.97 * wide.tpot_us
+
+
 # -------------------------------------------------------------------------------------------------------------- playing
 
 

@@ -188,7 +188,10 @@ SIZES = [2**power for power in range(8, 28)]
 
 
 def write_collectives(folder: Path, *, named: bool, gpus: int = 4) -> Path:
-    """NCCL rows of four operations that take multiples of the roofline's lines; sizes count elements of two bytes."""
+    """NCCL rows of four operations that take multiples of the roofline's lines; sizes count elements of two bytes.
+
+    Where they are named, their dtype is that of activations, otherwise that of the same size that NCCL's tests have.
+    """
     folder.mkdir(exist_ok=True)
     base = roofline(load_model("deepseek-v3"), GPU, Parallelism(tp=gpus, attention_dp=gpus))
     assert base.exchange is not None
@@ -198,7 +201,8 @@ def write_collectives(folder: Path, *, named: bool, gpus: int = 4) -> Path:
             bytes_ = 2 * size
             gather_us = base.exchange.gather_us(bytes_ / base.all_reduce_bytes(1), gpus)
             us = times * (base.all_reduce_us(bytes_) if name == "all_reduce" else gather_us)
-            rows.append(f"half,{gpus},{size},{us / 1e3:.9g}" + f",{name}" * named)
+            dtype = "bfloat16" if named else "half"
+            rows.append(f"{dtype},{gpus},{size},{us / 1e3:.9g}" + f",{name}" * named)
             rows.append(f"int8,{gpus},{size},{99 * us / 1e3:.9g}" + f",{name}" * named)
     (folder / "nccl_perf.csv").write_text("\n".join(rows) + "\n")
     return folder

@@ -668,12 +668,14 @@ def test_a_plan_names_the_flags_of_its_layout(tmp_path: Path) -> None:
     ]
     done = CliRunner().invoke(plan_command, [*words, "--json", str(tmp_path / "plan.json")])
     assert done.exit_code == 0, done.output
-    assert "serve:    lockstep serve --model qwen3-30b-a3b --tp 2 --replicas 1 --ep 2 --pp 2" in done.output
     assert (
-        "simulated only, the runtime does not carry them out yet: --model, --tp, --replicas, --ep, --pp" in done.output
-    )
+        "serve:    lockstep serve --model FOLDER --set batching=mixed " in done.output
+    )  # what `lockstep` is a name of
+    assert "          not carried out there yet: tp 2, ep 2, pp 2\n" in done.output
+    assert "emulate:  lockstep serve --emulate qwen3-30b-a3b@h100 --tp 2\n" in done.output
+    assert "          not carried out there yet: ep 2, pp 2\n" in done.output
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert {"flag": "--ep 2", "runtime": False} in found["serve"]
+    assert [one["lacks"] for one in found["serve"]] == [["tp 2", "ep 2", "pp 2"], ["ep 2", "pp 2"]]
     assert found["configurations"][0]["best"]["replicas"] == 1
     assert "--tp 2 --ep 2 --pp 2" in found["simulate"]
     assert "4 GPUs: 1 x (h100 ep=2)" in found["headline"]

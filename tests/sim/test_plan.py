@@ -570,6 +570,35 @@ def test_a_plan_that_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
+def test_lockstep_serve_takes_the_emulated_winner() -> None:
+    """Whatever a plan prints is a line that runs: settings as that command reads them."""
+    serve = pytest.importorskip("lockstep.api.serve", reason="the server is not installed").serve
+    settings = {
+        "schedule_policy": "lpm",
+        "isolate_tenants": True,
+        "eos_token_ids": (7,),
+        "waiting_timeout_us": 30_000_000,
+    }
+    common = {"tp": 2, "profile": "vllm", "mem_fraction": 0.8, "calibration": "vllm-h100", "kv_dtype": "fp8"}
+    planned_one = planned(question(settings=settings, common=common, rate=200.0))
+    assert planned_one.winner is not None
+    served, emulated = answers.serve_commands(planned_one.winner)
+    replicas = planned_one.winner.best.replicas if planned_one.winner.best is not None else 0
+    assert replicas > 1
+    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "kv_dtype fp8"]
+    assert "tp 2" in served.lacks
+    assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server knows by name
+    words = shlex.split(emulated.line)
+    assert words[:2] == ["lockstep", "serve"]
+    shown = CliRunner().invoke(serve, [*words[2:], "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    lines = [line.strip() for line in shown.output.splitlines()]
+    assert lines[0].endswith("qwen3-8b (emulated) on 2 x H100-SXM, emulated")
+    for line in ("schedule_policy = lpm", "isolate_tenants = True", "waiting_timeout_us = 30000000"):
+        assert line in lines
+    assert "batching = running_first" in lines
+
+
 def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     quota = tmp_path / "cpu.max"

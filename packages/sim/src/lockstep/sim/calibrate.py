@@ -180,6 +180,9 @@ def calibration_of_points(
         notes.append(f"TTFT is that of a client whose prompts are equally long, and whose {client.why}")
     layouts = Counter(str(point.split) for point in points if not point.split.is_plain)
     notes += [f"on {layout}: {count} rows" for layout, count in sorted(layouts.items())]
+    low_kv = sum(point.kv_dtype != "bf16" for point in points)
+    if low_kv:
+        notes.append(f"with KV in fp8: {low_kv} rows")
     return Calibration(
         engine=engine,
         engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from os.path import commonpath
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +80,8 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
 
 PAIRED = ("ttft", "tpot", "e2e")
 EXPLAIN_CONSTANTS = (
-    "model", "gpu", "tp", *BESIDES_TP, "engines", "weights_dtype", "kv_dtype", "cost model", "calibration",
+    "model", "gpu", "tp", *BESIDES_TP, "engines", "weights_dtype", "kv_dtype", "cost model", "operator tables",
+    "calibration",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------- what is found
@@ -388,12 +390,33 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         "weights_dtype": cost.get("weights_dtype"),
         "kv_dtype": cost.get("kv_dtype"),
         "cost model": cost.get("kind"),
+        "operator tables": _tables(cost),
         **about["scheduler"],
         "lockstep version": about.get("version"),
         "lockstep commit": about.get("commit"),
         **{f"cost.{name}": constant.get("value") for name, constant in cost.get("constants", {}).items()},
+        **_line("all_reduce", cost.get("all_reduce", {})),
+        **{
+            name: value
+            for gpus, line in cost.get("all_gather", {}).items()
+            for name, value in _line(f"all_gather.{gpus}", line).items()
+        },
         **{f"cpu.{name}": value for name, value in about.get("cpu_model", {}).items() if name != "sources"},
     }
+
+
+def _tables(cost: Mapping[str, Any]) -> str | None:
+    """Which operator tables there were, by what they hold: files of one name may differ."""
+    tables = cost.get("tables")
+    if not tables:
+        return None
+    contents = " ".join(sorted(str(table.get("sha256")) for table in tables))
+    return f"{len(tables)} of {blake2b(contents.encode(), digest_size=4).hexdigest()}"
+
+
+def _line(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a collective's line."""
+    return {f"cost.{name}.{field}": value for field, value in line.items() if field != "source"}
 
 
 def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:

@@ -29,12 +29,13 @@ HALF_BYTES = 2  # of an element where no column says what it is
 
 
 def add_operations(path: Path, operator: str, columns: Columns) -> None:
-    """Add the columns `operation` and `message_bytes` (of all ranks together) to the rows of a collective.
+    """Add the columns `operation`, `element_bytes` and `message_bytes` (of all ranks together) to a collective's rows.
 
     Raises: CatalogueError for a dtype whose size is not known, and where nothing tells which operation a row is of.
     """
-    columns["message_bytes"] = columns["message_size"] * _element_bytes(path, columns.get(DTYPE_COLUMNS[operator]))
     rows = len(columns["message_size"])
+    columns["element_bytes"] = _element_bytes(path, columns.get(DTYPE_COLUMNS[operator]), rows)
+    columns["message_bytes"] = columns["message_size"] * columns["element_bytes"]
     if operator == "custom_allreduce":
         columns["operation"] = np.full(rows, "all_reduce")
     elif "op_name" in columns:
@@ -43,9 +44,9 @@ def add_operations(path: Path, operator: str, columns: Columns) -> None:
         columns["operation"] = np.array(_operations_by_order(path, columns))
 
 
-def _element_bytes(path: Path, dtypes: NDArray[Any] | None) -> NDArray[np.float64] | float:
+def _element_bytes(path: Path, dtypes: NDArray[Any] | None, rows: int) -> NDArray[np.float64]:
     if dtypes is None:
-        return float(HALF_BYTES)
+        return np.full(rows, float(HALF_BYTES))
     for row, dtype in enumerate(dtypes.tolist(), start=2):
         if dtype not in ELEMENT_BYTES:
             raise CatalogueError(

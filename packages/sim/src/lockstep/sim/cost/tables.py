@@ -31,7 +31,7 @@ from lockstep.sim.cost.collective_tables import DTYPE_COLUMNS, add_operations
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
 from lockstep.sim.cost.model import BatchShape, Duration
-from lockstep.sim.cost.models import Attention, KvDtype, LatentAttention, ModelSpec, WeightsDtype
+from lockstep.sim.cost.models import ACTIVATION_BYTES, Attention, KvDtype, LatentAttention, ModelSpec, WeightsDtype
 from lockstep.sim.cost.parallel import Parallelism, parallelism_of
 from lockstep.sim.cost.roofline import OF_RANK, OF_SHARD, RooflineModel, roofline
 from lockstep.sim.cost.stages import PipelineModel, stages_of
@@ -529,8 +529,7 @@ class MeasuredModel:
             if "backend" in c:  # graph replay where there are both: decodes run in one
                 graph = np.char.endswith(c["backend"], "graph")
                 mask &= graph if (mask & graph).any() else ~graph
-            if "nccl_dtype" in c:
-                mask &= c["nccl_dtype"] == "half"
+            mask &= c["element_bytes"] == ACTIVATION_BYTES
             for size, us in zip(c["message_bytes"][mask].tolist(), table.latency_us[mask].tolist(), strict=True):
                 best[size] = min(us, best.get(size, math.inf))
         if not best:

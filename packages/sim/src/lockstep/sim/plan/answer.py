@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich import box
 from rich.table import Table
 
+from lockstep.core.config import profile_settings
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
-from lockstep.sim.plan.trial import TrialResult
+from lockstep.sim.plan.trial import Trial, TrialResult
 from lockstep.sim.results import NOTHING, show_rate, show_us
 from lockstep.sim.simulate import code_commit, code_version, option_of
 
@@ -28,13 +29,13 @@ DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are
 
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 
-SERVED_BY_RUNTIME: frozenset[str] = frozenset()
-"""Flags of `lockstep serve` that the GPU runtime carries out. What is not here is simulated only."""
-
-SERVE_OPTIONS = (
-    "ep", "attention_dp", "pp", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "max_new_tokens",
+CONFIGURED = (
+    "tp", "ep", "attention_dp", "pp", "moe_a2a", "weights_dtype", "kv_dtype", "operators",
 )  # fmt: skip
-"""Flags that are named where they are not as usual. What is assumed of the workload, as `expert_cv` is, is none."""
+"""What a configuration may be besides settings of the scheduler."""
+
+EMULATED = ("tp", "profile")
+"""What an emulated server takes of it; of a real one, nothing yet."""
 
 GOODPUT = (
     "requests per second that complete within every SLO's bound, a percentile's bound serving as each request's own"
@@ -153,28 +154,47 @@ def simulate_command(candidate: Candidate) -> str:
     return scenario.base.command() if candidate.best.replicas == 1 else scenario.command()
 
 
-def serve_flags(candidate: Candidate) -> list[tuple[str, bool]]:
-    """The flags of `lockstep serve` for this configuration, each with whether the runtime carries it out today."""
+class ServeCommand(NamedTuple):
+    """A line of `lockstep serve`, and what of the configuration it does not carry out."""
+
+    line: str
+    lacks: list[str]
+
+
+def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
+    """`lockstep serve` for one replica of this configuration: the model itself, whose folder is FOLDER, and emulated.
+
+    What is assumed of the workload, as `expert_cv` is, and what bounds requests are not parts of a server.
+    """
     assert candidate.best is not None
     assert candidate.trial is not None
     trial = candidate.trial
-    flags: list[tuple[str, str]] = [("model", f"--model {shlex.quote(trial.model)}"), ("tp", f"--tp {trial.tp}")]
-    flags.append(("replicas", f"--replicas {candidate.best.replicas}"))
+    usual = {field.name: field.default for field in msgspec.structs.fields(Trial)}
+    unlike = [name for name in CONFIGURED if getattr(trial, name) != usual[name]]
+    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike]
     if candidate.best.replicas > 1:
-        flags.append(("router", f"--router {trial.router.policy}"))
-    if trial.moe_a2a:
-        flags.append(("moe_a2a", "--moe-a2a"))
-    for name in SERVE_OPTIONS:
-        value = getattr(trial, name)
-        default = next(f.default for f in msgspec.structs.fields(type(trial)) if f.name == name)
-        if value != default:
-            flags.append((name, f"{option_of(name)} {shown(value)}"))
-    for name, value in trial.settings.items():
-        if isinstance(value, bool):
-            flags.append((name, option_of(name) if value else "--no-" + option_of(name)[2:]))
-        else:
-            flags.append((name, f"{option_of(name)} {shown(value)}{'us' if name.endswith('_us') and value else ''}"))
-    return [(words, name in SERVED_BY_RUNTIME) for name, words in flags]
+        lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
+    common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
+    settings = profile_settings(trial.profile) | trial.settings
+    served = ["--model", "FOLDER", *common, *_set_words(settings)]
+    emulated = ["--emulate", f"{trial.model}@{trial.gpu}", *common]
+    for name in EMULATED:
+        if name in unlike or (name == "profile" and trial.profile != usual["profile"]):
+            emulated += [option_of(name), str(getattr(trial, name))]
+    if trial.calibration is not None:
+        emulated += ["--calibration", trial.calibration]
+    emulated += _set_words(trial.settings)
+    emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
+    return (
+        ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),
+        ServeCommand(shlex.join(["lockstep", "serve", *emulated]), emulated_lacks),
+    )
+
+
+def _set_words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands."""
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -331,7 +351,7 @@ class Answer:
             "headline": self.headline,
             "remarks": self.remarks(),
             "winner": winner.configuration.number if winner is not None else None,
-            "serve": [{"flag": flag, "runtime": ok} for flag, ok in serve_flags(winner)] if winner is not None else [],
+            "serve": [one._asdict() for one in serve_commands(winner)] if winner is not None else [],
             "simulate": simulate_command(winner) if winner is not None else None,
             "configurations": [self._describe(c, pareto=c.configuration.number in front) for c in self.candidates],
         }

@@ -270,7 +270,7 @@ def show(answer: Any) -> None:
     """Print the answer on stdout."""
     from rich.console import Console
 
-    from lockstep.sim.plan.answer import serve_flags, simulate_command
+    from lockstep.sim.plan.answer import serve_commands, simulate_command
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(answer.table())
@@ -280,11 +280,8 @@ def show(answer: Any) -> None:
         click.echo(line)
     winner = answer.winner
     if winner is not None:
-        flags = serve_flags(winner)
-        click.echo("serve:    lockstep serve " + " ".join(flag for flag, _ in flags))
-        only_simulated = [flag.split(" ")[0] for flag, runs in flags if not runs]
-        if only_simulated:
-            click.echo(
-                "          simulated only, the runtime does not carry them out yet: " + ", ".join(only_simulated)
-            )
+        for name, command in zip(("serve:   ", "emulate: "), serve_commands(winner), strict=True):
+            click.echo(f"{name} {command.line}")
+            if command.lacks:
+                click.echo("          not carried out there yet: " + ", ".join(command.lacks))
         click.echo("simulate: " + simulate_command(winner))

@@ -79,19 +79,18 @@ SLO.</p>
 
 
 def _commands(winner: Candidate) -> str:
-    from lockstep.sim.plan.answer import serve_flags, simulate_command
+    from lockstep.sim.plan.answer import serve_commands, simulate_command
 
-    flags = serve_flags(winner)
-    rows = [
-        f'<tr><td class="text"><code>{escape(flag)}</code></td>'
-        f'<td class="text">{"by the runtime" if runs else "simulated only"}</td></tr>'
-        for flag, runs in flags
-    ]
-    head_cells = '<th scope="col" class="text">flag of lockstep serve</th><th scope="col" class="text">carried out</th>'
+    parts = []
+    for about, command in zip(
+        ("Served, FOLDER being that of the model", "Emulated"), serve_commands(winner), strict=True
+    ):
+        lacks = f"; not carried out there yet: {escape(', '.join(command.lacks))}" if command.lacks else ""
+        parts.append(f'<p class="lead">{about}{lacks}:</p>\n<div><pre>{escape(command.line)}</pre></div>')
+    served = "\n".join(parts)
     return f"""<section id="commands" aria-labelledby="commands-h">
 <h2 id="commands-h">The winner as commands</h2>
-<div><pre>{escape("lockstep serve " + " ".join(flag for flag, _ in flags))}</pre></div>
-{table(head_cells, rows, "Flags")}
+{served}
 <p class="lead">Its simulation once more:</p>
 <div><pre>{escape(simulate_command(winner))}</pre></div>
 </section>"""
