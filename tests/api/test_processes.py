@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,6 +126,26 @@ def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_pat
         assert httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         shared = server.folder() / "metrics"
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+
+
+def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_again(tmp_path: Path) -> None:
+    limits = ("--set", "max_running_requests=2", "--set", "max_queued_requests=2", "--shutdown-s", "0")
+    with (
+        serving(tmp_path / "log", *EMULATED, *limits) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+        contextlib.ExitStack() as opened,
+    ):
+        heads = []
+        for _ in range(4):  # two run, two wait: their streams begin before their turn comes
+            answer = client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True})
+            heads.append(opened.enter_context(answer).status_code)
+        assert heads == [200] * 4
+        for stream in (False, True):
+            refused = client.post("/v1/completions", json={"prompt": "b", "stream": stream})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        assert running(server) == 2
+        assert server.status_of("/health") == server.status_of("/ready") == 200
 
 
 def running(server: LiveServer) -> float:

@@ -258,13 +258,24 @@ def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
 async def _answer(server: Server, call: Call[Any], generation: Generation, shape: CompletionShape) -> Response:
     """As one object, or as a stream."""
     if shape.body.stream:
-        events = _stream(generation, shape)
-        return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+        return await streamed(server, call, generation, _stream(generation, shape))
     try:
         texts = await unless_left(call.request, generation.whole())
         return JsonResponse(shape.whole(generation, texts))
     finally:
         generation.cancel()
+
+
+async def streamed(
+    server: Server, call: Call[Any], generation: Generation, events: AsyncIterator[bytes]
+) -> EventStream:
+    """A stream, once it is clear that it is not refused. Raises ApiError, ClientLeft."""
+    try:
+        await unless_left(call.request, generation.accepted())
+    except BaseException:
+        generation.cancel()
+        raise
+    return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
 
 
 async def _stream(generation: Generation, shape: CompletionShape) -> AsyncIterator[bytes]:
