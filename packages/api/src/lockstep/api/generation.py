@@ -137,6 +137,9 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     if wanted.min_tokens > max_tokens:
         message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {wanted.min_tokens}"
         raise ApiError(400, message, "min_tokens")
+    if not max_tokens and wanted.samples > 1:
+        message = f"`n` is {wanted.samples}, but {wanted.max_tokens_field} 0 leaves one answer, which is empty"
+        raise ApiError(400, message, "n")
     sampling = wanted.sampling
     logprob_start = wanted.prompt_logprobs_from
     if logprob_start is None and wanted.tops is not None:
@@ -167,7 +170,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
             top_logprobs=wanted.tops or 0,
         ),
         stop_texts=wanted.stops,
-        parallel_samples=wanted.samples if max_tokens else 1,
+        parallel_samples=wanted.samples,
         logprob_start=logprob_start,
     )
 
