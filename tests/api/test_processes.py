@@ -67,29 +67,16 @@ def sockets_of(pid: int) -> set[str]:
     return found
 
 
-def test_one_socket_on_loopback_and_a_folder_for_the_owner_alone(server: LiveServer) -> None:
-    pids = [server.process.pid, *server.children().values()]
-    inodes = set.union(*map(sockets_of, pids))
-    listening = []
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[9] in inodes and (table.startswith("udp") or words[3] == "0A"):
-                listening.append((table, words[1]))
+def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(server: LiveServer) -> None:
+    """After Ctrl-C answers get their time; what is still open then is broken off, and nothing is left."""
+    children, folder = server.children(), server.folder()
     port = int(server.url.rpartition(":")[2])
-    assert listening == [("tcp", f"0100007F:{port:04X}")]
-    folder = server.folder()
+    assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "settings.json"}
     assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
-    assert server.end() == 0
-    assert not folder.exists()
 
-
-def test_ctrl_c_ends_it_in_order(server: LiveServer) -> None:
-    """Answers get their time; what is still open then is broken off."""
     short, endless = Stream(server.url, max_tokens=60), Stream(server.url)
-    children = server.children()
     assert server.end(signal.SIGINT) == 130
     short.thread.join(5)
     endless.thread.join(5)
@@ -97,6 +84,19 @@ def test_ctrl_c_ends_it_in_order(server: LiveServer) -> None:
     assert endless.lines[-1] != "data: [DONE]"
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values())
     assert server.status_of("/health") == 0
+    assert not folder.exists()
+
+
+def listening(pids: set[int]) -> list[tuple[str, str]]:
+    """Where these processes can be reached over a network."""
+    inodes = set.union(*map(sockets_of, pids))
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes and (table.startswith("udp") or words[3] == "0A"):
+                found.append((table, words[1]))
+    return found
 
 
 def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> None:
