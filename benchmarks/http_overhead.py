@@ -31,7 +31,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-STEP_S = 0.030
+STEP_S = 0.080
 BAR = 2.0
 SERVE = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 BARE = """

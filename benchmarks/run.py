@@ -26,6 +26,7 @@ NEEDS = {
     "policy_pass": ("LOCKSTEP_PEERS",),
     "host_loop": ("torch",),
     "overlap": (),
+    "http_overhead": ("fastapi",),
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "memory_growth": ("LOCKSTEP_PEERS",),
     "cluster_speed": (),

@@ -102,6 +102,7 @@ BAD = [
     b'{"prompt": "a", "stop_token_ids": [-1]}',
     b'{"prompt": "a", "min_tokens": 17}',
     b'{"prompt": "a", "max_tokens": 0}',
+    b'{"prompt": "a", "max_tokens": 0, "echo": true, "n": 2}',
     b'{"prompt": "a", "best_of": 2}',
     b'{"prompt": "a", "suffix": "b"}',
     b'{"prompt": "a", "logprobs": 1}',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -66,29 +67,16 @@ def sockets_of(pid: int) -> set[str]:
     return found
 
 
-def test_one_socket_on_loopback_and_a_folder_for_the_owner_alone(server: LiveServer) -> None:
-    pids = [server.process.pid, *server.children().values()]
-    inodes = set.union(*map(sockets_of, pids))
-    listening = []
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[9] in inodes and (table.startswith("udp") or words[3] == "0A"):
-                listening.append((table, words[1]))
+def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(server: LiveServer) -> None:
+    """After Ctrl-C answers get their time; what is still open then is broken off, and nothing is left."""
+    children, folder = server.children(), server.folder()
     port = int(server.url.rpartition(":")[2])
-    assert listening == [("tcp", f"0100007F:{port:04X}")]
-    folder = server.folder()
+    assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "settings.json"}
     assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
-    assert server.end() == 0
-    assert not folder.exists()
 
-
-def test_ctrl_c_ends_it_in_order(server: LiveServer) -> None:
-    """Answers get their time; what is still open then is broken off."""
     short, endless = Stream(server.url, max_tokens=60), Stream(server.url)
-    children = server.children()
     assert server.end(signal.SIGINT) == 130
     short.thread.join(5)
     endless.thread.join(5)
@@ -96,6 +84,19 @@ def test_ctrl_c_ends_it_in_order(server: LiveServer) -> None:
     assert endless.lines[-1] != "data: [DONE]"
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values())
     assert server.status_of("/health") == 0
+    assert not folder.exists()
+
+
+def listening(pids: set[int]) -> list[tuple[str, str]]:
+    """Where these processes can be reached over a network."""
+    inodes = set.union(*map(sockets_of, pids))
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes and (table.startswith("udp") or words[3] == "0A"):
+                found.append((table, words[1]))
+    return found
 
 
 def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> None:
@@ -125,6 +126,26 @@ def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_pat
         assert httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         shared = server.folder() / "metrics"
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+
+
+def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_again(tmp_path: Path) -> None:
+    limits = ("--set", "max_running_requests=2", "--set", "max_queued_requests=2", "--shutdown-s", "0")
+    with (
+        serving(tmp_path / "log", *EMULATED, *limits) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as client,
+        contextlib.ExitStack() as opened,
+    ):
+        heads = []
+        for _ in range(4):  # two run, two wait: their streams begin before their turn comes
+            answer = client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True})
+            heads.append(opened.enter_context(answer).status_code)
+        assert heads == [200] * 4
+        for stream in (False, True):
+            refused = client.post("/v1/completions", json={"prompt": "b", "stream": stream})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        assert running(server) == 2
+        assert server.status_of("/health") == server.status_of("/ready") == 200
 
 
 def running(server: LiveServer) -> float:

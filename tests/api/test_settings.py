@@ -96,6 +96,25 @@ def test_a_dry_run_says_what_would_run() -> None:
     assert "KV tokens" in said.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "/nowhere"), "`model`: /nowhere has no config.json"),
+        (("--emulate", "qwen9-8b@h200"), r"`emulate`: unknown model `qwen9-8b`"),
+        (("--emulate", "qwen3-8b@h900"), r"`emulate`: unknown GPU `h900`"),
+        (("--emulate", "qwen3-235b-a22b@h200", "--dry-run"), r"`emulate`: qwen3-235b-a22b does not fit"),
+        (("--emulate", "qwen3-8b@h200", "--tokenizer", "/nowhere"), "/nowhere/tokenizer.json` cannot be read"),
+        (("--emulate", "qwen3-8b@h200", "--api-keys", "/nowhere"), "`api_keys`: /nowhere cannot be read"),
+        (("--set", "overlap_deph=1"), "no setting `overlap_deph`"),
+        (("--emulate", "qwen3-8b@h200", "--set", "page_size=24", "--dry-run"), "`page_size` must be a power of two"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_not_there_is_said_before_anything_is_started(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        serve.main([*arguments, "--port", "0"], standalone_mode=False)
+
+
 def test_every_setting_has_a_flag_or_is_a_table() -> None:
     flags = {parameter.name for parameter in serve.params}
     assert set(ServeSettings.__struct_fields__) - flags == {"limits", "set"}

@@ -47,6 +47,12 @@ class AnswerText:
     def spell(self, tokens: Sequence[int], ended: Ended | None) -> str:
         """What is new of the text of all tokens so far; after the end, all that is left."""
         until = len(tokens)
+        if ended is None and self._step is not None and until == self._spelled + 1:  # as most often
+            self.starts.append(self.characters)
+            self._spelled = until
+            new = self._step(tokens[-1])
+            self.characters += len(new)
+            return new
         if ended is not None and ended.reason == "stop" and tokens:
             if tokens[-1] in self._stop_token_ids:
                 self.stop_reason = tokens[-1]

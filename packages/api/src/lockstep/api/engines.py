@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,8 +47,36 @@ class EngineUnit:
 
 
 def build_engine(settings: ServeSettings) -> EngineUnit:
-    """The engine of these settings. Raises ConfigError, or CatalogueError and the like for an emulated one."""
-    return _model(settings) if settings.emulate is None else _emulated(settings)
+    """The engine of these settings. Raises ConfigError."""
+    if settings.emulate is None:
+        return _model(settings)
+    with _config_errors():
+        return _emulated(settings)
+
+
+def check_names(settings: ServeSettings) -> None:
+    """Find out, before anything is started, whether there is what the settings name. Raises ConfigError."""
+    if settings.emulate is not None:
+        with _config_errors():
+            from lockstep.sim.catalogue import load_gpu, load_model
+
+            named, _, on = settings.emulate.rpartition("@")
+            load_model(named)
+            load_gpu(on)
+    text_of(settings)
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """What the simulator cannot find or fit is a setting that cannot be."""
+    try:
+        from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
+    except ImportError as error:
+        raise ConfigError(f"`emulate` needs the package lockstep-sim: {error}\nhint: install it") from error
+    try:
+        yield
+    except (CalibrationError, CapacityError, CatalogueError) as error:
+        raise ConfigError(f"`emulate`: {error}") from error
 
 
 def text_of(settings: ServeSettings) -> Texts | None:
@@ -134,14 +163,12 @@ def _model(settings: ServeSettings) -> EngineUnit:
 
 
 def _emulated(settings: ServeSettings) -> EngineUnit:
-    try:
-        from lockstep.api.emulate import EmulatedExecutor
-        from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-        from lockstep.sim.cost import UNCALIBRATED
-        from lockstep.sim.cost.tables import base_cost_model
-        from lockstep.sim.simulate import Scenario, configure
-    except ImportError as error:
-        raise ConfigError(f"`emulate` needs the package lockstep-sim: {error}\nhint: install it") from error
+    from lockstep.api.emulate import EmulatedExecutor
+    from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+    from lockstep.sim.cost import UNCALIBRATED
+    from lockstep.sim.cost.tables import base_cost_model
+    from lockstep.sim.simulate import Scenario, configure
+
     assert settings.emulate is not None
     named, _, on = settings.emulate.rpartition("@")
     model, gpu = load_model(named), load_gpu(on)

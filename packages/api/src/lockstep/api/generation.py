@@ -8,6 +8,7 @@ Everything is checked before anything is sent, so a request with several prompts
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,12 @@ from lockstep.core.support import STOP_TOKENS_MAX
 
 AT_ONCE_CHARACTERS = 4096
 """Text up to so long is tokenised in the event loop, in well under a millisecond; longer one in a thread."""
+
+REFUSED_WITHIN_S = 0.5
+"""The engine refuses within a step; a stream whose first token takes longer begins without it."""
+
+MEASURED_AT_ONCE = 16
+"""Messages with tokens of an answer before metrics hear of them, the first and the last apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,9 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     if wanted.min_tokens > max_tokens:
         message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {wanted.min_tokens}"
         raise ApiError(400, message, "min_tokens")
+    if not max_tokens and wanted.samples > 1:
+        message = f"`n` is {wanted.samples}, but {wanted.max_tokens_field} 0 leaves one answer, which is empty"
+        raise ApiError(400, message, "n")
     sampling = wanted.sampling
     logprob_start = wanted.prompt_logprobs_from
     if logprob_start is None and wanted.tops is not None:
@@ -160,7 +170,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
             top_logprobs=wanted.tops or 0,
         ),
         stop_texts=wanted.stops,
-        parallel_samples=wanted.samples if max_tokens else 1,
+        parallel_samples=wanted.samples,
         logprob_start=logprob_start,
     )
 
@@ -268,13 +278,26 @@ class Generation:
             raise unavailable(error) from error
         self.metrics.began(self)
 
+    async def accepted(self) -> None:
+        """Wait for the first that comes, though not for long, so that a refusal can still be the answer's status.
+
+        Raises: ApiError if it was refused.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REFUSED_WITHIN_S):
+                await self._changed.wait()
+        for choice in self.choices:
+            ended = choice.reply.ended
+            if ended is not None and (error := failure(ended)) is not None:
+                raise error
+
     def cancel(self) -> None:
         """Nobody wants the rest. To be called however it ended; where all of it came, nothing happens."""
         for ticket in self._tickets:
             self.bridge.cancel(ticket)
         for choice in self.choices:
             if not choice.over:
-                self._measure(choice)
+                self.metrics.saw(self, choice)
                 choice.over = True
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
@@ -318,11 +341,9 @@ class Generation:
         text = choice.answer.spell(reply.tokens, ended)
         choice.taken = stop
         choice.over = ended is not None
-        self._measure(choice)
+        if choice.over or not choice.measured or len(reply.arrivals) >= MEASURED_AT_ONCE:
+            self.metrics.saw(self, choice)
         return Piece(choice, text, first, stop, ended)
-
-    def _measure(self, choice: Choice) -> None:
-        self.metrics.saw(self, choice)
 
 
 def unavailable(error: EngineUnavailable) -> ApiError:

@@ -28,8 +28,8 @@ from lockstep.api.generation import (
     seed_of,
     unavailable,
 )
-from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
-from lockstep.api.openai_api import conversation, prompt_logprobs
+from lockstep.api.http import DONE, JsonResponse, event, unless_left
+from lockstep.api.openai_api import conversation, prompt_logprobs, streamed
 from lockstep.api.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from lockstep.api.server import Call, Server
 from lockstep.core.events import Control, Drain, Flush, GetState, Pause, Resume
@@ -78,8 +78,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
     generation = server.generate(call, wanted, prompts)
     several = several or params.n > 1
     if body.stream:
-        events = _stream(generation, body, several)
-        return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+        return await streamed(server, call, generation, _stream(generation, body, several))
     try:
         texts = await unless_left(call.request, generation.whole())
     finally:

@@ -10,9 +10,11 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from starlette.responses import Response
 
@@ -38,6 +40,7 @@ from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI
 from lockstep.api.server import Call, Server
 from lockstep.core.errors import ConfigError
 
+MARK = "\ue000here\ue000"  # of no model name or id
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat goes on as long as there is room."""
 
@@ -258,13 +261,24 @@ def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
 async def _answer(server: Server, call: Call[Any], generation: Generation, shape: CompletionShape) -> Response:
     """As one object, or as a stream."""
     if shape.body.stream:
-        events = _stream(generation, shape)
-        return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+        return await streamed(server, call, generation, _stream(generation, shape))
     try:
         texts = await unless_left(call.request, generation.whole())
         return JsonResponse(shape.whole(generation, texts))
     finally:
         generation.cancel()
+
+
+async def streamed(
+    server: Server, call: Call[Any], generation: Generation, events: AsyncIterator[bytes]
+) -> EventStream:
+    """A stream, once it is clear that it is not refused. Raises ApiError, ClientLeft."""
+    try:
+        await unless_left(call.request, generation.accepted())
+    except BaseException:
+        generation.cancel()
+        raise
+    return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
 
 
 async def _stream(generation: Generation, shape: CompletionShape) -> AsyncIterator[bytes]:
@@ -281,12 +295,16 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncIterat
             body["usage"] = None
         return event(body)
 
+    plain = shape.only_text and not always_usage
     for choice in generation.choices:
         first = shape.opening(choice)
         if first is not None:
             yield chunk([first])
     async for new in generation.pieces():
         for piece in new:
+            if piece.ended is None and piece.text and plain:
+                yield shape.plain_event(piece, chunk)
+                continue
             if piece.ended is not None and (error := failure(piece.ended)) is not None:
                 yield event(error.body())
                 yield DONE
@@ -307,6 +325,23 @@ class CompletionShape:
     def __init__(self, server: Server, body: Any, model: str, label: str) -> None:
         self.body, self.names, self._model, self._label = body, server.names, model, label
         self._created = int(time.time())
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around a piece of text
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a piece of an answer has nothing but text, until its end."""
+        no_logprobs = self.body.logprobs is None or self.body.logprobs is False  # 0 are some
+        return no_logprobs and not self.body.return_token_ids
+
+    def plain_event(self, piece: Piece, chunk: Callable[[list[dict[str, Any]]], bytes]) -> bytes:
+        """The event of a piece that is only text; all of one choice are alike, so most of it was written before."""
+        around = self._plain.get(piece.choice.index)
+        if around is None:
+            said = self.delta(replace(piece, text=MARK))
+            assert said is not None
+            before, _, behind = chunk([said]).partition(msgspec.json.encode(MARK))
+            around = self._plain[piece.choice.index] = before, behind
+        return around[0] + msgspec.json.encode(piece.text) + around[1]
 
     def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
         """The answer as one object."""

@@ -82,10 +82,10 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
 
 def check(settings: ServeSettings) -> None:
     """Find out what can be found out before processes are started. Raises ConfigError."""
-    from lockstep.api.engines import text_of
+    from lockstep.api.engines import check_names
     from lockstep.api.keys import read_keys
 
-    text_of(settings)
+    check_names(settings)
     if settings.api_keys is not None:
         read_keys(Path(settings.api_keys))
 
