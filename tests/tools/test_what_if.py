@@ -21,6 +21,8 @@ from lockstep.sim.workload import open_workload
 from lockstep.tools.drift import drift
 from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
 from lockstep.tools.replay import replay
+from lockstep.tools.what_if import changed_base, read_base
+from tests.support.recorded import record_story
 
 WORKLOAD = (
     "gen:n=60,rate=200,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
@@ -186,6 +188,37 @@ def test_a_journal_of_another_host_is_simulated_first(run: Path, tmp_path: Path)
     assert "requests go on where an earlier answer ended" in result.stderr
     assert "schedule_policy               A fcfs  B lpm" in result.stdout
     assert "pages" not in result.stdout.partition("SLOs of A")[0].partition("settings that differ")[2]
+
+
+def test_settings_of_a_journal_are_kept_whatever_a_profile_says(run: Path, tmp_path: Path) -> None:
+    """The simulator's own profile decides otherwise than the plain defaults; what was recorded stays."""
+    story = record_story(
+        tmp_path / "plain",
+        "# Plain defaults.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2\nstep\nrun\n",
+    )
+    base = read_base(story, {"model": "qwen3-0.6b", "gpu": "h200"})
+    same = assemble(base.scenario, environ={}, workload=base.workload)
+    assert same.config == read_journal(story).header.config
+    other = changed_base(base, {"profile": "vllm"}, {"decode_look_ahead": 2})
+    config = assemble(other.scenario, environ={}, workload=base.workload).config
+    assert (config.batching, config.page_size, config.decode_look_ahead) == ("running_first", 16, 2)
+    assert config.overlap_depth == 1  # named by the profile
+    fits = changed_base(base, {"gpu": "b200"}, {})
+    assert assemble(fits.scenario, environ={}, workload=base.workload).config.pages > 1000
+
+
+def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path) -> None:
+    words = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h200", "--workload", WORKLOAD, "--no-intervals"]
+    words += ["--no-report", "--no-trace", "--limit", "40", "--pages", "80", "--chunked-prefill-size", "128", "--out"]
+    assert main([*words, str(tmp_path / "two"), "--replicas", "2"]) == 0
+    result = what_if(tmp_path / "two", "--replicas", 1, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [len(each["engines"]) for each in found["runs"]] == [2, 1]
+    assert found["lost_most"][0]["why"]
+    assert main([*words, str(tmp_path / "loop"), "--concurrency", "6"]) == 0
+    result = what_if(tmp_path / "loop", "--policy", "lpm", "--json")
+    assert result.exit_code == 0, result.output
 
 
 def test_wrong_settings_are_refused_by_name(run: Path) -> None:

@@ -52,11 +52,15 @@ COND, for example: RequestRetracted and request == r17; AdmissionDeferred and re
 
 
 class _Replay(click.Command):
-    """`--what-if` makes another command of it, with options of its own; only that one loads the simulator."""
+    """`--what-if` and `--to` make other commands of it, with options of their own, loaded only then."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
+        if any(word == "--to" or word.startswith("--to=") for word in args):
+            from lockstep.tools.live import live
+
+            return live.make_context(f"{info_name}", args, parent, **extra)
         if "--what-if" not in args:
             return super().make_context(info_name, args, parent, **extra)
         from lockstep.tools.what_if import what_if
@@ -71,6 +75,7 @@ class _Replay(click.Command):
 @click.command(cls=_Replay, context_settings={"max_content_width": 120})
 @RUN
 @click.option("--what-if", is_flag=True, help="The same requests under other settings: --what-if --help.")
+@click.option("--to", metavar="URL", help="Send the requests to a server instead: --to URL --help.")
 @click.option("--until", type=click.IntRange(0), metavar="N", help="Stop before step N and show the state there.")
 @click.option("--break", "condition", metavar="COND", help="Stop behind the first step in which COND holds.")
 @click.option("--interactive", "-i", is_flag=True, help="Step forwards and backwards by hand; `help` says how.")
@@ -86,6 +91,7 @@ class _Replay(click.Command):
 def replay(
     run: Path,
     what_if: bool,
+    to: str | None,
     until: int | None,
     condition: str | None,
     interactive: bool,
@@ -106,6 +112,7 @@ def replay(
     lockstep replay runs/chat --what-if --policy lpm --html lpm.html
     """
     assert not what_if, "that is another command"
+    assert to is None, "and so is that"
     if interactive and (as_json or decisions_file is not None):
         raise click.UsageError("--interactive goes with neither --json nor --decisions.")
     if condition is not None and (as_json or decisions_file is not None):

@@ -24,6 +24,7 @@ from lockstep.core.journal import JournalError, JournalHeader, read_journal
 from lockstep.core.render import Names
 from lockstep.core.replay import Divergence, fold
 from lockstep.core.support import sample_label, samples_asked
+from lockstep.sim.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
 EXIT_DIVERGED = 3
@@ -127,7 +128,7 @@ def refusals() -> Iterator[None]:
         yield
     except Divergence as error:
         raise Refused(error, EXIT_DIVERGED) from error
-    except (JournalError, ConfigError) as error:
+    except (JournalError, ConfigError, WorkloadError) as error:
         raise Refused(error) from error
 
 

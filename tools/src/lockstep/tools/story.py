@@ -17,7 +17,7 @@ launched plans; when it was served off the messages to its client. Times are mic
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -204,7 +204,7 @@ class Story:
     @property
     def output_tokens(self) -> int:
         """Delivered to the client."""
-        return max((message.offset + message.tokens for message in self.messages), default=0)
+        return self.messages[-1].offset + self.messages[-1].tokens if self.messages else 0
 
     @property
     def tpot_us(self) -> float:
@@ -219,6 +219,7 @@ class Chronicle:
     def __init__(self, wanted: Collection[RequestId]) -> None:
         self.wanted = frozenset(wanted)
         self.stories: dict[RequestId, Story] = {}
+        self._open: dict[RequestId, Story] = {}  # those that have not ended
         self.batches: dict[BatchId, Batch] = {}
         self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
         self.delivered: list[Batch] = []
@@ -244,18 +245,18 @@ class Chronicle:
                     self.delivered_us.append(event.time_us)
                     self.delivered.append(batch)
         plan = step.launched()
+        before = dict(self._open) if step.decided else self._open  # whoever ends in this step is sent its last tokens
         for decided in step.decided:
             self._learn(number, decided, plan)
         if plan is not None:
             self._launch(number, event.time_us, plan)
         for command in step.commands:
             if type(command) is StreamTokens:
-                self._send(event.time_us, command)
+                self._send(event.time_us, command, before)
             elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
                 self._end(number, event.time_us, self.stories[command.request_id])
-        for request_id, story in self.stories.items():
-            if story.ended_us < 0 and story.waits and story.waits[-1].stop_us < 0:
-                self._note_cause(request_id, story.waits[-1], event.time_us, engine)
+        if self._open:
+            self._note_causes(event.time_us, engine)
 
     def close(self) -> Chronicle:
         """The journal has ended: so has what was still going on in it."""
@@ -276,7 +277,7 @@ class Chronicle:
         for sample in range(samples_asked(event)):
             request_id = event.request_id + sample
             if request_id in self.wanted:
-                self.stories[request_id] = Story(
+                self.stories[request_id] = self._open[request_id] = Story(
                     request_id=request_id,
                     label=sample_label(event.label, sample),
                     tenant=event.tenant,
@@ -330,6 +331,7 @@ class Chronicle:
         if story.ended_us >= 0:
             return
         story.ended_us, story.ended_step = time_us, number
+        self._open.pop(story.request_id, None)
         if story.waits and story.waits[-1].stop_us < 0:
             self._close(story.waits[-1], time_us)
 
@@ -344,15 +346,25 @@ class Chronicle:
             first = bisect_right(self.ends, last.start_us, key=lambda ended: ended.time_us)
             wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
 
-    def _note_cause(self, request_id: RequestId, wait: Wait, time_us: int, engine: Engine) -> None:
-        request = engine.requests[request_id]
-        wait.bypassed = max(wait.bypassed, request.bypassed)
-        cause = why_waits(engine, request_id, self._said)
-        if wait.spans and wait.spans[-1].cause[:2] == cause[:2]:
-            return
-        if wait.spans:
-            wait.spans[-1].stop_us = time_us
-        wait.spans.append(Span(wait.start_us if not wait.spans else time_us, time_us, cause))
+    def _note_causes(self, time_us: int, engine: Engine) -> None:
+        """Of everybody who waits, what for; most wait for the same, which is looked up once."""
+        said, requests, held = self._said, engine.requests, engine.held
+        common = line_cause(engine, NOBODY, said)
+        for request_id, story in self._open.items():
+            wait = story.waits[-1] if story.waits else None
+            if wait is None or wait.stop_us >= 0:
+                continue
+            bypassed = requests[request_id].bypassed
+            if bypassed > wait.bypassed:
+                wait.bypassed = bypassed
+            own = request_id in said or request_id in held
+            cause = why_waits(engine, request_id, said) if own else common
+            spans = wait.spans
+            if not spans:
+                spans.append(Span(wait.start_us, time_us, cause))
+            elif spans[-1].cause is not cause and spans[-1].cause[:2] != cause[:2]:
+                spans[-1].stop_us = time_us
+                spans.append(Span(time_us, time_us, cause))
 
     # ------------------------------------------------------------------------------------------------- what was done
 
@@ -364,25 +376,21 @@ class Chronicle:
             plan.batch_id, number, plan.mode, time_us, len(plan.rows), tuple(ids[:extends].tolist()), new_tokens
         )
         self.batches[plan.batch_id] = batch
-        for request_id, story in self.stories.items():
-            if story.ended_us >= 0 or not story.waits or story.waits[-1].admitted is None:
-                continue
-            for i in np.flatnonzero(ids == request_id).tolist():
-                story.works.append(
-                    Work(batch, len(story.waits) - 1, i < extends, int(plan.starts[i]), int(plan.stops[i]))
-                )
+        starts, stops = plan.starts.tolist(), plan.stops.tolist()
+        for i, request_id in enumerate(ids.tolist() if self._open else ()):
+            story = self._open.get(request_id)
+            if story is not None and story.waits and story.waits[-1].admitted is not None:
+                story.works.append(Work(batch, len(story.waits) - 1, i < extends, starts[i], stops[i]))
 
-    def _send(self, time_us: int, sent: StreamTokens) -> None:
-        for request_id, story in self.stories.items():
-            if story.ended_us >= 0 and story.ended_us < time_us:
-                continue
-            for i in np.flatnonzero(sent.request_ids == request_id).tolist():
-                offset, count = int(sent.offsets[i]), int(sent.token_counts[i])
-                if offset + count > story.output_tokens:  # what is sent twice, the client drops
-                    story.messages.append(Message(time_us, offset, count))
+    def _send(self, time_us: int, sent: StreamTokens, ending: Mapping[RequestId, Story]) -> None:
+        offsets, counts = sent.offsets.tolist(), sent.token_counts.tolist()
+        for i, request_id in enumerate(sent.request_ids.tolist() if self._open or ending else ()):
+            story = self._open.get(request_id) or ending.get(request_id)
+            if story is not None and offsets[i] + counts[i] > story.output_tokens:  # sent twice, the client drops it
+                story.messages.append(Message(time_us, offsets[i], counts[i]))
 
 
-def why_waits(engine: Engine, request_id: RequestId, said: dict[RequestId, AdmissionDeferred]) -> Cause:
+def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
     """What a request that waits is waiting for, as the engine stands. `said` has the last deferral of each request."""
     request = engine.requests[request_id]
     own = said.get(request_id)
@@ -391,15 +399,20 @@ def why_waits(engine: Engine, request_id: RequestId, said: dict[RequestId, Admis
         if session is not None and request_id in session.queue:
             return Cause("session", NOBODY if session.turn is None else session.turn)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)
+    if own is not None and not engine.paused and engine.maintenance.admits:
+        if own.reason == "prefix" and request.behind == own.behind and _computes_prompt(engine, own.behind):
+            return Cause("prefix", own.behind)
+        if own.reason == "adapter" and request.deferred == "adapter":
+            return Cause("adapter")
+    return line_cause(engine, request_id, said)
+
+
+def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
+    """What everybody in the line waits for who has no reason of its own, as it concerns this request."""
     if engine.paused:
         return Cause("paused")
     if not engine.maintenance.admits:
         return Cause("closed")
-    if own is not None and own.reason == "prefix":
-        if request.behind == own.behind and _computes_prompt(engine, own.behind):
-            return Cause("prefix", own.behind)
-    if own is not None and own.reason == "adapter" and request.deferred == "adapter":
-        return Cause("adapter")
     if engine.deferred is not None:
         first, reason = engine.deferred
         head = engine.requests.get(first)

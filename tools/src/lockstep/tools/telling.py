@@ -258,13 +258,13 @@ def _prefilled(wait: Wait, chunks: Sequence[Work], story: Story, names: Names, *
         return []
     tokens = sum(work.stop - work.start for work in chunks)
     first, last = chunks[0].batch, chunks[-1].batch
-    stop_us = last.delivered_us if last.delivered_us >= 0 else story.stop_us
     kept = story.retractions[chunks[0].stay - 1].event.output_tokens if again else 0
     verb = "computed its prompt" + (" and the output it had kept" if kept else " once more" if again else "")
-    text = (
-        f"{verb}: {count(tokens, 'token')} in {count(len(chunks), 'chunk')}, {duration(stop_us - first.launched_us)} "
-        "from the first launch to the last result"
-    )
+    text = f"{verb}: {count(tokens, 'token')} in {count(len(chunks), 'chunk')}"
+    if last.delivered_us >= 0:
+        text += f", {duration(last.delivered_us - first.launched_us)} from the first launch to the last result"
+    else:
+        text += f", but the result of b{last.batch_id} did not come"
     more = [_chunk(work, story.request_id, names) for work in chunks[:CHUNKS_NAMED]]
     if len(chunks) > CHUNKS_NAMED:
         more.append(f"and {len(chunks) - CHUNKS_NAMED} more, until b{last.batch_id}")

@@ -21,7 +21,7 @@ import click
 import msgspec
 import numpy as np
 
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import profile_settings
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
@@ -178,12 +178,8 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
 
     header = read_journal(engine_journal(run)).header
     model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
-    defaults = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
-    settings = {
-        name: value
-        for name, value in msgspec.structs.asdict(header.config).items()
-        if value != defaults[name] and name != "schedule_policy_version"
-    }
+    settings = msgspec.structs.asdict(header.config)  # all of them: what is left out would be the profile's
+    del settings["schedule_policy_version"]
     workload = journal_workload(run)
     scenario = Scenario(
         model=model,
@@ -211,12 +207,15 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     names = ("model", "gpu", "tp", "calibration", "profile")
     kept = dict(scenario.settings)
     moved = [name for name in ("model", "gpu", "tp") if name in given and given[name] != getattr(scenario, name)]
-    if not base.simulated and (moved or "page_size" in settings):
+    named = profile_settings(given["profile"]) if "profile" in given else {}
+    if not base.simulated and (moved or "page_size" in settings or "page_size" in named):
         kept.pop("pages", None)  # a pool of another size fits there
+    if not base.simulated:
+        kept = {name: value for name, value in kept.items() if name not in named}
     scenario = replace(
         scenario,
         **{name: given[name] for name in names if name in given},
-        settings={**({} if "profile" in given else kept), **settings},
+        settings={**kept, **settings},
     )
     cluster = dict(base.cluster)
     if "replicas" in given:
@@ -234,6 +233,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, report: bool 
         if "replicas" not in base.cluster and "engines" not in base.cluster and not base.cluster["router"]:
             setup = assemble(base.scenario, os.environ, workload=workload)
             done = simulate(setup, folder=folder, on_finish=on_finish)
+            _go_on(done.interrupted)
             write_run(folder, done, trace=False, report=report)
             return
         router = dict(base.cluster["router"])
@@ -248,7 +248,14 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, report: bool 
         )
         cluster = assemble_cluster(clustered, workload=workload)
         ended = simulate_cluster(cluster, folder=folder, on_finish=on_finish)
+        _go_on(ended.interrupted)
         write_cluster_run(folder, ended, trace=False, report=report)
+
+
+def _go_on(interrupted: bool) -> None:
+    """After a Ctrl-C there is nothing to compare."""
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------------------------------------------- who won, and why

@@ -1,0 +1,65 @@
+"""A server that answers completions at once: `python -m tests.support.null_server`; prints its port.
+
+Answers as many words as `max_tokens` asks for, remembers every prompt, and gives them back at /prompts. A prompt that
+contains "fail" is refused; one with "hang" is never answered to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+
+async def serve() -> None:
+    prompts: list[dict[str, object]] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = next(
+                    int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")
+                )
+                body = await reader.readexactly(length)
+                path = head.split(" ")[1]
+                if path == "/v1/models":
+                    answer(writer, 200, {"data": [{"id": "null"}]})
+                elif path == "/prompts":
+                    answer(writer, 200, prompts)
+                else:
+                    await complete(writer, json.loads(body))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    def answer(writer: asyncio.StreamWriter, status: int, content: object) -> None:
+        data = json.dumps(content).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    async def complete(writer: asyncio.StreamWriter, asked: dict[str, object]) -> None:
+        prompts.append(asked)
+        if "fail" in str(asked["prompt"]):
+            answer(writer, 503, {"error": {"message": "no"}})
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        number = len(prompts)
+        for at in range(int(str(asked["max_tokens"]))):
+            send(writer, {"choices": [{"text": f" w{number}x{at}"}]})
+        if "hang" in str(asked["prompt"]):
+            await writer.drain()
+            await asyncio.sleep(60)
+        send(writer, {"choices": [], "usage": {"completion_tokens": asked["max_tokens"], "prompt_tokens": 5}})
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    def send(writer: asyncio.StreamWriter, event: object) -> None:
+        data = f"data: {json.dumps(event)}\n\n".encode()
+        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())

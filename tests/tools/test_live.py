@@ -1,0 +1,142 @@
+"""`lockstep replay TRACE --to URL` sends requests at their moments, with the prefixes they share, and tells its lag."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.core.errors import ConfigError
+from lockstep.sim.token_runs import prompt_ids
+from lockstep.sim.workload import open_workload
+from lockstep.tools import live
+from lockstep.tools.http_stream import Target
+from lockstep.tools.replay import replay
+from tests.support.recorded import record_simulation
+
+ROOT = Path(__file__).resolve().parents[2]
+SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server that answers at once."""
+    words = [sys.executable, "-m", "tests.support.null_server"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{done.stdout.readline().strip()}"
+        finally:
+            done.kill()
+
+
+def run_live(*arguments: object) -> Result:
+    return CliRunner().invoke(replay, [str(argument) for argument in arguments])
+
+
+def asked_of(server: str) -> list[dict[str, Any]]:
+    """What the server was asked, in the order in which it came."""
+    request = urllib.request.Request(f"{server}/prompts", data=b"", method="POST")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        found: list[dict[str, Any]] = json.load(answer)
+    return found
+
+
+def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path: Path) -> None:
+    lines = tmp_path / "sent.jsonl"
+    result = run_live(SESSIONS, "--to", server, "--out", lines, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["requests"], found["sent"], found["answered"], found["failed"]) == (40, 40, 40, {})
+    assert found["output_tokens"] == 200
+    assert found["model"] == "null"
+    sent = {one["label"]: one for one in map(json.loads, lines.read_text().splitlines())}
+    for turn in open_workload(SESSIONS, seed=7).turns:
+        one = sent[turn.label]
+        if turn.after is None:
+            assert one["due_us"] == turn.arrival_us
+        assert one["sent_us"] >= one["due_us"]
+        assert one["messages"] == turn.output_tokens
+    assert found["late_us"]["p50"] < 100_000  # on a busy machine; it does not add up
+    late = [one["sent_us"] - one["due_us"] for one in sent.values()]
+    assert found["late_us"]["max"] == max(late)
+
+
+def test_prompts_share_what_they_shared_and_go_on_from_real_answers(server: str) -> None:
+    assert run_live(SESSIONS, "--to", server).exit_code == 0
+    asked = [one["prompt"].split() for one in asked_of(server)]
+    turns = open_workload(SESSIONS, seed=7).turns
+    roots = [turn for turn in turns if turn.after is None]
+    for turn in roots:
+        words = [live.word_of(token) for token in prompt_ids(turn.prompt).tolist()]
+        assert words in asked
+    number = next(at for at, words in enumerate(asked) if any(word.startswith("w") for word in words))
+    later = asked[number]
+    first = next(at for at, word in enumerate(later) if word.startswith("w"))
+    before = asked[int(later[first][1:].split("x")[0]) - 1]
+    assert later[:first] == before  # the prompt of the turn before, then its answer as it came
+    assert [word.split("x")[1] for word in later[first : first + 5]] == ["0", "1", "2", "3", "4"]
+    assert not any(word.startswith("w") for word in later[first + 5 :])
+
+
+def test_words_are_as_different_as_ids() -> None:
+    assert len({live.word_of(token) for token in range(20_000)}) == 20_000
+    assert live.word_of(2**31 - 1)
+
+
+def test_speed_divides_gaps_and_a_run_can_be_sent(server: str, tmp_path: Path) -> None:
+    run = record_simulation(tmp_path / "run", SESSIONS, pages=200)
+    lines = tmp_path / "sent.jsonl"
+    assert run_live(run, "--to", server, "--speed", 4, "--out", lines, "--max-tokens", 2).exit_code == 0
+    sent = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(sent) == 40
+    assert {one["output_tokens"] for one in sent} == {2}
+    due = {one["label"]: one["due_us"] for one in sent}
+    turns = [turn for turn in open_workload(SESSIONS, seed=7).turns if turn.after is None]
+    for turn in turns:
+        assert abs(due[turn.label] - turn.arrival_us / 4) < 5_000  # a run knows when the host noticed
+    assert "--speed stretches a run" in run_live(run, "--to", server, "--rate", 3).stderr
+
+
+def test_refused_and_broken_answers_are_counted(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "word_of", lambda token: "fail")
+    result = run_live("gen:n=3,rate=100,input=fixed:2,output=fixed:2", "--to", server)
+    assert result.exit_code == 1
+    assert "0 of 3 requests answered" in result.stdout
+    assert '3 failed: {"error": {"message": "no"}}' in result.stdout
+    monkeypatch.setattr(live, "word_of", lambda token: "hang")
+    result = run_live("gen:n=2,rate=100,input=fixed:2,output=fixed:2", "--to", server, "--timeout", 0.3)
+    assert "2 failed: no end within 0.3 s" in result.stdout
+
+
+def test_ctrl_c_stops_sending_and_reports(server: str) -> None:
+    words = [sys.executable, "-m", "lockstep.tools.replay", "gen:n=500,rate=20,input=fixed:4,output=fixed:2"]
+    done = subprocess.Popen([*words, "--to", server], stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        done.wait(timeout=4)
+    done.send_signal(signal.SIGINT)
+    said, _ = done.communicate(timeout=20)
+    assert done.returncode == 130
+    assert said.startswith("interrupted: ")
+    assert "were not sent" in said
+    assert "sent after it was due" in said
+
+
+def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
+    gen = "gen:n=2,rate=10"
+    assert "cannot be reached" in run_live(gen, "--to", "http://127.0.0.1:1").stderr
+    assert "`--to` must be the URL" in run_live(gen, "--to", "ftp://x").stderr
+    assert "`--speed` must be" in run_live(gen, "--to", server, "--speed", 0).stderr
+    assert "no such file" in run_live(tmp_path / "nothing", "--to", server).stderr
+    assert "`--timeout` must be" in run_live(gen, "--to", server, "--timeout", 0).stderr
+    with pytest.raises(ConfigError, match="cannot be"):
+        Target.parse("http://x:99999999")
+    assert Target.parse("https://host/base/v1/") == Target("host", 443, "/base", True)
