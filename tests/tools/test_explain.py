@@ -173,7 +173,9 @@ def test_every_story_adds_up(path: Path, tmp_path: Path) -> None:
             assert wait.spans or wait.took_us == 0
             assert sum(span.stop_us - span.start_us for span in wait.spans) == wait.took_us
         assert (story.finished is not None) == (request_id in ended)
-        assert sentences(story, chronicle, names, run.config)[-1].kind == "ended"
+        told_of = sentences(story, chronicle, names, run.config)
+        assert told_of[-1].kind == "ended"
+        assert sum(sentence.text.startswith("first token") for sentence in told_of) == bool(story.messages)
         ElementTree.fromstring(picture(story, chronicle))
         text_lines(story, chronicle)
 

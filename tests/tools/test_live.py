@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path:
             assert one["due_us"] == turn.arrival_us
         assert one["sent_us"] >= one["due_us"]
         assert one["messages"] == turn.output_tokens
-    assert found["late_us"]["p50"] < 100_000  # on a busy machine; it does not add up
+    assert found["late_us"]["p50"] < 500_000  # on a very busy machine; it does not add up
     late = [one["sent_us"] - one["due_us"] for one in sent.values()]
     assert found["late_us"]["max"] == max(late)
 
@@ -119,11 +120,13 @@ def test_refused_and_broken_answers_are_counted(server: str, monkeypatch: pytest
 
 def test_ctrl_c_stops_sending_and_reports(server: str) -> None:
     words = [sys.executable, "-m", "lockstep.tools.replay", "gen:n=500,rate=20,input=fixed:4,output=fixed:2"]
-    done = subprocess.Popen([*words, "--to", server], stdout=subprocess.PIPE, text=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        done.wait(timeout=4)
-    done.send_signal(signal.SIGINT)
-    said, _ = done.communicate(timeout=20)
+    with subprocess.Popen([*words, "--to", server], stdout=subprocess.PIPE, text=True) as done:
+        for _ in range(300):
+            if len(asked_of(server)) >= 5:
+                break
+            time.sleep(0.1)
+        done.send_signal(signal.SIGINT)
+        said, _ = done.communicate(timeout=60)
     assert done.returncode == 130
     assert said.startswith("interrupted: ")
     assert "were not sent" in said

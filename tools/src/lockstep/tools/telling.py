@@ -145,7 +145,7 @@ def headline(story: Story, names: Names) -> str:
 
 def sentences(story: Story, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
     """The story in order of time."""
-    told = [_arrival(story)]
+    told, first_told = [_arrival(story)], False
     for stay, wait in enumerate(story.waits):
         told.append(_waited(wait, names, config, again=stay > 0))
         if wait.admitted is None:
@@ -154,8 +154,9 @@ def sentences(story: Story, chronicle: Chronicle, names: Names, config: SchedCon
         told += _prefilled(wait, [work for work in works if work.extends], story, names, again=stay > 0)
         left_us = story.waits[stay + 1].start_us if stay + 1 < len(story.waits) else story.stop_us
         decodes = [work for work in works if not work.extends]
-        if wait.stop_us <= story.first_token_us <= left_us:
+        if not first_told and wait.stop_us <= story.first_token_us <= left_us:
             told.append(_first_token(story, stay))
+            first_told = True
         if decodes:
             told.append(_decoded(story, wait.stop_us, left_us, decodes, chronicle, names))
         if stay < len(story.retractions):
@@ -295,7 +296,7 @@ def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
     decodes = batch.rows - len(batch.extend_ids)
     company = []
     if beside:
-        company.append(f"prompts of {named(beside, names)}")
+        company.append(f"the prompt{'s' if len(beside) > 1 else ''} of {named(beside, names)}")
     if decodes:
         company.append(count(decodes, "decode"))
     took = f", {duration(batch.took_us)} on the device" if batch.took_us else ""
