@@ -233,6 +233,21 @@ def test_a_field_that_changes_nothing_is_accepted(client: Any) -> None:
     assert said.usage.completion_tokens == 1
 
 
+def test_null_is_as_good_as_nothing(emulated: LiveServer) -> None:
+    import httpx2
+
+    from lockstep.api.schemas import ChatBody, CompletionBody
+
+    for path, body, given in (
+        ("completions", CompletionBody, {"prompt": "a"}),
+        ("chat/completions", ChatBody, {"messages": HELLO}),
+    ):
+        kept = ("prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
+        nothing = {name: None for name in (*body.model_fields, *body.REFUSED) if name not in kept}
+        answer = httpx2.post(f"{emulated.url}/v1/{path}", json={**nothing, **given, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+
+
 def test_a_client_that_leaves_is_cancelled(client: Any, emulated: LiveServer) -> None:
     endless = {"ignore_eos": True}
     before = metric(emulated, "lockstep_generation_tokens_total")

@@ -28,7 +28,7 @@ def begin(folder: Path, role: str) -> ServeSettings:
     """Read the settings and set up a child: Ctrl-C is its parent's business, and without a parent it ends."""
     settings = msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
     start_log(settings.log_level, role)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which their own children would inherit
     threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
     return settings
 

@@ -183,7 +183,8 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
 def main(folder: Path) -> int:
     """Build the engine of a folder's settings and serve it."""
     settings = children.begin(folder, "engine")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to whom all processes get it: workers end first, then Stop comes
+    # Where all processes of a service get it: workers end first, then comes Stop. SIG_IGN would be inherited by ranks.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         unit = build_engine(settings)
         log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)

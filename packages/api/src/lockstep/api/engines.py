@@ -143,6 +143,9 @@ def _model(settings: ServeSettings) -> EngineUnit:
         numerics=settings.numerics,
         random_weights_seed=settings.random_weights,
         mem_fraction=settings.mem_fraction,
+        cuda_graphs=settings.cuda_graphs,
+        cuda_graph_max_batch=settings.cuda_graph_max_batch,
+        tensor_parallel=settings.tp,
         seed=settings.seed,
         journal=settings.journal,
         **scheduler,
@@ -154,7 +157,7 @@ def _model(settings: ServeSettings) -> EngineUnit:
         kind="model",
         vocabulary=llm.model.settings.vocab,
         logprobs=True,
-        device=str(llm.model.device),
+        device=f"{settings.tp} x {llm.model.device}" if settings.tp > 1 else str(llm.model.device),
     )
     return EngineUnit(host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close)
 

@@ -151,7 +151,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
         max_new_tokens=max_tokens,
         min_new_tokens=wanted.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids or ()),
-        ignore_eos=sampling.ignore_eos,
+        ignore_eos=bool(sampling.ignore_eos),
         stream=wanted.stream,
         label=wanted.label,
         tenant=wanted.tenant,
@@ -268,7 +268,7 @@ class Generation:
                         text,
                         prompt.ids,
                         self.wanted.stops,
-                        include_stop=self.wanted.sampling.include_stop_str_in_output,
+                        include_stop=bool(self.wanted.sampling.include_stop_str_in_output),
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
                     )

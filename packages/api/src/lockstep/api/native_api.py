@@ -65,7 +65,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         sampling=params,
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
-        min_tokens=params.min_new_tokens or params.min_tokens,
+        min_tokens=params.min_new_tokens or params.min_tokens or 0,
         samples=params.n,
         tops=body.top_logprobs_num if body.return_logprob else None,
         prompt_logprobs_from=start if start is not None and start >= 0 else None,

@@ -100,7 +100,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         tops=body.logprobs,
         prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
     )
-    prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=body.echo) for one in given]
+    prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
     generation = server.generate(call, wanted, prompts)
     shape = CompletionShape(server, body, name, wanted.label)
     return await _answer(server, call, generation, shape)
@@ -247,7 +247,7 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
 def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
     return Wanted(
         sampling=body,
-        min_tokens=body.min_tokens,
+        min_tokens=body.min_tokens or 0,
         seed=None if body.seed is None else seed_of(body.seed),
         stream=bool(body.stream),
         label=label,
@@ -284,8 +284,8 @@ async def streamed(
 async def _stream(generation: Generation, shape: CompletionShape) -> AsyncIterator[bytes]:
     """Events of a stream, up to [DONE]."""
     options = shape.body.stream_options
-    include_usage = options is not None and options.include_usage
-    always_usage = options is not None and options.continuous_usage_stats
+    include_usage = options is not None and bool(options.include_usage)
+    always_usage = options is not None and bool(options.continuous_usage_stats)
 
     def chunk(choices: list[dict[str, Any]]) -> bytes:
         body = shape.chunk(choices)

@@ -36,8 +36,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """What a stream has beside tokens."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampling(Body):
@@ -53,9 +53,9 @@ class Sampling(Body):
     seed: Int64 | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: Count = 0
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
 
 
@@ -109,7 +109,7 @@ class CompletionBody(OpenAI):
     """POST /v1/completions"""
 
     prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
-    echo: bool = False
+    echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count | None = None
     add_special_tokens: bool = True

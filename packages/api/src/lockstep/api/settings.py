@@ -51,11 +51,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     attention_backend: str = "auto"
     numerics: Literal["fast", "invariant"] = "fast"
     mem_fraction: float = 0.9
+    tp: int = 1  # ranks that the model is split over
+    cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto"
+    cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
 
     # the emulated one
     profile: str = "lockstep"
-    tp: int = 1
     calibration: str | None = None
     speed: float = 1.0
     answer_tokens: int = 256
@@ -99,7 +101,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
         if self.emulate is None:
-            for name, default in (("profile", "lockstep"), ("tp", 1), ("calibration", None), ("speed", 1.0)):
+            for name, default in (("profile", "lockstep"), ("calibration", None), ("speed", 1.0)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         elif self.random_weights is not None:
