@@ -177,7 +177,7 @@ def test_a_request_id_is_given_back_if_it_is_one(client: Any) -> None:
 
 def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> None:
     """While a bystander streams, requests of every bad kind come; its answer is what it is without them."""
-    asked = {"prompt": "bystander", "max_tokens": 20_000, "temperature": 0, "ignore_eos": True}
+    asked = {"prompt": "bystander", "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
     expected = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
     heard: list[str] = []
 
@@ -204,16 +204,13 @@ def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> N
         {"repetition_penalty": 1e-300, "max_tokens": 50},
         {"user": "'; drop table", "cache_salt": "\0", "priority": -(2**63), "max_tokens": 50},
     ]
+    bodies = [json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode() for fields in poison] + BAD
     sent = 0  # while it was listening
-    for _ in range(3):
-        for fields in poison:
-            body = json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode()
-            assert client.post("/v1/completions", content=body, headers=JSON).status_code in (200, 400)
-            sent += bystander.is_alive()
-        for body in BAD:
-            assert client.post("/v1/completions", content=body, headers=JSON).status_code == 400
-            sent += bystander.is_alive()
-    assert sent > len(poison)
+    for number, body in enumerate(bodies):
+        answer = client.post("/v1/completions", content=body, headers=JSON)
+        assert answer.status_code in ((200, 400) if number < len(poison) else (400,))
+        sent += bystander.is_alive()
+    assert sent > 5
     bystander.join(60)
     assert "".join(heard) == expected
     assert emulated.status_of("/health") == 200
