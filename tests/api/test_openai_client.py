@@ -44,7 +44,7 @@ def test_models(client: Any) -> None:
 
 
 def test_a_chat(client: Any) -> None:
-    said = client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=5)
+    said = client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=5, temperature=0)
     (choice,) = said.choices
     assert said.object == "chat.completion"
     assert said.id.startswith("chatcmpl-")
@@ -113,11 +113,13 @@ def test_prompts_of_every_kind(client: Any) -> None:
 
 
 def test_echo(client: Any) -> None:
-    said = client.completions.create(model=MODEL, prompt="Zürich", echo=True, max_tokens=2)
+    said = client.completions.create(model=MODEL, prompt="Zürich", echo=True, temperature=0, max_tokens=2)
     assert re.fullmatch(r"Zürich( w\d+){2}", said.choices[0].text)
     alone = client.completions.create(model=MODEL, prompt="Zürich", echo=True, max_tokens=0)
     assert (alone.choices[0].text, alone.choices[0].finish_reason) == ("Zürich", "length")
-    chunks = client.completions.create(model=MODEL, prompt="Zürich", echo=True, max_tokens=2, stream=True)
+    chunks = client.completions.create(
+        model=MODEL, prompt="Zürich", echo=True, temperature=0, max_tokens=2, stream=True
+    )
     assert re.fullmatch(r"Zürich( w\d+){2}", "".join(chunk.choices[0].text for chunk in chunks))
 
 
@@ -163,10 +165,12 @@ def test_an_answer_ends_by_itself(client: Any) -> None:
 
 
 def test_token_ids_on_request(client: Any) -> None:
-    said = client.completions.create(model=MODEL, prompt="ab", max_tokens=3, extra_body={"return_token_ids": True})
-    (choice,) = said.choices
+    asked = {"model": MODEL, "prompt": "ab", "max_tokens": 3, "temperature": 0}
+    (choice,) = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices
     assert choice.prompt_token_ids == [97, 98]
     assert choice.text == "".join(f" w{token}" for token in choice.token_ids)
+    pieces = client.completions.create(**asked, extra_body={"return_token_ids": True}, stream=True)
+    assert [token for piece in pieces for token in piece.choices[0].token_ids] == choice.token_ids
 
 
 def test_a_prompt_said_twice_is_cached(client: Any) -> None:
