@@ -207,6 +207,42 @@ def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> Non
         LLM(tmp_path, random_weights_seed=3, **SMALL)
 
 
+def test_a_request_says_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    """Over chunks and retractions, beside rows that say nothing of it."""
+    path, model = trained
+    allowed, prompts = list(range(40, 60)), [[9, 8, 7, 10 + n] * 6 for n in range(4)]
+    params = [Params(max_new_tokens=10, allowed_token_ids=allowed, ignore_eos=True), Params(max_new_tokens=10)] * 2
+    with LLM(path, journal=tmp_path, overlap_depth=1, retract_every=3, **SMALL) as llm:
+        answers = llm.generate(prompts, params)
+        free = llm.generate(prompts[1], params[1])
+    for prompt, answer in zip(prompts[::2], answers[::2], strict=True):
+        tokens = list(prompt)
+        for _ in range(10):
+            with torch.inference_mode():
+                logits = model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(max(allowed, key=lambda token: float(logits[token])))
+        assert answer.token_ids == tokens[len(prompt) :]
+    assert answers[1].token_ids == free[0].token_ids
+    assert not set(answers[1].token_ids) <= set(allowed)
+    assert replay(tmp_path).digest
+
+
+def test_tokens_that_cannot_be_allowed_are_refused(llm: LLM) -> None:
+    asked = {
+        "`allowed_token_ids token` must be in [0, 299], got `300`": Params(allowed_token_ids=[5, 300]),
+        "`allowed_token_ids` has nothing but stop tokens, and `min_new_tokens` 2 bans these at first": Params(
+            allowed_token_ids=[2, 9], stop_token_ids=[9], min_new_tokens=2
+        ),
+    }
+    answers = llm.generate([[5, 6]] * 3, [*asked.values(), Params(allowed_token_ids=[2], max_new_tokens=4)])
+    assert [answer.error for answer in answers] == [*asked, ""]
+    assert answers[2].token_ids == [2]
+    with pytest.raises(ConfigError, match="`allowed_token_ids` is empty"):
+        llm.generate([[5]], Params(allowed_token_ids=[]))
+    with pytest.raises(ConfigError, match="`allowed_token_ids` is"):
+        llm.generate([[5]], Params(allowed_token_ids=["5"]))  # type: ignore[list-item]
+
+
 def test_leaving_a_stream_early_cancels_its_request(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], Params(max_new_tokens=100, ignore_eos=True))
     next(stream)

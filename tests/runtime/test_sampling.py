@@ -333,6 +333,55 @@ def test_only_allowed_tokens_are_drawn() -> None:
     assert draw(SamplingParams(logit_bias=((7, 1e6),)), logits_of(0), 0, mask) == [best], "a bias reopens no mask"
 
 
+def test_a_row_draws_only_what_its_request_allows() -> None:
+    """Each row by itself, and of a grammar's mask what both allow; a row that changes hands keeps nothing of it."""
+    table = SamplingTable(4, VOCAB, "cpu")
+    table.take_row(0, SamplingParams(temperature=5, allowed_token_ids=(0, 31, 32, 36)))
+    table.take_row(1, SamplingParams(temperature=5))
+    table.take_row(2, SamplingParams(allowed_token_ids=(7, 9), logit_bias=((8, 1e6),)))
+    rows, logits = np.array([0, 1, 2], np.int32), logits_of(0)
+    drawn = np.array([sample(table, logits, rows, p).tokens.tolist() for p in range(300)])
+    assert set(drawn[:, 0]) == {0, 31, 32, 36}
+    assert len(set(drawn[:, 1])) > 30
+    assert set(drawn[:, 2]) == {max((7, 9), key=lambda t: float(logits[t]))}, "a bias reopens no mask"
+
+    given = logits.expand(3, -1).clone()
+    mask = torch.cat([bitmask([1, 31, 32]), bitmask([2]), bitmask([8])])
+    out = Sampler(table).sample(given, torch.from_numpy(rows), torch.tensor([0, 0, 0]), rows, mask)
+    assert [np.flatnonzero(row.numpy() > -INF).tolist() for row in given] == [[31, 32], [2], []]
+    assert out.invalid.tolist() == [False, False, True]
+
+    for row in range(4):
+        table.take_row(row, SamplingParams(temperature=5))
+    given = logits.expand(3, -1).clone()
+    Sampler(table).sample(given, torch.from_numpy(rows), torch.tensor([0, 0, 0]), rows)
+    np.testing.assert_array_equal(given, logits.expand(3, -1))
+
+
+def test_masks_of_more_and_more_rows_and_of_one_after_a_restart() -> None:
+    table, logits = SamplingTable(9, VOCAB, "cpu"), logits_of(0)
+    for row in range(9):
+        table.take_row(row, SamplingParams(allowed_token_ids=(4 * row,)))
+        rows = np.arange(row + 1)
+        assert sample(table, logits, rows, 0).tokens.tolist() == [4 * r for r in rows]
+    table.clear()
+    best = int(logits.argmax())
+    assert sample(table, logits, np.arange(9), 0).tokens.tolist() == [best] * 9
+    table.take_row(5, SamplingParams(allowed_token_ids=(3,)))
+    assert sample(table, logits, np.arange(9), 0).tokens.tolist() == [best] * 5 + [3] + [best] * 3
+
+
+def test_a_mask_and_a_ban_leave_something_or_are_refused() -> None:
+    taken = {"prompt_token_ids": [1] * 10, "min_new_tokens": 3, "stop_token_ids": (5, 6)}
+    logits = logits_of(0)
+    logits[5] = 99.0
+    params = SamplingParams(allowed_token_ids=(5, 6, 8))
+    assert draw(params, logits, np.arange(10, 15), **taken) == [8] * 3 + [5] * 2
+    with pytest.raises(ConfigError, match="nothing but stop tokens, and `min_new_tokens` 3 bans these"):
+        draw(SamplingParams(allowed_token_ids=(5, 6)), logits, 10, **taken)
+    assert draw(SamplingParams(allowed_token_ids=(5, 6)), logits, 10, **(taken | {"min_new_tokens": 0})) == [5]
+
+
 def test_stop_tokens_wait_for_min_new_tokens() -> None:
     logits = logits_of(0)
     best, second = logits.topk(2).indices.tolist()
@@ -569,6 +618,8 @@ def test_an_empty_batch_draws_nothing() -> None:
         ({"logit_bias": ((VOCAB, 1.0),)}, f"`logit_bias token` must be in .* got `{VOCAB}`"),
         ({"logit_bias": ((1, INF),)}, "`logit_bias of token 1`"),
         ({"top_logprobs": 99}, "`top_logprobs`"),
+        ({"allowed_token_ids": (3, VOCAB)}, f"`allowed_token_ids token` must be in .* got `{VOCAB}`"),
+        ({"allowed_token_ids": (-1, 3)}, "`allowed_token_ids token` must be in .* got `-1`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change: dict[str, Any], words: str) -> None:

@@ -46,7 +46,7 @@ from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.host.batches import Float32s, Int32s, RowContext
 from lockstep.host.errors import EngineStopped
-from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs, request_stops
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
@@ -72,7 +72,15 @@ from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split
-from lockstep.runtime.sampling import LogitProcessor, Sampled, Sampler, SamplingTable, check_sampling, processors
+from lockstep.runtime.sampling import (
+    LogitProcessor,
+    Sampled,
+    Sampler,
+    SamplingTable,
+    check_allowed,
+    check_sampling,
+    processors,
+)
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.tables import Tables
 from lockstep.runtime.warmup import warm_up as run_warm_up
@@ -98,6 +106,7 @@ class Params:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[Int64, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[Int64] | None = None  # nothing else is drawn; None: every token may be
     seed: Int64 | None = None  # None: one of its own, which follows from the LLM's
     stop: Sequence[str] = ()  # texts; the answer ends in front of the first
     stop_token_ids: Sequence[Int64] = ()
@@ -490,6 +499,8 @@ class LLM:
         vocabulary = self.model.settings.vocab
         if request.sampling is not None:
             check_sampling(request.sampling, vocabulary)
+            stops = request_stops(request, self.config.eos_token_ids)
+            check_allowed(request.sampling, vocabulary, request.min_new_tokens, stops)
             processors.check_asked(request.sampling, self.logit_processors)
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
         for name, token in (("prompt", largest), *(("stop_token_ids", one) for one in request.stop_token_ids)):
@@ -884,6 +895,7 @@ def _sampling(params: Params) -> SamplingParams:
         logit_bias=tuple(sorted(params.logit_bias.items())),
         top_logprobs=params.logprobs or 0,
         logit_processors=tuple((name, _json(name, given)) for name, given in sorted(params.logit_processors.items())),
+        allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
     )
 
 
@@ -922,6 +934,8 @@ def _check_params(params: Params) -> None:
         expected, _, where = str(error).partition(" - at ")
         name = where.partition("$.")[2].rstrip("`").partition("[")[0]
         raise ConfigError(f"`{name}` is {getattr(params, name)!r}: {expected[:1].lower()}{expected[1:]}") from error
+    if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
+        raise ConfigError("`allowed_token_ids` is empty, so that nothing could be said\nhint: None allows every token")
 
 
 def _each(params: Params | Sequence[Params] | None, count: int) -> Sequence[Params]:

@@ -30,6 +30,7 @@ NEW_TOKENS = 4  # of each request: an extend and decodes
 PROMPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)  # an extend's tile is a power of two of tokens x heads that share KV
 ROWS = (1, 3, 16, 40)  # Triton tells 1, multiples of 16 and other numbers apart; many rows decode without splitting
 LOGIT_BIAS = ((0, 0.5), (1, -0.5), (2, 0.25))
+ALLOWED = (0, 1, 2, 3)
 
 SHAPING = (
     "page_size pages context_tokens_max max_running_requests request_rows max_prefill_tokens chunked_prefill_size "
@@ -41,7 +42,13 @@ GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, seed=1)
 LIMITED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2, top_logprobs=2)
 EDITED = SamplingParams(
-    temperature=1.0, seed=3, logit_bias=LOGIT_BIAS, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1
+    temperature=1.0,
+    seed=3,
+    logit_bias=LOGIT_BIAS,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    allowed_token_ids=ALLOWED,
 )
 KINDS = (GREEDY, SAMPLED, LIMITED, EDITED)
 

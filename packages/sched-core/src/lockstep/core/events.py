@@ -86,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int = 0
     logit_processors: tuple[tuple[str, str], ...] = ()  # by name: (name, its arguments as a JSON object)
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; none: every token may be
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -3,13 +3,14 @@
 from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of
 from lockstep.runtime.sampling.processors import LogitProcessor, LogitProcessorFactory
 from lockstep.runtime.sampling.sampler import Sampled, Sampler
-from lockstep.runtime.sampling.table import SamplingTable, check_sampling
+from lockstep.runtime.sampling.table import SamplingTable, check_allowed, check_sampling
 
 __all__ = [
     "SamplingTable",
     "Sampler",
     "Sampled",
     "check_sampling",
+    "check_allowed",
     "Logprobs",
     "logprobs_of",
     "LogitProcessor",

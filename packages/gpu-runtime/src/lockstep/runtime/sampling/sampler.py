@@ -6,7 +6,7 @@ The order of operations, per row; a step runs only if some row of the batch need
     1  logit processors    those of installed packages that the request named
     2  bias                logit += bias, of the token ids in `logit_bias`
     3  min_new ban         stop tokens get logit -1e30 until min_new_tokens are drawn
-    4  mask                -inf to what a grammar does not allow
+    4  mask                -inf to what a grammar, or the request's `allowed_token_ids`, does not allow
     5  penalties           repetition (prompt and output; a positive logit is divided, a negative one multiplied), then
                            frequency x count and presence (output only) are subtracted
     6  greedy rows         temperature 0: the largest logit, of several the lowest id. Done.
@@ -53,7 +53,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.runtime.sampling import reference
 from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of
 from lockstep.runtime.sampling.processors import LogitProcessor
-from lockstep.runtime.sampling.table import LOG_MIN_P, TEMPERATURE, SamplingTable
+from lockstep.runtime.sampling.table import LOG_MIN_P, MASK, TEMPERATURE, SamplingTable
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -116,8 +116,8 @@ class Sampler:
             rows: int32 [samples], of the request table; each at most once, but for the padding row.
             positions: int64 [samples], of the token to be drawn: for the first one the length of the prompt.
             rows_host: int32 [samples], the same as `rows`, on the host.
-            allowed: int32 [samples, ceil(vocab / 32)]: token t may be drawn if bit t % 32 of word t // 32 is set.
-                None: all may.
+            allowed: int32 [samples, ceil(vocab / 32)]: token t may be drawn if bit t % 32 of word t // 32 is set, and
+                the row's own mask allows it. None: all that the row allows may.
         Raises: ValueError if shapes do not fit together.
         """
         table, kernels = self.table, self._kernels
@@ -139,6 +139,9 @@ class Sampler:
                 self._process(name, process, logits, rows, positions, rows_host, users)
         if table.edited[rows_host].any():
             kernels.edit_(logits, rows, positions, columns)
+        if table.masked[rows_host].any():
+            named = columns.masks.index_select(0, columns.ints[:, MASK].index_select(0, rows))
+            allowed = named if allowed is None else named & allowed
         if allowed is not None:
             kernels.mask_(logits, allowed)
         penalised = bool(table.penalised[rows_host].any())

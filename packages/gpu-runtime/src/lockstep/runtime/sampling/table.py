@@ -1,15 +1,17 @@
 """How each row of the request table is sampled: columns on the device, and host twins of what decides about launches.
 
     reals  float32 [rows + 1, 6]     temperature and its inverse, log of min_p, three penalties
-    ints   int64   [rows + 1, 7]     seed in two words, top_k, top_p in units of 2**-24, slots of what follows
+    ints   int64   [rows + 1, 8]     seed in two words, top_k, top_p in units of 2**-24, slots of what follows
     edits  [slots, width]            per row that has any: token ids whose logits a bias or a ban changes
     seen   int32   [slots, vocab]    per row that has penalties: what it has produced, and what is in its prompt
+    masks  int32   [slots, words]    per row that names the tokens it allows: a bit for each token, set where allowed
 
-The row behind the last is for padding: greedy, and nothing else. Most rows have neither edits nor penalties, so these
-are kept in slots, handed out as rows ask for them; slot 0 is nobody's, and rows without one point there.
+The row behind the last is for padding: greedy, and nothing else. Most rows have neither edits, penalties nor masks, so
+these are kept in slots, handed out as rows ask for them; slot 0 is nobody's, and rows without one point there. The
+mask of slot 0 allows everything.
 
 A row is set when it changes hands (`BatchPlan.rows_taken`), which the core does only when nothing in flight names it.
-`take_row` notes the change on the host, and `flush` brings all of them to the device in at most three copies, on the
+`take_row` notes the change on the host, and `flush` brings all of them to the device in at most four copies, on the
 current stream: it must be the stream that samples. From then on the device alone moves `seen`, with every token drawn.
 """
 
@@ -33,8 +35,8 @@ from lockstep.runtime.sampling.processors import Arguments, asked
 
 TEMPERATURE, INVERSE_TEMPERATURE, LOG_MIN_P, FREQUENCY, PRESENCE, REPETITION = range(6)
 REALS = 6  # even: they travel packed in int64
-KEY_LOW, KEY_HIGH, TOP_K, TOP_P, EDITS, EDIT_COUNT, SEEN = range(7)
-INTS = 7
+KEY_LOW, KEY_HIGH, TOP_K, TOP_P, EDITS, EDIT_COUNT, SEEN, MASK = range(8)
+INTS = 8
 
 IN_PROMPT = 1 << 30
 """Set in `seen` where the prompt has the token; the bits below count how often it was produced."""
@@ -55,6 +57,7 @@ class Columns:
     edit_bias: Tensor  # float32 [slots, width]
     edit_until: Tensor  # int64 [slots, width]: the token is banned at positions below
     seen: Tensor  # int32 [slots, vocab]
+    masks: Tensor  # int32 [slots, ceil(vocab / 32)]: token t is bit t % 32 of word t // 32
 
 
 def check_sampling(sampling: SamplingParams, vocab: int) -> None:
@@ -70,6 +73,24 @@ def check_sampling(sampling: SamplingParams, vocab: int) -> None:
     for token, bias in sampling.logit_bias:
         _check("logit_bias token", token, 0, vocab - 1, "use ids of this model's tokenizer")
         _check(f"logit_bias of token {token}", bias, -1e6, 1e6, "-100 bans in effect, 100 forces")
+
+
+def check_allowed(sampling: SamplingParams, vocab: int, min_new_tokens: int, stop_token_ids: Iterable[int]) -> None:
+    """Raise ConfigError if `allowed_token_ids` names tokens that there are not, or none that may come first.
+
+    Args:
+        stop_token_ids: all that end the request, end-of-sequence tokens among them.
+    """
+    if not sampling.allowed_token_ids:
+        return
+    allowed = np.array(sampling.allowed_token_ids, np.int64)
+    for token in (int(allowed.min()), int(allowed.max())):
+        _check("allowed_token_ids token", token, 0, vocab - 1, "use ids of this model's tokenizer")
+    if min_new_tokens > 0 and set(sampling.allowed_token_ids) <= set(stop_token_ids):
+        raise ConfigError(
+            f"`allowed_token_ids` has nothing but stop tokens, and `min_new_tokens` {min_new_tokens} bans these at "
+            "first\nhint: allow a token that does not end the answer, or set `min_new_tokens` to 0"
+        )
 
 
 def _check(name: str, value: float, low: float, high: float, hint: str) -> None:
@@ -96,6 +117,7 @@ class SamplingTable:
         self.limited = np.zeros(rows_max + 1, bool)  # sampled, by top_k or top_p
         self.edited = np.zeros(rows_max + 1, bool)  # has a bias or banned tokens
         self.penalised = np.zeros(rows_max + 1, bool)
+        self.masked = np.zeros(rows_max + 1, bool)  # names the tokens it allows
         self.logprobs = np.zeros(rows_max + 1, bool)  # wants the logprob of each token
         self.top_logprobs = np.zeros(rows_max + 1, np.int32)
 
@@ -103,11 +125,12 @@ class SamplingTable:
         self._reals[:] = _reals(SamplingParams())
         self._ints = np.zeros((rows_max + 1, INTS), np.int64)
         self._ints[:, TOP_K], self._ints[:, TOP_P] = vocab, SHARE_ALL
-        self._edit_slots, self._seen_slots = _Slots(), _Slots()
+        self._edit_slots, self._seen_slots, self._mask_slots = _Slots(), _Slots(), _Slots()
 
         self._rows_changed: dict[int, None] = {}
         self._edits_changed: dict[int, tuple[Int64s, Int64s, NDArray[np.float32]]] = {}
         self._seen_changed: dict[int, tuple[Int64s, Int64s]] = {}
+        self._masks_changed: dict[int, Int64s] = {}
 
         self.columns = Columns(
             reals=torch.from_numpy(self._reals.copy()).to(self.device),
@@ -116,6 +139,7 @@ class SamplingTable:
             edit_bias=torch.zeros((1, 2), dtype=torch.float32, device=self.device),
             edit_until=torch.zeros((1, 2), dtype=torch.int64, device=self.device),
             seen=torch.zeros((1, vocab), dtype=torch.int32, device=self.device),
+            masks=torch.full((1, -(-vocab // 32)), -1, dtype=torch.int32, device=self.device),
         )
 
     @staticmethod
@@ -149,6 +173,7 @@ class SamplingTable:
         stops = sorted(set(stop_token_ids)) if min_new_tokens > 0 else []
         for token in stops:
             _check("stop_token_ids", token, 0, self.vocab - 1, "use ids of this model's tokenizer")
+        check_allowed(sampling, self.vocab, min_new_tokens, stops)
         wanted = asked(sampling)
         if unknown := sorted(wanted.keys() - self.processors.keys()):
             raise ConfigError(
@@ -174,11 +199,13 @@ class SamplingTable:
         ints[TOP_P] = round(sampling.top_p * SHARE_ALL)
         self._edit(row, sampling, stops, len(prompt_token_ids) + min_new_tokens)
         self._count(row, sampling, prompt_token_ids, output_token_ids)
+        self._mask(row, sampling.allowed_token_ids)
         self._rows_changed[row] = None
 
     def clear(self) -> None:
         """Forget every row, as after a restart."""
-        for twin in (self.sampled, self.limited, self.edited, self.penalised, self.logprobs, self.top_logprobs):
+        flags = (self.sampled, self.limited, self.edited, self.penalised, self.masked, self.logprobs)
+        for twin in (*flags, self.top_logprobs):
             twin[:] = 0
         for uses in self.processors.values():
             uses[:] = False
@@ -187,9 +214,10 @@ class SamplingTable:
         self._reals[:] = _reals(SamplingParams())
         self._ints[:] = 0
         self._ints[:, TOP_K], self._ints[:, TOP_P] = self.vocab, SHARE_ALL
-        self._edit_slots, self._seen_slots = _Slots(), _Slots()
+        self._edit_slots, self._seen_slots, self._mask_slots = _Slots(), _Slots(), _Slots()
         self._edits_changed.clear()
         self._seen_changed.clear()
+        self._masks_changed.clear()
         self._rows_changed = dict.fromkeys(range(self.rows_max + 1))
 
     def flush(self) -> None:
@@ -207,6 +235,8 @@ class SamplingTable:
             self._flush_edits()
         if self._seen_changed:
             self._flush_seen()
+        if self._masks_changed:
+            self._flush_masks()
         self._rows_changed.clear()
 
     # ------------------------------------------------------------------------------------------------------- one row
@@ -247,6 +277,16 @@ class SamplingTable:
             ids = np.flatnonzero(values)
             self._seen_changed[slot] = (ids, values[ids])
 
+    def _mask(self, row: int, allowed: Sequence[int]) -> None:
+        """A bit for each token that the row allows."""
+        slot = self._mask_slots.give(int(self._ints[row, MASK]), bool(allowed))
+        self._ints[row, MASK] = slot
+        self.masked[row] = bool(allowed)
+        if allowed:
+            bits = np.zeros(self.columns.masks.shape[1] * 32, bool)
+            bits[np.array(allowed, np.int64)] = True
+            self._masks_changed[slot] = np.packbits(bits, bitorder="little").view("<i4").astype(np.int64)
+
     def _counts(self, ids: Sequence[int] | NDArray[np.integer]) -> Int64s:
         """int64 [vocab]: how often each token is in `ids`."""
         array = np.asarray(ids, np.int64)
@@ -263,6 +303,11 @@ class SamplingTable:
                 (_power_of_two(self._seen_slots.count), self.vocab), dtype=torch.int32, device=self.device
             )
             columns.seen[: len(seen)] = seen
+        masks = columns.masks
+        if self._mask_slots.count > len(masks):
+            grown = (_power_of_two(self._mask_slots.count), masks.shape[1])
+            columns.masks = torch.full(grown, -1, dtype=torch.int32, device=self.device)
+            columns.masks[: len(masks)] = masks
         slots, width = columns.edit_ids.shape
         longest = max((len(ids) for ids, _, _ in self._edits_changed.values()), default=0)
         if self._edit_slots.count > slots or longest > width:
@@ -301,6 +346,12 @@ class SamplingTable:
         at, what = packed[len(slots) : len(slots) + entries], packed[len(slots) + entries :]
         self.columns.seen.view(-1).index_copy_(0, at, what.to(torch.int32))
         self._seen_changed.clear()
+
+    def _flush_masks(self) -> None:
+        slots = np.fromiter(self._masks_changed, np.int64)
+        packed = self.to_device(np.column_stack((slots, np.stack(list(self._masks_changed.values())))))
+        self.columns.masks.index_copy_(0, packed[:, 0], packed[:, 1:].to(torch.int32))
+        self._masks_changed.clear()
 
     def to_device(self, array: Int64s) -> Tensor:
         """Copy without waiting: from pinned memory, which torch keeps until the copy is done."""
