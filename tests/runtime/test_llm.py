@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,7 +24,7 @@ from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.text import StopTexts, Text  # noqa: E402
-from lockstep.runtime import LLM, Answer, Params, attention  # noqa: E402
+from lockstep.runtime import LLM, Answer, Params, attention, executor  # noqa: E402
 from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
@@ -265,7 +266,7 @@ def test_a_text_stop_ends_the_answer_in_front_of_it(llm: LLM) -> None:
 
 
 def test_logprobs_and_vectors_come_with_answers(llm: LLM) -> None:
-    (answer,) = llm.generate([[5, 6, 7, 8]], Params(max_new_tokens=3, logprobs=2, prompt_logprobs=True))
+    (answer,) = llm.generate([[5, 6, 7, 8]], Params(max_new_tokens=3, logprobs=2, prompt_logprobs=0))
     assert len(answer.logprobs) == len(answer.top_logprobs) == len(answer.token_ids)
     for token, logprob, tops in zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True):
         assert tops[token] == max(tops.values()) == logprob
@@ -275,6 +276,48 @@ def test_logprobs_and_vectors_come_with_answers(llm: LLM) -> None:
     assert not plain.prompt_logprobs
     (embedded,) = llm.embed([[5, 6, 7, 8]])
     assert embedded.vector.shape == (32,)
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap_depth": 2, "retract_every": 2, "batching": "mixed"}])
+def test_the_likeliest_in_place_of_each_prompt_token(
+    trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Those of the model's softmax, over chunks and retractions, beside rows that want fewer, none, or only output."""
+    monkeypatch.setattr(executor, "JUDGED_AT_ONCE", 7)
+    path, model = trained
+    prompts = [[9, 8, 7, 11 + n] * (6 + n) + [20 + n] for n in range(4)]
+    counts = (3, None, 0, 5)
+    with LLM(path, **SMALL, **settings) as llm:
+        llm.generate(prompts)  # they lie in the cache from here on
+        params = [Params(max_new_tokens=8, prompt_logprobs=count, ignore_eos=True) for count in counts]
+        answers = llm.generate(prompts, params)
+        late = llm._request(prompts[3], params[3], "generate")
+        behind = llm.wait(llm._send(msgspec.structs.replace(late, logprob_start=22), params[3]))
+        again = llm.generate(prompts[1], params[1])[0]
+    assert [bool(answer.cached_tokens) for answer in answers] == [False, True, False, False], "they are computed anew"
+    assert 0 < behind.cached_tokens <= 22 < again.cached_tokens
+    assert sorted(behind.prompt_top_logprobs) == list(range(23, len(prompts[3])))
+    for prompt, count, answer in zip((*prompts, prompts[3]), (*counts, 5), (*answers, behind), strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        asked = [] if count is None else range(23 if answer is behind else 1, len(prompt))
+        assert list(answer.prompt_logprobs) == list(asked)
+        assert list(answer.prompt_top_logprobs) == list(asked if count else [])
+        for position, chosen in answer.prompt_logprobs.items():
+            assert chosen == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
+        for position, tops in answer.prompt_top_logprobs.items():
+            best = expected[position - 1].topk(count)
+            assert list(tops) == best.indices.tolist()
+            assert list(tops.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_numbers_of_prompt_logprobs_that_cannot_be_are_refused(llm: LLM) -> None:
+    (answer,) = llm.generate([[5, 6]], Params(prompt_logprobs=301))
+    assert answer.error == "`prompt_logprobs` must be in [0, 300], got `301`"
+    with pytest.raises(ConfigError, match="`prompt_logprobs` is -1: expected `int` >= 0"):
+        llm.generate([[5, 6]], Params(prompt_logprobs=-1))
+    with pytest.raises(ConfigError, match="`prompt_logprobs` is True: expected `int"):
+        llm.generate([[5, 6]], Params(prompt_logprobs=True))
 
 
 def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Path) -> None:

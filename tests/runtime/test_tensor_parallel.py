@@ -263,7 +263,7 @@ def some_requests(count: int, vocabulary: int = 300) -> list[tuple[list[int], Pa
         {},
         {"temperature": 0.8, "top_p": 0.9},
         {"temperature": 1.0, "top_k": 20, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.2},
-        {"logprobs": 2, "prompt_logprobs": True, "min_new_tokens": 6},
+        {"logprobs": 2, "prompt_logprobs": 1, "min_new_tokens": 6},
     ]
     return [
         (

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -43,7 +43,7 @@ from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.overlap import Download, Lane
-from lockstep.runtime.sampling import Sampled
+from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
 
 POLL_S = 50e-6  # between two looks at the device while something else may come as well
@@ -116,6 +116,7 @@ class _Launched:
     wanted: dict[str, Tensor] = field(default_factory=dict)  # to be brought to the CPU
     download: Download | None = None
     error: str = ""
+    prompt_tops: list[int] = field(default_factory=list)  # likeliest tokens wanted, by span of the plan
     behind_failure: bool = False  # launched before it was known that a batch in front of it failed
 
     @property
@@ -157,6 +158,7 @@ class Executor:
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
         self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
+        self._prompt_tops = [0] * tables.count  # likeliest tokens wanted beside each of the prompt, likewise
         self._sums: dict[int, Tensor] = {}  # float32 [hidden] by row of kind embed
 
     @property
@@ -261,6 +263,7 @@ class Executor:
         for taken, context in zip(plan.rows_taken, launched.contexts, strict=True):
             self.sampler.take_row(taken, context)
             self._kinds[taken.row] = context.kind
+            self._prompt_tops[taken.row] = 0 if taken.sampling is None else taken.sampling.prompt_top_logprobs
             self._sums.pop(taken.row, None)
             if self.canary is not None:
                 self.canary.take_row(taken.row, context.namespace, context.tokens)
@@ -282,9 +285,10 @@ class Executor:
         self.forwards += 1
         samples = len(one.sample_rows)
         if len(one.logprob_targets):
-            launched.wanted["prompt_logprobs"] = self._judge(
-                hidden, tensors.logits_at[samples:], tensors.logprob_targets
-            )
+            plan = launched.plan
+            launched.prompt_tops = [self._prompt_tops[int(plan.rows[span.index])] for span in plan.logprob_spans]
+            tops = max(launched.prompt_tops)
+            launched.wanted |= self._judge(hidden, tensors.logits_at[samples:], tensors.logprob_targets, tops)
         self._keep_hidden(launched, number, hidden)
         if launched.plan.extend_rows:
             self._pool(launched, one, hidden)
@@ -333,14 +337,20 @@ class Executor:
         launched.download = self.lane.download(launched.wanted, launched.begun)
         launched.wanted = {}
 
-    def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor) -> Tensor:
-        """Logprobs of given tokens behind given new tokens, float32 [targets], a few positions at a time."""
-        parts = []
+    def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
+        """Logprobs of given tokens behind given new tokens, and of so many of the likeliest; some positions at a time.
+
+        Returns what there is, by name: float32 [targets]; int32 and float32 [targets, tops].
+        """
+        parts: dict[str, list[Tensor]] = {}
         for first in range(0, len(targets), JUDGED_AT_ONCE):
             logits = self.model.logits(hidden.index_select(0, at[first : first + JUDGED_AT_ONCE]))
-            chosen = logits.gather(1, targets[first : first + JUDGED_AT_ONCE, None])[:, 0]
-            parts.append(chosen - logits.logsumexp(dim=-1))
-        return torch.cat(parts)
+            found = logprobs_of(logits, targets[first : first + JUDGED_AT_ONCE], tops)
+            parts.setdefault("prompt_logprobs", []).append(found.chosen)
+            if found.top_ids is not None and found.top is not None:
+                parts.setdefault("prompt_top_ids", []).append(found.top_ids)
+                parts.setdefault("prompt_top_logprobs", []).append(found.top)
+        return {name: torch.cat(some) for name, some in parts.items()}
 
     def _keep_hidden(self, launched: _Launched, number: int, hidden: Tensor) -> None:
         """Set aside the hidden states that somebody wants of this pass."""
@@ -401,10 +411,15 @@ class Executor:
             ended = [i for i in under.tolist() if self.matchers.ended(int(rows[i]), int(result.tokens[i]))]
             result.grammar_ended = tuple(ended)
         first = 0
-        for span in plan.logprob_spans:
+        for span, tops in zip(plan.logprob_spans, launched.prompt_tops, strict=True):
             stop = first + len(span.targets)
-            logprobs = arrays["prompt_logprobs"][first:stop]
-            result.prompt_logprobs.append(PromptLogprobs(int(plan.request_ids[span.index]), span.start, logprobs))
+            judged = PromptLogprobs(
+                int(plan.request_ids[span.index]), span.start, arrays["prompt_logprobs"][first:stop]
+            )
+            if tops:
+                ids, logprobs = arrays["prompt_top_ids"], arrays["prompt_top_logprobs"]
+                judged = replace(judged, top_ids=ids[first:stop, :tops], top_logprobs=logprobs[first:stop, :tops])
+            result.prompt_logprobs.append(judged)
             first = stop
         for name, array in arrays.items():
             match name.split():

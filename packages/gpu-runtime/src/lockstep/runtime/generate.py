@@ -60,7 +60,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
-    prompt_logprobs: bool | None = None
+    prompt_logprobs: int | None = None
     priority: int | None = None
     logit_processors: dict[str, dict[str, Any]] | None = None
 
@@ -355,7 +355,7 @@ def _spoken(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
         "output_tokens": len(answer.token_ids),
         "cached_tokens": answer.cached_tokens,
     }
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
         if value := getattr(answer, name):
             said[name] = value
     return said

@@ -114,7 +114,9 @@ class Params:
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
         None  # of each output token, and of so many of the likeliest beside it
     )
-    prompt_logprobs: bool = False
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
+        None  # of each prompt token, and of so many of the likeliest in its place
+    )
     hidden_states: bool = False
     priority: Int64 | None = None
     logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
@@ -133,7 +135,10 @@ class Answer:
     cached_tokens: int = 0  # of the prompt
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position
+    prompt_logprobs: dict[int, float] = field(
+        default_factory=dict
+    )  # of the token at position p, by p; none of the first
+    prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by p: by token, likeliest first
     hidden_states: Float32s | None = None  # [positions, hidden]
     vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
 
@@ -452,7 +457,11 @@ class LLM:
             kind=kind,
             sampling=_sampling(params),
             stop_texts=tuple(params.stop),
-            logprob_start=0 if params.prompt_logprobs else len(ids) if params.logprobs is not None else None,
+            logprob_start=0
+            if params.prompt_logprobs is not None
+            else len(ids)
+            if params.logprobs is not None
+            else None,
             return_hidden_states=params.hidden_states,
         )
 
@@ -561,6 +570,7 @@ class Asked:
         answer.finish_reason, answer.cached_tokens = end.reason, end.cached_tokens
         answer.error = extras.error if end.reason == "error" else FAILURES.get(end.reason, "")
         answer.prompt_logprobs = dict(sorted(extras.prompt_logprobs.items()))
+        answer.prompt_top_logprobs = dict(sorted(extras.prompt_top_logprobs.items()))
         if extras.hidden_states:
             answer.hidden_states = np.stack([extras.hidden_states[p] for p in sorted(extras.hidden_states)])
         if extras.pooled is not None:
@@ -896,6 +906,7 @@ def _sampling(params: Params) -> SamplingParams:
         top_logprobs=params.logprobs or 0,
         logit_processors=tuple((name, _json(name, given)) for name, given in sorted(params.logit_processors.items())),
         allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
+        prompt_top_logprobs=params.prompt_logprobs or 0,
     )
 
 

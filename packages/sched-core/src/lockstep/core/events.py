@@ -87,6 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: int = 0
     logit_processors: tuple[tuple[str, str], ...] = ()  # by name: (name, its arguments as a JSON object)
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; none: every token may be
+    prompt_top_logprobs: int = 0  # likeliest tokens beside each prompt token whose logprob is asked for
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):

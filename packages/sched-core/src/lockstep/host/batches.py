@@ -42,11 +42,16 @@ NO_CONTEXT = RowContext()
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of a request's prompt: logprob i is that of the token at position start + i + 1, given those before it."""
+    """Of a request's prompt: logprob i is that of the token at position start + i + 1, given those before it.
+
+    So are the likeliest tokens in its place, where they were asked for: [positions, so many], likeliest first.
+    """
 
     request_id: RequestId
     start: int
     logprobs: Float32s
+    top_ids: Int32s | None = None
+    top_logprobs: Float32s | None = None
 
 
 @dataclass(frozen=True, slots=True)

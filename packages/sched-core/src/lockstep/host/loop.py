@@ -144,6 +144,7 @@ class Extras:
     """What there is to say of a request beside tokens, as it came in."""
 
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each p asked for
+    prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by position, likeliest first
     hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
     pooled: Pooled | None = None
     error: str = ""  # of the batch that failed, where the request ends with reason "error"
@@ -561,6 +562,10 @@ class RuntimeHost:
             if (request := self._open.get(judged.request_id)) is not None:
                 for i, logprob in enumerate(judged.logprobs.tolist()):
                     request.extras.prompt_logprobs[judged.start + i + 1] = logprob
+                if judged.top_ids is not None and judged.top_logprobs is not None:
+                    pairs = zip(judged.top_ids.tolist(), judged.top_logprobs.tolist(), strict=True)
+                    for i, (ids, logprobs) in enumerate(pairs):
+                        request.extras.prompt_top_logprobs[judged.start + i + 1] = dict(zip(ids, logprobs, strict=True))
         for hidden in result.hidden_states:
             if (request := self._open.get(hidden.request_id)) is not None:
                 for i, state in enumerate(hidden.states):

@@ -41,6 +41,9 @@ INTS = 8
 IN_PROMPT = 1 << 30
 """Set in `seen` where the prompt has the token; the bits below count how often it was produced."""
 
+PROMPT_TOPS_MAX = 1024
+"""Likeliest tokens by position of a prompt. With 8,192 new tokens in a pass they take 64 MiB of the device."""
+
 SHARE_ALL = 1 << SHARE_BITS
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -67,6 +70,8 @@ def check_sampling(sampling: SamplingParams, vocab: int) -> None:
     _check("min_p", sampling.min_p, 0.0, 1.0, "0 keeps every token")
     _check("top_k", sampling.top_k, 0, 2**31 - 1, "0 keeps every token")
     _check("top_logprobs", sampling.top_logprobs, 0, vocab, "the model has no more tokens")
+    top = min(vocab, PROMPT_TOPS_MAX)
+    _check("prompt_logprobs", sampling.prompt_top_logprobs, 0, top, "a long prompt has many positions")
     _check("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6, "0 is none, the usual range is -2 to 2")
     _check("presence_penalty", sampling.presence_penalty, -1e6, 1e6, "0 is none, the usual range is -2 to 2")
     _check("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6, "1 is none, above 1 repeats less")
