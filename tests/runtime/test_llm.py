@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -318,6 +319,69 @@ def test_numbers_of_prompt_logprobs_that_cannot_be_are_refused(llm: LLM) -> None
         llm.generate([[5, 6]], Params(prompt_logprobs=-1))
     with pytest.raises(ConfigError, match="`prompt_logprobs` is True: expected `int"):
         llm.generate([[5, 6]], Params(prompt_logprobs=True))
+
+
+POOLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing said": ({}, {}),
+    "chosen": ({}, {"pooling": "last", "normalize": True}),
+    "of the folder": ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, {}),
+    "of the folder, by its newer name": ({"pooling_mode": "lasttoken"}, {"normalize": False}),
+    "another than the folder's": ({"pooling_mode_lasttoken": True}, {"pooling": "mean", "overlap_depth": 2}),
+}
+
+
+def pooling_folder(path: Path, into: Path, config: dict[str, Any]) -> Path:
+    """The model as sentence-transformers lays it out."""
+    shutil.copytree(path, into, dirs_exist_ok=True)
+    names = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    modules = [
+        {"idx": i, "path": at, "type": f"sentence_transformers.models.{kind}"} for i, (kind, at) in enumerate(names)
+    ]
+    (into / "modules.json").write_text(json.dumps(modules))
+    (into / "1_Pooling").mkdir(exist_ok=True)
+    (into / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **config}))
+    return into
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_vectors_are_those_of_the_reference(trained: tuple[Path, Any], tmp_path: Path, name: str) -> None:
+    """Over chunks, beside decodes, and with the prompt's prefix in the cache."""
+    config, options = POOLED[name]
+    path, model = trained
+    folder = pooling_folder(path, tmp_path, config) if config else path
+    prompts = [[9, 8, 7, 6] * 9 + [10 + n] * (n + 1) for n in range(4)] + [[5]]
+    with LLM(folder, **SMALL, **options) as llm:
+        llm.generate(prompts)  # they lie in the cache from here on
+        decoding = [llm.ask([4, 5, n], Params(max_new_tokens=20, ignore_eos=True)) for n in range(3)]
+        answers = llm.embed(prompts)
+        for one in decoding:
+            llm.wait(one)
+        assert llm.embed(prompts[2])[0].vector.tolist() == pytest.approx(answers[2].vector.tolist(), abs=1e-5)
+    last = options.get("pooling", "last" if config else "mean") == "last"
+    unit = options.get("normalize", bool(config))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            states = model.model(torch.tensor([prompt])).last_hidden_state[0]
+        expected = states[-1] if last else states.mean(0)
+        expected = expected / expected.norm() if unit else expected
+        np.testing.assert_allclose(answer.vector, expected.numpy(), atol=1e-4)
+        assert answer.cached_tokens == 0, "cached KV has no hidden states"
+
+
+def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = pooling_folder(trained[0], tmp_path, {"pooling_mode_cls_token": True})
+    with pytest.raises(
+        ConfigError, match=r"config\.json asks for cls_token; one of mean, mean_tokens, lasttoken can be"
+    ):
+        LLM(folder, **SMALL)
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}')
+    with pytest.raises(ConfigError, match="asks for mean_tokens and lasttoken"):
+        LLM(folder, **SMALL)
+    with pytest.raises(ConfigError, match="`pooling` must be mean or last, got `max`"):
+        LLM(folder, pooling="max", **SMALL)  # type: ignore[arg-type]
+    (folder / "modules.json").write_text('[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]')
+    with pytest.raises(ConfigError, match="has a module `Dense`, which is not done here\nhint: give `pooling`"):
+        LLM(folder, **SMALL)
 
 
 def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,13 +43,13 @@ from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.overlap import Download, Lane
+from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
 
 POLL_S = 50e-6  # between two looks at the device while something else may come as well
 MODES = frozenset({"extend", "decode", "mixed"})
 JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
-Pooling = Literal["mean", "last"]
 
 
 # ------------------------------------------------------------------------------------------------ what it is built from
@@ -132,7 +132,7 @@ class Executor:
     """Runs plans on one device.
 
     Args:
-        pooling: of requests of kind embed.
+        pooling: of requests of kind embed; None is the mean.
         canary: verify the tag of every KV slot before it is read; for debugging.
         graphs: prepared; decodes that they hold are replayed.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
@@ -149,12 +149,12 @@ class Executor:
         matchers: Matchers | None = None,
         canary: Canary | None = None,
         graphs: DecodeGraphs | None = None,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         split: bool = False,
     ) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
-        self.pooling, self.split = pooling, split
+        self.pooling, self.split = pooling or Pooling(), split
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
         self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
@@ -362,7 +362,7 @@ class Executor:
         """Add up what rows of kind embed computed, and set aside what becomes of prompts that end here."""
         indptr, rows = one.indptr, one.rows.tolist()
         for i in range(one.extend_rows):
-            if self._kinds[rows[i]] == "embed" and self.pooling == "mean":
+            if self._kinds[rows[i]] == "embed" and self.pooling.mode == "mean":
                 new = hidden[int(indptr[i]) : int(indptr[i + 1])].to(torch.float32).sum(0)
                 before = self._sums.get(rows[i])
                 self._sums[rows[i]] = new if before is None else before + new
@@ -371,8 +371,10 @@ class Executor:
             if kind == "score":
                 launched.wanted[f"pooled score {i}"] = self.model.logits(last[None])[0]
             elif kind == "embed":
-                mean = self.pooling == "mean"
+                mean = self.pooling.mode == "mean"
                 vector = self._sums.pop(rows[i]) / int(one.stops[i]) if mean else last.to(torch.float32)
+                if self.pooling.normalize:
+                    vector = torch.nn.functional.normalize(vector, dim=0)
                 launched.wanted[f"pooled embed {i}"] = vector
 
     # ---------------------------------------------------------------------------------------------------- results

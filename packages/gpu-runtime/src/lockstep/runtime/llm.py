@@ -69,6 +69,7 @@ from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, Parallel, build_model, read_settings
 from lockstep.runtime.models.settings import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
+from lockstep.runtime.pooling import Pooling, PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split
@@ -201,6 +202,8 @@ class LLM:
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
         warm_up: run a few requests first, so that none waits for a kernel to be compiled; None: on a GPU.
+        pooling: how `embed` makes one vector of a prompt: mean, last; None: as the folder says (1_Pooling), or mean.
+        normalize: whether to scale that vector to length 1; None: as the folder says (modules.json), or not.
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
@@ -223,6 +226,8 @@ class LLM:
         cuda_graph_max_batch: int | None = None,
         seed: int = 0,
         journal: str | Path | None = None,
+        pooling: PoolingMode | None = None,
+        normalize: bool | None = None,
         logit_processors: Sequence[str] = (),
         warm_up: bool | None = None,
         debug: bool = False,
@@ -237,6 +242,7 @@ class LLM:
         folder = demo_folder() if model is None else Path(model)
         where = _device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
+        self.pooling = choose_pooling(folder, pooling, normalize)
         settings = RankSettings(
             model=str(folder.resolve()),
             dtype=dtype,
@@ -247,6 +253,7 @@ class LLM:
             cuda_graphs=cuda_graphs,
             cuda_graph_max_batch=cuda_graph_max_batch,
             logit_processors=tuple(logit_processors),
+            pooling=self.pooling,
             debug=debug,
             sched=sched,
         )
@@ -350,7 +357,10 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: Callable[[int], object] | None = None
     ) -> list[Answer]:
-        """One vector for each prompt, in `vector`: the mean of the last layer's hidden states over all positions."""
+        """One vector for each prompt, in `vector`: the last layer's hidden states, normed and pooled.
+
+        A prompt's vector takes nothing from the radix cache, which holds no hidden states; all positions are computed.
+        """
         nothing = Params(max_new_tokens=0)
         return self._answers([(prompt, nothing) for prompt in _listed(prompts)], "embed", progress)
 
@@ -676,6 +686,7 @@ def assemble(
         attention_backend=choice.name,
         numerics=settings.numerics,
         logit_processors=enabled,
+        pooling=settings.pooling,
         debug=settings.debug,
         graph_sizes=sizes,
         matchers=None if ranks is None else ranks.matchers,
@@ -691,6 +702,7 @@ def make_executor(
     attention_backend: str = "reference",
     numerics: Numerics = "fast",
     logit_processors: Mapping[str, LogitProcessor] | None = None,
+    pooling: Pooling | None = None,
     debug: bool = False,
     lane: Lane | None = None,
     graph_sizes: Sequence[int] = (),
@@ -727,7 +739,16 @@ def make_executor(
     sampler = TableSampler(table, Sampler(table, processors=enabled))
     split = model.parallel.ranks > 1
     return Executor(
-        model, attention, sampler, tables, lane, matchers=matchers, canary=canary, graphs=graphs, split=split
+        model,
+        attention,
+        sampler,
+        tables,
+        lane,
+        matchers=matchers,
+        canary=canary,
+        graphs=graphs,
+        pooling=pooling,
+        split=split,
     )
 
 

@@ -28,6 +28,7 @@ from lockstep.host.batches import BatchResult, ContextOf, RowContext
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.graphs import GraphMode
+from lockstep.runtime.pooling import Pooling
 
 MESSAGE_BYTES_MAX = 1 << 30  # longer lengths are not believed
 DIGEST_BYTES = 16
@@ -50,6 +51,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: GraphMode
     cuda_graph_max_batch: int | None
     logit_processors: tuple[str, ...]
+    pooling: Pooling
     debug: bool
     sched: dict[str, Any]  # of SchedConfig, as given
 
