@@ -384,6 +384,78 @@ def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_p
         LLM(folder, **SMALL)
 
 
+@pytest.mark.parametrize("settings", [{}, {"overlap_depth": 2, "retract_every": 2}])
+def test_labels_are_as_likely_as_the_reference_says(trained: tuple[Path, Any], settings: dict[str, Any]) -> None:
+    path, model = trained
+    prompts = [[9, 8, 7, 6] * 8 + [10 + n] * (n + 1) for n in range(3)] + [[5]]
+    labels: dict[str, Any] = {"of one token each": [[17], 30, 4], "some longer": [[17], [30, 31, 32], [4, 5]]}
+    for given in labels.values():
+        with LLM(path, **SMALL, **settings) as llm:
+            running = [llm.ask([4, 5, n], Params(max_new_tokens=20, ignore_eos=True)) for n in range(3)]
+            ended: list[int] = []
+            found = llm.score(prompts, given, progress=ended.append)
+            for one in running:
+                llm.wait(one)
+        longer = given is labels["some longer"]
+        assert len(ended) == len(prompts) * (len(given) if longer else 1)
+        for prompt, scored in zip(prompts, found, strict=True):
+            assert (scored.prompt_token_ids, scored.error) == (prompt, "")
+            for label, logprob, by_token in zip(given, scored.logprobs, scored.token_logprobs, strict=True):
+                tokens = [label] if isinstance(label, int) else label
+                with torch.inference_mode():
+                    expected = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+                each = [float(expected[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
+                assert by_token == pytest.approx(each, abs=1e-4)
+                assert logprob == pytest.approx(sum(each), abs=3e-4)
+
+
+def test_labels_that_cannot_be_are_said_by_name(llm: LLM) -> None:
+    (text,) = llm.score("the quick", [" dog", "s"])
+    assert llm.text is not None
+    ids = [llm.text.encode(label, special=False) for label in (" dog", "s")]
+    assert text.logprobs == llm.score("the quick", ids)[0].logprobs
+    for labels, said in (
+        ([], "`labels` is empty"),
+        ([[]], r"`labels` holds \[\], which has no tokens"),
+        ([300], "`labels` holds token 300, but the model has 300"),
+        ([-1], "holds -1, which is no token id"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            llm.score([[5, 6]], labels)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
+        llm.score([[5], []], [7])
+    fine, long = llm.score([[5], [5] * 200], [[7, 8]])
+    assert (len(fine.logprobs), long.logprobs) == (1, [])
+    assert "context of 128 tokens" in long.error
+
+
+@pytest.mark.parametrize("named", ["Qwen3Model", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, named: str, tied: bool) -> None:
+    """As embedding models are saved: by transformers' base model, whatever `architectures` says."""
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    torch.manual_seed(4)
+    config = transformers.Qwen3Config(**(CONFIG | {"tie_word_embeddings": tied}), initializer_range=0.3)
+    model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"architectures": [named]}))
+    with LLM(tmp_path, pooling="last", **SMALL) as llm:
+        (vector,) = llm.embed([[5, 6, 7, 8] * 6])
+        with torch.inference_mode():
+            states = model(torch.tensor([[5, 6, 7, 8] * 6])).last_hidden_state[0]
+        np.testing.assert_allclose(vector.vector, states[-1].numpy(), atol=1e-4)
+        (said,) = llm.generate([[5, 6]], Params(max_new_tokens=2, ignore_eos=True))
+        (scored,) = llm.score([[5, 6]], [7])
+        (judged,) = llm.generate([[5, 6]], Params(max_new_tokens=0, prompt_logprobs=1))
+        if tied and named == "Qwen3ForCausalLM":
+            assert len(said.token_ids) == 2, "the embeddings are its head"
+            assert len(scored.logprobs) == 1
+        else:
+            lacks = "this model has no `lm_head`: it gives vectors (`embed`), but neither tokens nor logprobs"
+            assert (said.error, scored.error, judged.error) == (lacks, lacks, lacks)
+
+
 def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Path) -> None:
     """The others, which did not ask, go on alone."""
     with LLM(folder, random_weights_seed=1, decode_steps_per_launch=3, **SMALL) as llm:

@@ -145,6 +145,16 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """How likely the labels are behind one prompt."""
+
+    prompt_token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)  # of each label as a whole, given the prompt
+    token_logprobs: list[list[float]] = field(default_factory=list)  # of its tokens
+    error: str = ""  # a sentence, where the prompt was rejected or failed
+
+
+@dataclass(frozen=True, slots=True)
 class LlmStats:
     """How an LLM stands."""
 
@@ -274,7 +284,7 @@ class LLM:
             self.model, self.config, self.memory = made.model, made.config, made.memory
             self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors
             executor = made.executor if self.group is None else self.group.lead(made.executor)
-            if where.type == "cuda" if warm_up is None else warm_up:
+            if self.model.settings.generates and (where.type == "cuda" if warm_up is None else warm_up):
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
             if journal is not None:
                 host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name, "tp": tensor_parallel}
@@ -363,6 +373,42 @@ class LLM:
         """
         nothing = Params(max_new_tokens=0)
         return self._answers([(prompt, nothing) for prompt in _listed(prompts)], "embed", progress)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        labels: Sequence[Prompt | int],
+        *,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[Scored]:
+        """How likely each of some labels is behind each prompt, as its logprob: the sum over the label's tokens.
+
+        Where all labels are of one token, each prompt is one request, judged at its last position. Else each label of
+        each prompt is one, all of which share the prompt's KV. A label's text is put into tokens by itself.
+
+        Args:
+            labels: text, token ids, or one token id each; the same for all prompts.
+            progress: called with the number of requests that have ended, after each.
+        Raises: as `generate`; a prompt that cannot be served has `error`.
+        """
+        ids = [self._ids_of_label(label) for label in labels]
+        if not ids:
+            raise ConfigError("`labels` is empty, so that there is nothing to compare\nhint: give a text or token ids")
+        listed = [self._ids(prompt) for prompt in _listed(prompts)]
+        if empty := [number for number, prompt in enumerate(listed) if not prompt]:
+            raise ConfigError(f"prompt {empty[0]} has no tokens, behind which a label could be judged")
+        params = Params(max_new_tokens=0)
+        if all(len(label) == 1 for label in ids):
+            requests = [(self._request(prompt, params, "score"), params) for prompt in listed]
+            tokens = [label[0] for label in ids]
+            return [_scored_at_once(one, tokens) for one in self._served(requests, progress)]
+        requests = []
+        for prompt in listed:
+            for label in ids:
+                request = self._request(prompt + label, params, "generate")
+                requests.append((msgspec.structs.replace(request, logprob_start=len(prompt) - 1), params))
+        answers, count = self._served(requests, progress), len(ids)
+        return [_scored_by_label(prompt, answers[i * count : (i + 1) * count]) for i, prompt in enumerate(listed)]
 
     def ask(
         self,
@@ -453,7 +499,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
         """A request, not sent yet. Raises ConfigError if prompt or parameters are none."""
         _check_params(params)
-        ids = self._needs_text("a text prompt").encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self._ids(prompt)
         return RequestArrived(
             0,
             request_id=-1,
@@ -474,6 +520,21 @@ class LLM:
             else None,
             return_hidden_states=params.hidden_states,
         )
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self._needs_text("a text prompt").encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+
+    def _ids_of_label(self, label: Prompt | int) -> list[int]:
+        """Token ids of a label, at least one and all of this model. Raises ConfigError."""
+        if isinstance(label, str):
+            ids = self._needs_text("a label's text").encode(label, special=False)
+        else:
+            ids = _token_ids(cast("Sequence[int]", [label] if isinstance(label, Integral) else label))
+        if not ids:
+            raise ConfigError(f"`labels` holds {label!r}, which has no tokens")
+        if max(ids) >= self.model.settings.vocab:
+            raise ConfigError(f"`labels` holds token {max(ids)}, but the model has {self.model.settings.vocab}")
+        return ids
 
     def _send(
         self, request: RequestArrived, params: Params, tokens: SimpleQueue[list[int] | None] | None = None
@@ -496,8 +557,13 @@ class LLM:
         kind: RequestKind,
         progress: Callable[[int], object] | None,
     ) -> list[Answer]:
-        """Send all, once all are known to be requests, and wait for them in order; what is left is cancelled."""
-        requests = [(self._request(prompt, params, kind), params) for prompt, params in wanted]
+        """Answers in order; nothing is sent before all of it is known to be a request."""
+        return self._served([(self._request(prompt, params, kind), params) for prompt, params in wanted], progress)
+
+    def _served(
+        self, requests: Sequence[tuple[RequestArrived, Params]], progress: Callable[[int], object] | None
+    ) -> list[Answer]:
+        """Send all, and wait for them in order; what is left is cancelled."""
         asked: list[Asked] = []
         try:
             for request, params in requests:
@@ -516,6 +582,11 @@ class LLM:
     def _check(self, request: RequestArrived) -> None:
         """Refuse what this model cannot do, before the engine hears of it."""
         vocabulary = self.model.settings.vocab
+        asks = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
+        if asks and not self.model.settings.generates:
+            raise ConfigError(
+                "this model has no `lm_head`: it gives vectors (`embed`), but neither tokens nor logprobs"
+            )
         if request.sampling is not None:
             check_sampling(request.sampling, vocabulary)
             stops = request_stops(request, self.config.eos_token_ids)
@@ -875,7 +946,28 @@ def _run_once(model: Decoder, backend: str, numerics: Numerics, tokens: int, pag
     with torch.inference_mode():
         attention.plan(batch)
         hidden = model.forward(batch, attention)
-        model.logits(hidden.index_select(0, batch.logits_at)).softmax(-1)
+        if model.settings.generates:
+            model.logits(hidden.index_select(0, batch.logits_at)).softmax(-1)
+
+
+def _scored_at_once(answer: Answer, tokens: list[int]) -> Scored:
+    """What the logits of a prompt's last position say of these tokens."""
+    if answer.error or answer.vector is None:
+        return Scored(answer.prompt_token_ids, error=answer.error or f"it ended with reason {answer.finish_reason}")
+    logits = answer.vector.astype(np.float64)
+    largest = logits.max()
+    logprobs = (logits[tokens] - largest - np.log(np.exp(logits - largest).sum())).tolist()
+    return Scored(answer.prompt_token_ids, logprobs, [[one] for one in logprobs])
+
+
+def _scored_by_label(prompt: list[int], answers: Sequence[Answer]) -> Scored:
+    """What came of the labels of one prompt, each judged behind it."""
+    for answer in answers:
+        missing = len(answer.prompt_token_ids) - len(prompt) - len(answer.prompt_logprobs)
+        if answer.error or missing:
+            return Scored(prompt, error=answer.error or f"a label ended with reason {answer.finish_reason}")
+    tokens = [list(answer.prompt_logprobs.values()) for answer in answers]
+    return Scored(prompt, [sum(one) for one in tokens], tokens)
 
 
 def _refuse_unknown(sched: dict[str, Any]) -> None:

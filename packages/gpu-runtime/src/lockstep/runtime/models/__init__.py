@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import DTYPES, ConfigReader
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
+
+GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
+"""How names of architectures end. Those of one family differ in whether they have the last product, `lm_head`."""
 
 
 def build_model(
@@ -55,15 +59,30 @@ def build_model(
         raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
     parallel = parallel or Parallel()
     with torch.no_grad():
-        model = _builder(config)(config, Maker(dtype, torch.device(device), parallel))
+        maker = Maker(dtype, torch.device(device), parallel)
         if random_weights_seed is not None or folder is None:
+            model = _builder(config)(config, maker)
             fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)
         else:
             with Checkpoint(folder) as checkpoint:
-                wanted = model.tensors()
+                model, prefix = _for_tensors(config, maker, checkpoint)
+                wanted = [replace(want, name=want.name.removeprefix(prefix)) for want in model.tensors()]
                 load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
     model.eval()
     return model
+
+
+def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint) -> tuple[Decoder, str]:
+    """The model that a checkpoint fills, and what its tensors lack in front of their names.
+
+    Embedding models are saved without `model.` and often without `lm_head`, whatever `architectures` says.
+    """
+    bare = "embed_tokens.weight" in checkpoint.stored
+    names = config.get("architectures") or [""]
+    untied = not config.get("tie_word_embeddings")
+    if bare and untied and "lm_head.weight" not in checkpoint.stored and str(names[0]).endswith(GENERATES):
+        config = {**config, "architectures": [str(names[0]).removesuffix(GENERATES) + VECTORS_ONLY]}
+    return _builder(config)(config, maker), "model." if bare else ""
 
 
 def read_settings(folder: str | Path) -> ModelSettings:
@@ -87,10 +106,12 @@ def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]
 
 def _builder(config: Mapping[str, Any]) -> Builder:
     names = config.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else None
+    name = named = names[0] if isinstance(names, list) and names else None
+    if isinstance(named, str) and named.endswith(VECTORS_ONLY):
+        name = named.removesuffix(VECTORS_ONLY) + GENERATES
     if name not in BUILDERS:
         raise ConfigError(
-            f"`architectures` of config.json must begin with one of {', '.join(sorted(BUILDERS))}, got `{name}`\n"
+            f"`architectures` of config.json must begin with one of {', '.join(sorted(BUILDERS))}, got `{named}`\n"
             f"hint: a model is one file in lockstep/runtime/models/"
         )
     return BUILDERS[name]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Wanted
 from lockstep.runtime.forward import ForwardBatch
@@ -78,7 +80,9 @@ class Decoder(nn.Module):
         stack = [Layer(make, layer, settings, qk_norm) for layer in range(settings.layers)]
         self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
-        self.head = self.embeddings if settings.tied else Vocabulary(make, settings.vocab, settings.hidden)
+        self.head: Vocabulary | None = None
+        if settings.generates:
+            self.head = self.embeddings if settings.tied else Vocabulary(make, settings.vocab, settings.hidden)
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
@@ -93,7 +97,14 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[samples, hidden], taken from what `forward` gave at `batch.logits_at`, to float32 [samples, vocab]."""
+        """[samples, hidden], taken from what `forward` gave at `batch.logits_at`, to float32 [samples, vocab].
+
+        Raises: ConfigError for any, if the model has no such product.
+        """
+        if self.head is None:
+            if len(hidden):
+                raise ConfigError(f"{self.settings.architecture} without `lm_head` has no logits")
+            return hidden.new_empty((0, self.settings.vocab), dtype=torch.float32)
         return self.head.logits(hidden)
 
     def tensors(self) -> Iterator[Wanted]:
@@ -103,12 +114,14 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             yield from layer.tensors(f"model.layers.{index}")
         yield from self.norm.tensors("model.norm")
-        if self.head is not self.embeddings:
+        if self.head is not None and self.head is not self.embeddings:
             yield from self.head.tensors("lm_head")
 
     def surplus(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although it is not read: it follows from others."""
-        return name.endswith(".rotary_emb.inv_freq") or (self.settings.tied and name == "lm_head.weight")
+        return name.endswith(".rotary_emb.inv_freq") or (
+            name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)
+        )
 
     @property
     def weight_bytes(self) -> int:

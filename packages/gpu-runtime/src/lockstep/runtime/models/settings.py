@@ -41,6 +41,7 @@ class ModelSettings:
     context_tokens: int
     rope: RopeSettings = field(default_factory=RopeSettings)
     tied: bool = False  # the last product uses the embeddings
+    generates: bool = True  # has that product; one without gives hidden states only
     attention_bias: bool = False  # of q, k and v
     output_bias: bool = False  # of the product behind attention
     experts: ExpertSettings | None = None
@@ -160,6 +161,7 @@ def read_decoder(
         context_tokens=read.count("max_position_embeddings"),
         rope=read.rope(),
         tied=read.flag("tie_word_embeddings"),
+        generates=not str((config.get("architectures") or [""])[0]).endswith("Model"),
         attention_bias=qkv_bias or read.flag("attention_bias"),
         output_bias=not qkv_bias and read.flag("attention_bias"),
         experts=_experts(read, layers) if experts else None,
