@@ -24,7 +24,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -73,8 +73,10 @@ from lockstep.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestId,
+    RequestKind,
     WeightsSwapped,
 )
+from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.errors import EngineStopped
@@ -640,16 +642,7 @@ class RuntimeHost:
 
     def _context(self, taken: RowTaken) -> RowContext:
         """What the executor may want to know of who takes a row."""
-        request = self.engine.requests[taken.request_id]
-        event = self._open[taken.request_id].event
-        return RowContext(
-            tokens=np.frombuffer(request.tokens, np.int32),
-            prompt_tokens=request.prompt_tokens,
-            kind=event.kind,
-            namespace=request.namespace,
-            min_new_tokens=event.min_new_tokens,
-            stop_token_ids=request_stops(event, self.engine.config.eos_token_ids),
-        )
+        return row_context(self.engine.requests[taken.request_id], self._open[taken.request_id].event.kind)
 
     def _stream(self, command: StreamTokens) -> None:
         """Give everybody their tokens. In a decode this runs once for each request: it is most of the loop's time."""
@@ -686,9 +679,16 @@ class RuntimeHost:
             self._compile_grammar(command, answer)
 
 
-def request_stops(event: RequestArrived, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that end a request."""
-    return event.stop_token_ids if event.ignore_eos else (*eos_token_ids, *event.stop_token_ids)
+def row_context(request: Request, kind: RequestKind) -> RowContext:
+    """What an executor may want to know of a request that takes a row, as it stands: its session, what was cut off."""
+    return RowContext(
+        tokens=np.frombuffer(request.tokens, np.int32),
+        prompt_tokens=request.prompt_tokens,
+        kind=kind,
+        namespace=request.namespace,
+        min_new_tokens=request.min_new_tokens,
+        stop_token_ids=request.stop_token_ids,
+    )
 
 
 def _drop_behind_the_end(extras: Extras, end: FinishRequest) -> None:
@@ -716,22 +716,3 @@ def _taken_from(
     if len(ids) < count:
         return TokenLogprobs(logprobs)
     return TokenLogprobs(logprobs, np.stack(ids), np.stack(tops))
-
-
-def contexts_of(
-    arrivals: Mapping[RequestId, RequestArrived], outputs: Mapping[RequestId, Int32s]
-) -> Callable[[RowTaken], RowContext]:
-    """What `RuntimeHost` tells the executor, for plans that run without a scheduler: from the requests themselves.
-
-    Args:
-        outputs: what each request has said by the time its row is taken; it may grow between two calls.
-    """
-    from lockstep.core.requests import prompt_bytes
-
-    def context(taken: RowTaken) -> RowContext:
-        event = arrivals[taken.request_id]
-        prompt = np.frombuffer(prompt_bytes(event.prompt), np.int32)
-        tokens = np.concatenate((prompt, outputs.get(taken.request_id, np.empty(0, np.int32))))
-        return RowContext(tokens, len(prompt), event.kind, event.namespace, event.min_new_tokens)
-
-    return context
