@@ -60,6 +60,7 @@ from lockstep.core.errors import ConfigError, ContractError, LockstepError
 from lockstep.core.events import (
     AdapterLoaded,
     BatchFinished,
+    BatchId,
     ClockAdvanced,
     Control,
     ControlRequested,
@@ -319,6 +320,13 @@ class RuntimeHost:
     def drain(self) -> Future[ControlAnswered]:
         """Take no more requests; answered once all that were accepted have ended."""
         return self.ask(Drain())
+
+    def oldest_batch(self) -> BatchId | None:
+        """The batch that must come back next; None where none is in flight."""
+        try:
+            return self.engine.in_flight[0].plan.batch_id
+        except IndexError:  # and it may come back at this moment
+            return None
 
     def stop(self) -> None:
         """End `run` before the next fact. What is open is told that the engine stopped."""
