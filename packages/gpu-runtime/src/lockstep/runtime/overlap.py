@@ -50,7 +50,7 @@ Clock = Callable[[], int]
 
 WhenToRun = Literal["launch", "collection"]
 
-POLL_S = 20e-6  # between two looks at an event
+POLL_S = 50e-6  # between two looks at whether a batch has come back
 ANCHOR_US_MAX = 10_000_000  # events tell time in float32 milliseconds: not over longer stretches than this
 
 
