@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -541,3 +542,26 @@ def test_no_hidden_states_come_of_positions_behind_the_end(steps: int) -> None:
     assert answer.tokens == expected
     assert answer.extras is not None
     assert sorted(answer.extras.hidden_states) == list(range(len(prompt) + len(expected) - 1))
+
+
+def test_an_engine_that_is_ended_from_outside_tells_everybody_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A watcher ends it in the midst of requests that come and go in the engine's own thread."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(25):
+            runtime = SmallRuntime(check=False, canary=False, overlap_depth=1)
+            thread = threading.Thread(target=runtime.host.run)
+            answers, asked = [runtime.submit([number, 1, 2], 1 + n % 3) for n in range(60)], []
+            thread.start()
+            while not any(answer.over.is_set() for answer in answers[: number + 1]):
+                asked.append(runtime.host.ask(GetState()))
+            runtime.host.fail("a watcher said so")
+            thread.join(30)
+            assert not thread.is_alive()
+            assert all(answer.over.wait(5) for answer in answers)
+            assert {answer.reason for answer in answers} <= {"length", "the engine failed: a watcher said so"}
+            assert all(one.exception(5) is None or "a watcher" in str(one.exception()) for one in asked)
+    finally:
+        sys.setswitchinterval(before)
+    assert not caplog.records

@@ -1,10 +1,11 @@
 """A debug mode in which every KV slot has a tag, verified before each pass for every slot that the pass reads.
 
-The tag of a slot says whose KV lies there: which prefix it stands for, at which position, of which version. Requests
-share the KV of equal prefixes, so a tag does not name a request; it is a sum over the prefix, from which any token at
-any place cannot be exchanged for another without being seen, except by a chance of 2**-64.
+The tag of a slot says whose KV lies there: which prefix it stands for, at which position. Requests share the KV of
+equal prefixes, so a tag does not name a request; it is a sum over the prefix, from which any token at any place cannot
+be exchanged for another without being seen, except by a chance of 2**-64. The version of the weights is in the
+namespace.
 
-    tag(request, position) = seed(namespace, version) + sum over j <= position of mix(token j, j)      modulo 2**64
+    tag(request, position) = seed(namespace) + sum over j <= position of mix(token j, j)      modulo 2**64
 
 `chains` has by row what its tags must be, position by position: for what a row finds in the radix cache from its
 tokens, which are known on the CPU; for what it computes from the tokens that the pass computes. Both are independent
@@ -45,7 +46,6 @@ class Canary:
 
     def __init__(self, rows: int, pages: int, page_size: int, context_tokens: int, device: torch.device) -> None:
         self.page_size = page_size
-        self.version = 0  # of what KV depends on beside its prefix: weights, generation
         self.tags = torch.full(((pages + 1) * page_size,), EMPTY, dtype=torch.int64, device=device)
         self.chains = torch.zeros((rows + 1, context_tokens + page_size), dtype=torch.int64, device=device)
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -53,8 +53,7 @@ class Canary:
 
     def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
         """A row changes hands: what its tags must be, as far as its tokens are known."""
-        key = f"{self.version} {namespace}".encode()
-        seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
+        seed = int.from_bytes(blake2b(namespace.encode(), digest_size=8).digest(), "little", signed=True)
         self.seeds[row] = seed
         ids = torch.from_numpy(tokens.astype(np.int64))
         chain = seed + mix(ids, torch.arange(len(ids))).cumsum(0)

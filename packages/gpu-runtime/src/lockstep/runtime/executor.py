@@ -42,12 +42,11 @@ from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
-from lockstep.runtime.overlap import Download, Lane
+from lockstep.runtime.overlap import POLL_S, Download, Lane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
 
-POLL_S = 50e-6  # between two looks at the device while something else may come as well
 MODES = frozenset({"extend", "decode", "mixed"})
 JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
 

@@ -36,6 +36,7 @@ from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
 from lockstep.runtime.profiler import Activity
 from lockstep.runtime.ranks import TIMEOUT_S
+from lockstep.runtime.watchdog import TIMEOUT_S as BATCH_TIMEOUT_S
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -84,6 +85,14 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
 @click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
 @click.option("--tp", default=1, show_default=True, help="GPUs that share one copy of the model (tensor parallelism).")
+@click.option(
+    "--batch-timeout",
+    type=float,
+    default=BATCH_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="An engine whose oldest batch does not come back for so long has failed; 0: never. With --tp: --rank-timeout.",
+)
 @click.option("--rank-timeout", type=float, default=TIMEOUT_S, show_default=True, metavar="SECONDS", help="With --tp.")
 @click.option("--mem-fraction", type=float, default=0.9, show_default=True, help="Of a GPU's memory, all together.")
 @click.option("--no-cuda-graphs", is_flag=True, help="Launch the kernels of every decode one by one.")
@@ -133,6 +142,7 @@ def generate(
     attention_backend: str,
     numerics: Numerics,
     tp: int,
+    batch_timeout: float,
     rank_timeout: float,
     mem_fraction: float,
     no_cuda_graphs: bool,
@@ -186,6 +196,7 @@ def generate(
             attention_backend=attention_backend,
             numerics=numerics,
             tensor_parallel=tp,
+            batch_timeout_s=batch_timeout,
             rank_timeout_s=rank_timeout,
             mem_fraction=mem_fraction,
             cuda_graphs="off" if no_cuda_graphs else "auto",

@@ -44,10 +44,12 @@ from lockstep.core.events import GetState, Profile, RequestArrived, RequestKind,
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
+from lockstep.core.support import stop_tokens_of
 from lockstep.host.batches import Float32s, Int32s, RowContext
 from lockstep.host.errors import EngineStopped
-from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs, request_stops
+from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.text import Message, StopTexts, Text
+from lockstep.runtime import watchdog
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
@@ -72,7 +74,7 @@ from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.pooling import Pooling, PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
-from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split
+from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
     LogitProcessor,
     Sampled,
@@ -89,6 +91,7 @@ from lockstep.runtime.warmup import warm_up as run_warm_up
 log = logging.getLogger("lockstep.runtime")
 
 Prompt = str | Sequence[int]
+JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What a journal can hold."""
 
@@ -217,6 +220,8 @@ class LLM:
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
+        batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
+            the time is `rank_timeout_s`.
         rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
         sched: fields of SchedConfig. Sizes not given follow from the model and the device.
     Raises: ConfigError; RankLost when another rank fails before it has begun.
@@ -242,10 +247,12 @@ class LLM:
         warm_up: bool | None = None,
         debug: bool = False,
         tensor_parallel: int = 1,
+        batch_timeout_s: float = watchdog.TIMEOUT_S,
         rank_timeout_s: float = TIMEOUT_S,
         **sched: Any,
     ) -> None:
         _refuse_unknown(sched)
+        watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
         packages = processors.versions(logit_processors)
@@ -306,6 +313,8 @@ class LLM:
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
+        own_limit_s = batch_timeout_s if self.group is None else 0  # a group watches itself
+        self._watchdog = watchdog.Watchdog(self.host.oldest_batch, self.host.fail, own_limit_s)
         self._requests = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="lockstep-host", daemon=True)
@@ -469,13 +478,21 @@ class LLM:
         self.host.stop()
         own = self._thread is threading.current_thread()
         if not own:
-            failed = self.group is not None and self.group.failure
-            self._thread.join(GRACE_S if failed else None)  # one that waits for a rank may not come back
+            self._join()
+        self._watchdog.close()
         stuck = not own and self._thread.is_alive()
         if self.group is not None:
             self.group.close(stuck=stuck)
+        elif stuck:
+            end_hard_at_exit("a thread of the engine")
         if self._journal is not None and not stuck:
             self._journal.close()
+
+    def _join(self) -> None:
+        """Wait for the engine's thread, but not for ever for one that waits for a rank or for a kernel."""
+        while self._thread.is_alive() and not self._watchdog.fired and not (self.group and self.group.failure):
+            self._thread.join(JOIN_S)
+        self._thread.join(GRACE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -589,7 +606,7 @@ class LLM:
             )
         if request.sampling is not None:
             check_sampling(request.sampling, vocabulary)
-            stops = request_stops(request, self.config.eos_token_ids)
+            stops = stop_tokens_of(request, self.config)
             check_allowed(request.sampling, vocabulary, request.min_new_tokens, stops)
             processors.check_asked(request.sampling, self.logit_processors)
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))

@@ -50,7 +50,7 @@ Clock = Callable[[], int]
 
 WhenToRun = Literal["launch", "collection"]
 
-POLL_S = 20e-6  # between two looks at an event
+POLL_S = 50e-6  # between two looks at whether a batch has come back
 ANCHOR_US_MAX = 10_000_000  # events tell time in float32 milliseconds: not over longer stretches than this
 
 
@@ -148,14 +148,13 @@ class CudaLane:
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.device = device
-        self._clock = clock
         self.forward = torch.cuda.Stream(device)
         self.copy = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # what was made on the default stream is there
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record(self.forward)
         anchor.synchronize()
-        self._anchor, self._anchor_us = anchor, clock()  # a moment known by both clocks; renewed all the time
+        self.times = EventTimes(clock, anchor)
 
     def stream(self) -> AbstractContextManager[Any]:
         """The stream `forward`."""
@@ -176,6 +175,7 @@ class CudaLane:
 
     def download(self, tensors: Mapping[str, Tensor], begun: Any) -> Download:
         """To pinned memory, on the copy stream."""
+        launched_us = self.times.clock()
         ended = torch.cuda.Event(enable_timing=True)
         ended.record(self.forward)
         arrived = torch.cuda.Event()
@@ -185,7 +185,7 @@ class CudaLane:
             for name, tensor in tensors.items():
                 pinned[name].copy_(tensor, non_blocking=True)
             arrived.record(self.copy)
-        return _Coming(self, dict(tensors), pinned, arrived, begun, ended)
+        return _Coming(self.times, dict(tensors), pinned, arrived, begun, ended, launched_us)
 
     def check(self) -> None:
         """Wait for the device; an error that spoiled the context comes out here."""
@@ -194,13 +194,34 @@ class CudaLane:
         except RuntimeError as error:
             raise DeviceLost(f"{self.device} does not work any more: {_first_line(error)}") from error
 
-    def times_us(self, begun: torch.cuda.Event, ended: torch.cuda.Event, *, just_ended: bool) -> tuple[int, int]:
-        """When two events happened, by the clock of the host; of one that was waited for the host knows it itself."""
-        now_us = self._clock()
-        finished_us = min(now_us, self._anchor_us + round(1000.0 * self._anchor.elapsed_time(ended)))
-        if just_ended:
-            finished_us = now_us
-        if just_ended or finished_us - self._anchor_us > ANCHOR_US_MAX:
+
+class TimedEvent(Protocol):
+    """What of a device's event is needed to tell its time."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this event to another."""
+
+
+class EventTimes:
+    """When events happened, by the host's clock, of which a device's runs off by some parts in a million.
+
+    A moment known by both clocks, the anchor, dates the events behind it. What the host saw itself, that a batch was
+    not over yet and later that it was, bounds the date: whatever lies outside is moved, and is the new anchor.
+    """
+
+    def __init__(self, clock: Clock, anchor: TimedEvent) -> None:
+        self.clock = clock
+        self._anchor, self._anchor_us = anchor, clock()  # the event has only just happened
+
+    def times_us(self, begun: TimedEvent, ended: TimedEvent, not_before_us: int) -> tuple[int, int]:
+        """When a batch began and ended, by two events of which the host knows that they have happened.
+
+        Args:
+            not_before_us: at this moment the batch had not ended.
+        """
+        dated_us = self._anchor_us + round(1000.0 * self._anchor.elapsed_time(ended))
+        finished_us = min(max(dated_us, not_before_us), self.clock())
+        if finished_us != dated_us or finished_us - self._anchor_us > ANCHOR_US_MAX:
             self._anchor, self._anchor_us = ended, finished_us
         return finished_us - round(1000.0 * begun.elapsed_time(ended)), finished_us
 
@@ -210,35 +231,39 @@ class _Coming:
 
     def __init__(
         self,
-        lane: CudaLane,
+        times: EventTimes,
         sources: dict[str, Tensor],
         pinned: dict[str, Tensor],
         arrived: torch.cuda.Event,
         begun: torch.cuda.Event,
         ended: torch.cuda.Event,
+        launched_us: int,
     ) -> None:
-        self._lane = lane
+        self._times = times
         self._sources = sources
         self._pinned = pinned
         self._arrived = arrived
         self._begun, self._ended = begun, ended
-        self._just_ended = False
+        self._not_before_us = launched_us  # the newest moment at which it had not ended
 
     def ready(self) -> bool:
+        looked_us = self._times.clock()
         try:
-            return bool(self._arrived.query())
+            if self._arrived.query():
+                return True
         except RuntimeError as error:
             raise DeviceLost(f"the device does not work any more: {_first_line(error)}") from error
+        self._not_before_us = looked_us
+        return False
 
     def wait(self) -> dict[str, NDArray[Any]]:
         while not self.ready():
-            self._just_ended = True
             time.sleep(POLL_S)
         self._sources.clear()
         return {name: np.array(tensor.numpy()) for name, tensor in self._pinned.items()}
 
     def times_us(self) -> tuple[int, int]:
-        return self._lane.times_us(self._begun, self._ended, just_ended=self._just_ended)
+        return self._times.times_us(self._begun, self._ended, self._not_before_us)
 
 
 def _first_line(error: BaseException) -> str:

@@ -309,8 +309,7 @@ class RankGroup:
             self._collectives.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if stuck:
-            log.error("a thread of rank 0 does not come back; when the program ends, its process ends with status 1")
-            atexit.register(_end_hard)
+            end_hard_at_exit("a thread of rank 0")
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -583,6 +582,12 @@ def _state(pid: int) -> str:
         return ""
     said = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk or a driver"}.get(letter)
     return f", which is {said}" if said else ""
+
+
+def end_hard_at_exit(who: str) -> None:
+    """Let the process end although `who` does not; torch would wait for it."""
+    log.error("%s does not come back; when the program ends, its process ends with status 1", who)
+    atexit.register(_end_hard)
 
 
 def _end_hard() -> None:

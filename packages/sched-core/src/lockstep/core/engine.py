@@ -90,7 +90,7 @@ from lockstep.core.requests import (
 from lockstep.core.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 from lockstep.core.sessions import Sessions
 from lockstep.core.stats import Counts
-from lockstep.core.support import Accepted, Refused, accepted, sample_of, samples_asked
+from lockstep.core.support import Accepted, Refused, accepted, sample_of, samples_asked, stop_tokens_of
 
 ONE = np.int32(1)
 
@@ -344,8 +344,7 @@ class Engine:
     def _accept(self, event: RequestArrived, taken: Accepted, leader: RequestId, step: Step) -> None:
         """Let an accepted request wait: in the line, or held first. `leader` is the first sample of its prompt."""
         config = self.config
-        stops = event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
-        request = Request(event, taken, stops)
+        request = Request(event, taken, stop_tokens_of(event, config))
         request.stream_every = config.stream_interval if event.stream else config.force_stream_interval
         request.prefilled_before = self.prefilled_tokens
         request.namespace = self.memory.keyed(request.namespace)

@@ -78,6 +78,11 @@ def samples_asked(event: RequestArrived) -> int:
     return event.parallel_samples if 1 <= event.parallel_samples <= SAMPLES_MAX else 1
 
 
+def stop_tokens_of(event: RequestArrived, config: SchedConfig) -> tuple[int, ...]:
+    """Tokens that end a request: its own, and the model's unless it ignores them."""
+    return event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
+
+
 def sample_of(event: RequestArrived, number: int) -> RequestArrived:
     """Sample `number` of an arrival as a request of its own: its id, its seed, its name."""
     if not number:

@@ -24,9 +24,9 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -60,6 +60,7 @@ from lockstep.core.errors import ConfigError, ContractError, LockstepError
 from lockstep.core.events import (
     AdapterLoaded,
     BatchFinished,
+    BatchId,
     ClockAdvanced,
     Control,
     ControlRequested,
@@ -73,8 +74,10 @@ from lockstep.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestId,
+    RequestKind,
     WeightsSwapped,
 )
+from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.errors import EngineStopped
@@ -276,7 +279,8 @@ class RuntimeHost:
         self.observe = observe
         self.performed = performed
         self._inbox: SimpleQueue[_Submitted | _Cancel | _Ask | _Fact | None] = SimpleQueue()
-        self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end
+        self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end, and
+        #                                whoever takes somebody out of `_open` or `_asked` tells them: nobody else does
         self._next_request_id = engine.last_request_id + 1
         self._next_control_id = 0
         self._open: dict[RequestId, _Open] = {}
@@ -317,6 +321,13 @@ class RuntimeHost:
     def drain(self) -> Future[ControlAnswered]:
         """Take no more requests; answered once all that were accepted have ended."""
         return self.ask(Drain())
+
+    def oldest_batch(self) -> BatchId | None:
+        """The batch that must come back next; None where none is in flight."""
+        try:
+            return self.engine.in_flight[0].plan.batch_id
+        except IndexError:  # and it may come back at this moment
+            return None
 
     def stop(self) -> None:
         """End `run` before the next fact. What is open is told that the engine stopped."""
@@ -364,18 +375,19 @@ class RuntimeHost:
             if self.failure:
                 return
             self.failure = message
+            waiting: list[Sink] = [request.sink for request in self._open.values()]
+            answers = list(self._asked.values())
+            self._open.clear()
+            self._asked.clear()
         if self._profiler is not None and not stuck:
             self._profiler.stop()  # what it saw up to here may say why
-        waiting: list[Sink] = [request.sink for request in self._open.values()]
-        answers = list(self._asked.values())
-        while not self._inbox.empty():
-            match self._inbox.get():
-                case _Submitted(_, sinks):
-                    waiting += sinks
-                case _Ask(_, answer) if answer.set_running_or_notify_cancel():
-                    answers.append(answer)
-        self._open.clear()
-        self._asked.clear()
+        with suppress(Empty):  # the host's own thread may take from it at the same time
+            while True:
+                match self._inbox.get_nowait():
+                    case _Submitted(_, sinks):
+                        waiting += sinks
+                    case _Ask(_, answer) if answer.set_running_or_notify_cancel():
+                        answers.append(answer)
         for sink in waiting:
             try:
                 sink.failed(message)
@@ -469,8 +481,15 @@ class RuntimeHost:
         match item:
             case _Submitted(event, sinks):
                 event = msgspec.structs.replace(event, time_us=self._now())
-                for number, sink in enumerate(sinks):
-                    self._open[event.request_id + number] = _Open(sample_of(event, number), sink)
+                with self._gate:
+                    ended = self.failure
+                    if not ended:
+                        for number, sink in enumerate(sinks):
+                            self._open[event.request_id + number] = _Open(sample_of(event, number), sink)
+                if ended:  # from another thread, a moment ago
+                    for sink in sinks:
+                        sink.failed(ended)
+                    return
                 refused = self._refusal(event)
                 if refused is None:
                     self._fold(event)
@@ -486,7 +505,13 @@ class RuntimeHost:
                     return
                 control_id = self._next_control_id
                 self._next_control_id += 1
-                self._asked[control_id] = answer
+                with self._gate:
+                    ended = self.failure
+                    if not ended:
+                        self._asked[control_id] = answer
+                if ended:
+                    answer.set_exception(EngineStopped(ended))
+                    return
                 self._fold(ControlRequested(self._now(), control_id, control))
             case _Fact(make):
                 self._fold(make(self._now()))
@@ -603,7 +628,7 @@ class RuntimeHost:
             case StreamTokens():
                 self._stream(command)
             case FinishRequest(request_id):
-                if (request := self._open.pop(request_id, None)) is not None:
+                if (request := self._taken_out(request_id)) is not None:
                     _drop_behind_the_end(request.extras, command)
                     try:
                         request.sink.finished(command, request.extras)
@@ -612,8 +637,10 @@ class RuntimeHost:
             case RejectRequest():
                 self._reject(command)
             case ControlAnswered(control_id):
-                if (answer := self._asked.pop(control_id, None)) is not None:
-                    answer.set_result(command)
+                with self._gate:
+                    asked = self._asked.pop(control_id, None)
+                if asked is not None:
+                    asked.set_result(command)
             case CompileGrammar():
                 self._compile(command)
             case LoadAdapter(adapter, version):
@@ -645,16 +672,13 @@ class RuntimeHost:
 
     def _context(self, taken: RowTaken) -> RowContext:
         """What the executor may want to know of who takes a row."""
-        request = self.engine.requests[taken.request_id]
-        event = self._open[taken.request_id].event
-        return RowContext(
-            tokens=np.frombuffer(request.tokens, np.int32),
-            prompt_tokens=request.prompt_tokens,
-            kind=event.kind,
-            namespace=request.namespace,
-            min_new_tokens=event.min_new_tokens,
-            stop_token_ids=request_stops(event, self.engine.config.eos_token_ids),
-        )
+        told = self._open.get(taken.request_id)  # nobody, once its sink has failed or the engine was ended
+        return row_context(self.engine.requests[taken.request_id], "generate" if told is None else told.event.kind)
+
+    def _taken_out(self, request_id: RequestId) -> _Open | None:
+        """A request whose sink nobody else will tell anything any more."""
+        with self._gate:
+            return self._open.pop(request_id, None)
 
     def _stream(self, command: StreamTokens) -> None:
         """Give everybody their tokens. In a decode this runs once for each request: it is most of the loop's time."""
@@ -668,12 +692,12 @@ class RuntimeHost:
                     request.sink.tokens(offset, tokens[first:stop], _taken_from(kept, offset, count) if kept else None)
                 except Exception:
                     log.exception("the sink of r%d failed: it is cancelled", request_id)
-                    del self._open[request_id]
+                    self._taken_out(request_id)
                     self.cancel(request_id)
             first = stop
 
     def _reject(self, command: RejectRequest) -> None:
-        if (request := self._open.pop(command.request_id, None)) is not None:
+        if (request := self._taken_out(command.request_id)) is not None:
             try:
                 request.sink.rejected(command)
             except Exception:
@@ -691,9 +715,16 @@ class RuntimeHost:
             self._compile_grammar(command, answer)
 
 
-def request_stops(event: RequestArrived, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that end a request."""
-    return event.stop_token_ids if event.ignore_eos else (*eos_token_ids, *event.stop_token_ids)
+def row_context(request: Request, kind: RequestKind) -> RowContext:
+    """What an executor may want to know of a request that takes a row, as it stands: its session, what was cut off."""
+    return RowContext(
+        tokens=np.frombuffer(request.tokens, np.int32),
+        prompt_tokens=request.prompt_tokens,
+        kind=kind,
+        namespace=request.namespace,
+        min_new_tokens=request.min_new_tokens,
+        stop_token_ids=request.stop_token_ids,
+    )
 
 
 def _drop_behind_the_end(extras: Extras, end: FinishRequest) -> None:
@@ -721,22 +752,3 @@ def _taken_from(
     if len(ids) < count:
         return TokenLogprobs(logprobs)
     return TokenLogprobs(logprobs, np.stack(ids), np.stack(tops))
-
-
-def contexts_of(
-    arrivals: Mapping[RequestId, RequestArrived], outputs: Mapping[RequestId, Int32s]
-) -> Callable[[RowTaken], RowContext]:
-    """What `RuntimeHost` tells the executor, for plans that run without a scheduler: from the requests themselves.
-
-    Args:
-        outputs: what each request has said by the time its row is taken; it may grow between two calls.
-    """
-    from lockstep.core.requests import prompt_bytes
-
-    def context(taken: RowTaken) -> RowContext:
-        event = arrivals[taken.request_id]
-        prompt = np.frombuffer(prompt_bytes(event.prompt), np.int32)
-        tokens = np.concatenate((prompt, outputs.get(taken.request_id, np.empty(0, np.int32))))
-        return RowContext(tokens, len(prompt), event.kind, event.namespace, event.min_new_tokens)
-
-    return context

@@ -147,11 +147,6 @@ class SamplingTable:
             masks=torch.full((1, -(-vocab // 32)), -1, dtype=torch.int32, device=self.device),
         )
 
-    @staticmethod
-    def seen_bytes_max(rows_max: int, vocab: int) -> int:
-        """Bytes that penalty counts take if every row has penalties; what is not asked for is not taken."""
-        return 4 * (rows_max + 1) * vocab
-
     def take_row(
         self,
         row: int,

@@ -1,0 +1,67 @@
+"""Ends an engine whose oldest batch does not come back: a kernel that never ends raises nothing, and cannot be stopped.
+
+A thread looks at the engine from outside, since the engine's own may stand in a call that does not return. Time counts
+only while somebody looks, so that a process that was stopped for a while, or a laptop that slept, is not blamed. Groups
+of ranks have their own (`ranks`), which names the rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import BatchId
+
+TIMEOUT_S = 300.0  # the first batch may compile kernels
+LOOK_S = 0.5
+
+
+class Watchdog:
+    """Watches until it is closed, or has reported.
+
+    Args:
+        oldest: the batch that must come back next; None where none is in flight. Called in the watchdog's thread.
+        report: told by one sentence what has happened, once.
+        timeout_s: for one batch, from the moment at which it is the oldest; 0 never ends an engine.
+    Raises: ConfigError for a time that is none.
+    """
+
+    def __init__(
+        self, oldest: Callable[[], BatchId | None], report: Callable[[str], None], timeout_s: float = TIMEOUT_S
+    ) -> None:
+        check_timeout(timeout_s)
+        self.fired = False
+        self._oldest, self._report, self._timeout_s = oldest, report, timeout_s
+        self._look_s = min(LOOK_S, timeout_s / 4)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lockstep-watchdog", daemon=True)
+        if timeout_s:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._closing.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        watched, waited_s, before = self._oldest(), 0.0, time.monotonic()
+        while not self._closing.wait(self._look_s):
+            now, oldest = time.monotonic(), self._oldest()
+            passed, before = min(now - before, 5 * self._look_s), now
+            waited_s = waited_s + passed if oldest == watched else 0.0
+            watched = oldest
+            if oldest is not None and waited_s > self._timeout_s:
+                self.fired = True
+                self._report(f"batch {oldest} did not come back in {self._timeout_s:g} s; a kernel may never end")
+                return
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ConfigError for a time in which nothing can come back."""
+    if not 0 <= timeout_s < threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"`batch_timeout_s` must be 0 (never) or more, got `{timeout_s}`\nhint: {TIMEOUT_S:g} is the default"
+        )

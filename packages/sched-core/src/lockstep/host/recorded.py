@@ -1,0 +1,224 @@
+"""The plans of a journal on a device: what was decided once, in the simulator or on another machine, runs here.
+
+No scheduler decides: the journal's events are folded for the plans they led to, each checked by its digest, and every
+order goes to the executor when the journal says so, and is collected when the journal has its result. What the device
+draws is its own. So that every request still computes one text, its own words stand wherever the journal's would be
+computed again: behind a retraction, and in a prompt that quotes an answer.
+
+A simulator's ids know which tokens are equal and not what they say, and there are more of them than any model has.
+An id of an answer stands for the token that was drawn in its place, every other id for its remainder by the model's
+vocabulary. A prompt that quotes an answer of which nothing was drawn yet (a trace whose turns overlap) is no such text:
+its batches run and take as long, but its tokens mean nothing, and a canary finds its KV.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from lockstep.core.commands import BatchPlan, LaunchBatch, RowTaken, SampleBatch
+from lockstep.core.engine import Engine
+from lockstep.core.errors import LockstepError
+from lockstep.core.events import (
+    BatchFinished,
+    EngineRestarted,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestKind,
+    RequestRejected,
+)
+from lockstep.core.journal import read_journal
+from lockstep.core.replay import fold
+from lockstep.core.support import sample_of, samples_asked
+from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
+from lockstep.host.loop import row_context
+
+SIMULATOR = "simulator"  # `kind` in the header's `host`
+
+
+@dataclass(slots=True)
+class RecordedAnswer:
+    """What a request was answered here: as many tokens as in the journal."""
+
+    request_id: RequestId
+    prompt: Int32s
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class _Going:
+    """A request that has not ended."""
+
+    kind: RequestKind
+    prompt_tokens: int = 0
+    prompt: Int32s | None = None  # as the model is given it; once it has a row
+    drawn: list[int] = field(default_factory=list)
+    recorded: list[int] = field(default_factory=list)  # what the journal has in their place
+
+
+def run_recorded(
+    folder: str | Path,
+    executor: BatchExecutor,
+    vocab: int,
+    answered: Callable[[RecordedAnswer], None] | None = None,
+) -> Iterator[tuple[BatchFinished, BatchResult]]:
+    """Run a journal's plans; for each batch its recorded event, with the times it had, and what came of it here.
+
+    Args:
+        executor: made for the settings in the journal's header, with nothing in flight.
+        vocab: ids that the model has.
+        answered: called with every request that ends with a row of its own, whatever it ended with.
+    Raises: LockstepError when a batch fails here that did not fail there, or needs what this executor does not do;
+        Divergence, JournalError.
+    """
+    header = read_journal(folder).header
+    run = _Recorded(Engine(header.config), executor, vocab, simulated=header.host.get("kind") == SIMULATOR)
+    for event, step in fold(folder, lambda _: run.engine):
+        match event:
+            case RequestArrived():
+                run.expect(event)
+            case EngineRestarted():
+                run.forget()
+            case BatchFinished() if run.in_flight and run.in_flight[0].batch_id == event.batch_id:
+                yield event, run.collect(event)
+        for command in step.commands:
+            match command:
+                case LaunchBatch(plan, sample):
+                    run.launch(plan, deferred=sample == "deferred")
+                case SampleBatch(batch_id, advance):
+                    run.sample(batch_id, advance)
+        for decided in step.decided:
+            match decided:
+                case RequestFinished() if (answer := run.ended(decided)) is not None and answered is not None:
+                    answered(answer)
+                case RequestRejected(_, request_id):
+                    run.drop(request_id)
+
+
+class _Recorded:
+    """How far a recorded run is."""
+
+    def __init__(self, engine: Engine, executor: BatchExecutor, vocab: int, *, simulated: bool) -> None:
+        self.engine, self.executor, self.vocab, self.simulated = engine, executor, vocab, simulated
+        self.in_flight: deque[BatchPlan] = deque()
+        self._unsampled: set[int] = set()
+        self._going: dict[RequestId, _Going] = {}
+        self._said: dict[int, int] = {}  # the token that was drawn where a simulator's answer has this id
+
+    def expect(self, event: RequestArrived) -> None:
+        """A request came, or several samples of one."""
+        for number in range(samples_asked(event)):
+            self._going[event.request_id + number] = _Going(sample_of(event, number).kind)
+
+    def ended(self, end: RequestFinished) -> RecordedAnswer | None:
+        """What it was answered, if it ever had a row."""
+        going = self._going.pop(end.request_id, None)
+        if going is None or going.prompt is None:
+            return None
+        answer = RecordedAnswer(end.request_id, going.prompt, going.drawn[: end.output_tokens])
+        if self.simulated:
+            self._said.update(zip(going.recorded, answer.tokens, strict=False))
+        return answer
+
+    def drop(self, request_id: RequestId) -> None:
+        """It never runs."""
+        self._going.pop(request_id, None)
+
+    def launch(self, plan: BatchPlan, *, deferred: bool) -> None:
+        """Run a plan, in the words of the model."""
+        for taken in plan.rows_taken:
+            going, request = self._going[taken.request_id], self.engine.requests[taken.request_id]
+            going.prompt_tokens = request.prompt_tokens
+            if going.prompt is None:
+                going.prompt = self._words(np.frombuffer(request.tokens, np.int32)[: request.prompt_tokens])
+        if plan.token_ids.size:
+            spans = [msgspec.structs.replace(span, targets=self._words(span.targets)) for span in plan.logprob_spans]
+            plan = msgspec.structs.replace(plan, token_ids=self._new_tokens(plan), logprob_spans=tuple(spans))
+        self.executor.launch(plan, deferred=deferred, contexts=self._context)
+        self.in_flight.append(plan)
+        if deferred:
+            self._unsampled.add(plan.batch_id)
+
+    def sample(self, batch_id: int, advance: tuple[tuple[RequestId, int, tuple[int, ...]], ...] = ()) -> None:
+        """Let a deferred batch sample."""
+        self.executor.sample(batch_id, advance)
+        self._unsampled.discard(batch_id)
+
+    def collect(self, event: BatchFinished) -> BatchResult:
+        """The oldest batch, and what was drawn in it."""
+        plan = self.in_flight.popleft()
+        if plan.batch_id in self._unsampled:  # it failed there before it was sampled
+            self.sample(plan.batch_id)
+        result = self.executor.collect()
+        if event.error:
+            return result
+        if result.error:
+            raise LockstepError(f"batch {plan.batch_id} of the journal fails here: {result.error}")
+        recorded = np.frombuffer(event.tokens, "<i4").tolist()
+        rows = plan.sample_rows
+        counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
+        at = 0
+        tokens = result.tokens.tolist()
+        for request_id, stop, count in zip(
+            plan.request_ids[rows].tolist(), plan.stops[rows].tolist(), counts.tolist(), strict=True
+        ):
+            if (going := self._going.get(request_id)) is not None:
+                first = stop - count + 1 - going.prompt_tokens
+                going.drawn[first : first + count] = tokens[at : at + count]
+                going.recorded[first : first + count] = recorded[at : at + count]
+            at += count
+        return result
+
+    def forget(self) -> None:
+        """Nobody asks any more for what is in flight."""
+        while self.in_flight:
+            plan = self.in_flight.popleft()
+            if plan.batch_id in self._unsampled:
+                self.sample(plan.batch_id)
+            self.executor.collect()
+
+    def _new_tokens(self, plan: BatchPlan) -> Int32s:
+        """The ids that the extend rows of a plan compute: of prompts, and of output kept over a retraction."""
+        ids = self._words(plan.token_ids)
+        first, extending = 0, slice(plan.extend_rows)
+        for request_id, start, stop in zip(
+            plan.request_ids[extending].tolist(),
+            plan.starts[extending].tolist(),
+            plan.stops[extending].tolist(),
+            strict=True,
+        ):
+            going, behind = self._going[request_id], first + stop - start
+            outputs = stop - max(start, going.prompt_tokens)
+            if outputs > 0:
+                ends = stop - going.prompt_tokens
+                ids[behind - outputs : behind] = going.drawn[ends - outputs : ends]
+            first = behind
+        return ids
+
+    def _context(self, taken: RowTaken) -> RowContext:
+        """What `RuntimeHost` would say, in the words of the model."""
+        request, going = self.engine.requests[taken.request_id], self._going[taken.request_id]
+        assert going.prompt is not None
+        kept = np.array(going.drawn[: len(request.tokens) // 4 - going.prompt_tokens], np.int32)
+        told = row_context(request, going.kind)
+        return replace(
+            told,
+            tokens=np.concatenate((going.prompt, kept)),
+            stop_token_ids=tuple(token for token in told.stop_token_ids if token < self.vocab),
+        )
+
+    def _words(self, ids: Int32s) -> Int32s:
+        """Ids that the model has; a copy."""
+        words = ids % np.int32(self.vocab)
+        if self._said:
+            said = self._said.get
+            for i, token in enumerate(ids.tolist()):
+                if (drawn := said(token)) is not None:
+                    words[i] = drawn
+        return words

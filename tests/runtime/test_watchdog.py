@@ -1,0 +1,113 @@
+"""A device that never answers: nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.host.errors import EngineStopped  # noqa: E402
+from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime import llm as llm_module  # noqa: E402
+from lockstep.runtime.watchdog import Watchdog  # noqa: E402
+from tests.support.small_runtime import SmallRuntime  # noqa: E402
+
+
+class Hangs:
+    """Results of a kernel that never ends, or not before it is let go."""
+
+    def __init__(self, download: Any, let_go: threading.Event) -> None:
+        self._download, self._let_go = download, let_go
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> Any:
+        self._let_go.wait()
+        return self._download.wait()
+
+    def times_us(self) -> tuple[int, int]:
+        return self._download.times_us()  # type: ignore[no-any-return]
+
+
+def hang(executor: Any, let_go: threading.Event, *, after: int) -> None:
+    """Let what the lane computes never come back, after so many batches."""
+    download, done = executor.lane.download, []
+
+    def slow(*given: Any) -> Any:
+        done.append(1)
+        made = download(*given)
+        return made if len(done) <= after else Hangs(made, let_go)
+
+    executor.lane.download = slow
+
+
+def test_a_batch_that_never_comes_back_ends_the_engine() -> None:
+    runtime, let_go = SmallRuntime(check=False, overlap_depth=2), threading.Event()
+    hang(runtime.executor, let_go, after=3)
+    answer = runtime.submit([1, 2, 3], 20)
+    thread = threading.Thread(target=runtime.host.run)
+    thread.start()
+    watchdog = Watchdog(runtime.host.oldest_batch, runtime.host.fail, 0.3)
+    assert answer.over.wait(30)
+    assert answer.reason == "the engine failed: batch 3 did not come back in 0.3 s; a kernel may never end"
+    assert watchdog.fired
+    with pytest.raises(EngineStopped, match="batch 3"):
+        runtime.submit([1], 1)
+    let_go.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    watchdog.close()
+
+
+def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take() -> None:
+    """And an engine with nothing to do waits for nobody."""
+    batches = iter([0] * 40 + [1] * 40 + [None] * 60 + [2] * 40)
+    reports: list[str] = []
+    ends = threading.Event()
+
+    def oldest() -> int | None:
+        if (batch := next(batches, "over")) == "over":
+            ends.set()
+            return None
+        return batch  # type: ignore[return-value]
+
+    watchdog = Watchdog(oldest, reports.append, 1.0)
+    watchdog._look_s = 0.01  # 40 looks of 10 ms: 0.4 s for each batch, if the machine has time
+    assert ends.wait(60)
+    watchdog.close()
+    assert not reports
+
+
+def test_an_llm_whose_device_hangs_says_so_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "GRACE_S", 0.2)
+    left: list[str] = []
+    monkeypatch.setattr(llm_module, "end_hard_at_exit", left.append)
+    let_go = threading.Event()
+    llm = LLM(batch_timeout_s=0.5, pages=64)
+    hang(llm.host.executor, let_go, after=2)
+    with pytest.raises(EngineStopped, match=r"batch 2 did not come back in 0\.5 s"):
+        llm.generate([[5, 6, 7]], Params(max_new_tokens=9, ignore_eos=True))
+    llm.close()
+    assert left == ["a thread of the engine"]
+    let_go.set()
+    llm._thread.join(30)
+    assert not llm._thread.is_alive()
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match=f"`batch_timeout_s` must be 0 \\(never\\) or more, got `{wrong}`"):
+        LLM(batch_timeout_s=wrong)
+
+
+def test_zero_never_ends_an_engine() -> None:
+    runtime = SmallRuntime()
+    before = threading.active_count()
+    watchdog = Watchdog(runtime.host.oldest_batch, runtime.host.fail, 0)
+    assert threading.active_count() == before
+    watchdog.close()
