@@ -12,25 +12,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.report import markdown
-from benchmarks.gpu_check.section import Section, write_json
+from benchmarks.gpu_check.needs import FOR_MORE, ON_A_GPU, PACKAGES, lacking, refusal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUDGET_S = 530.0
 SECTIONS = {  # in order of value, with the most seconds each may take
     "machine": 50.0,
     "kernels": 130.0,
-    "engine": 100.0,
-    "ranks": 40.0,
+    "engine": 110.0,
     "decode": 150.0,
-    "bubbles": 90.0,
-    "start": 60.0,
-    "peer": 100.0,
+    "bubbles": 110.0,
     "tables": 70.0,
+    "start": 60.0,
+    "ranks": 40.0,
+    "peer": 100.0,
     "tuning": 500.0,
 }
 IF_ASKED = ("tuning",)  # run only where --only names it
@@ -57,11 +57,20 @@ def main() -> int:
     if unknown := [name for name in names if name not in SECTIONS]:
         print(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}", file=sys.stderr)
         return 2
+    if missing := lacking([*PACKAGES, *(ON_A_GPU if arguments.device.startswith("cuda") else ())]):
+        print(refusal(missing), file=sys.stderr)
+        return 2
+    for what, packages in FOR_MORE.items():
+        if absent := [one for one in packages if find_spec(one) is None]:
+            print(f"without {', '.join(absent)}: {what} will be skipped", flush=True)
     return run_all(names, arguments)
 
 
 def run_all(names: list[str], arguments: argparse.Namespace) -> int:
     """Every section, the report rewritten behind each. Returns 1 if a check failed or a section did not end."""
+    from benchmarks.gpu_check.report import markdown
+    from benchmarks.gpu_check.section import write_json
+
     began = time.monotonic()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -74,13 +83,13 @@ def run_all(names: list[str], arguments: argparse.Namespace) -> int:
         "sections": {},
     }
     with tempfile.TemporaryDirectory() as scratch:
-        for name in names:
+        for number, name in enumerate(names):
             left_s = arguments.budget - (time.monotonic() - began)
             part = Path(scratch) / f"{name}.json"
             if left_s < LEAST_S:
                 found: dict[str, Any] = {"skipped": {name: f"no time: {left_s:.0f} s of the budget were left"}}
             else:
-                found = in_process(name, min(SECTIONS[name], left_s), part, arguments)
+                found = in_process(name, share_s(name, names[number + 1 :], left_s), part, arguments)
             report["sections"][name] = found
             report["seconds"] = round(time.monotonic() - began, 1)
             write_json(out / "gpu_check.json", report)
@@ -88,6 +97,16 @@ def run_all(names: list[str], arguments: argparse.Namespace) -> int:
             print(f"{name:10} {verdict(found)}", flush=True)
     print(f"wrote {out / 'gpu_check.md'} and gpu_check.json, {report['seconds']} s", flush=True)
     return int(any(verdict(found).startswith("FAILED") for found in report["sections"].values()))
+
+
+def share_s(name: str, later: Sequence[str], left_s: float) -> float:
+    """What a section may take of the seconds that are left: its most, while those behind it can have half of theirs.
+
+    Where not even that is left, all get the same part of their most. What one leaves goes to those behind it.
+    """
+    most = SECTIONS[name]
+    others = sum(SECTIONS[one] for one in later)
+    return min(most, max(left_s - others / 2, left_s * most / (most + others)))
 
 
 def in_process(name: str, limit_s: float, part: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -134,12 +153,16 @@ def run_section(name: str, arguments: argparse.Namespace) -> int:
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
     import torch
 
+    from benchmarks.gpu_check.section import Section
+
     device = torch.device(arguments.device)
     section = Section(name, device, arguments.small, arguments.out, Path(arguments.only), limit_s - 3.0)
     section.save()
     if device.type == "cuda" and not torch.cuda.is_available():
         section.skip(name, f"torch {torch.__version__} sees no CUDA device")
         return 0
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     module = importlib.import_module(f"benchmarks.gpu_check.{name}")
     with section.trying(name):
         module.run(section)

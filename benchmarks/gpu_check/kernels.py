@@ -87,10 +87,11 @@ def run(section: Section) -> None:
 
 def attention(section: Section, case: Case) -> None:
     """All modes of one case, as launched and replayed in a graph."""
+    kind = (case.backend, section.device, case.dtype, case.head_dim, case.page_size)
     try:
-        choose(case.backend, section.device, case.dtype, case.head_dim, case.page_size, numerics=case.numerics)
+        choose(*kind, numerics=case.numerics, graphs=section.gpu, group=case.heads // case.kv_heads)
     except ConfigError as refusal:
-        section.skip(case.name, str(refusal))
+        section.refused(case.name, refusal)
         return
     for mode in MODES:
         section.needs(3)
@@ -165,7 +166,7 @@ def graph_distance(section: Section, case: Case) -> float:
     """Of replays with other lengths than at capture, the largest."""
     spans = [(2999, 3000), (40, 41), (700, 701), (1, 2), (1023, 1024)]
     made, twin = (passes(section, case, spans, 0) for _ in range(2))
-    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics, graphs=True)
+    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics, graphs=True, graph_rows=len(spans))
     stream = torch.cuda.Stream(section.device)
     stream.wait_stream(torch.cuda.current_stream(section.device))
     worst = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from benchmarks.gpu_check import attention_times, breakdown, shapes, tables  # noqa: E402
-from benchmarks.gpu_check.__main__ import ROOT, SECTIONS, in_process, verdict  # noqa: E402
+from benchmarks.gpu_check.__main__ import BUDGET_S, IF_ASKED, ROOT, SECTIONS, in_process, share_s, verdict  # noqa: E402
 from benchmarks.gpu_check.report import markdown  # noqa: E402
 from benchmarks.gpu_check.section import Section, write_json  # noqa: E402
 
@@ -90,6 +91,47 @@ def test_a_section_that_is_stopped_keeps_what_it_found(tmp_path: Path) -> None:
     assert "ModuleNotFoundError" in (found.get("log", "") + str(found.get("failures")))
 
 
+def test_every_section_gets_a_fair_share_of_the_time() -> None:
+    """Even if each takes all it may; the first, which are worth most, get their most."""
+    names = [name for name in SECTIONS if name not in IF_ASKED]
+    left_s, shares = BUDGET_S, {}
+    for number, name in enumerate(names):
+        shares[name] = share_s(name, names[number + 1 :], left_s)
+        left_s -= shares[name]
+    assert left_s == pytest.approx(0.0, abs=1e-6)
+    assert [shares[name] for name in names[:2]] == [SECTIONS[name] for name in names[:2]]
+    assert all(shares[name] >= SECTIONS[name] / 2 - 1e-6 for name in names)
+    assert share_s("kernels", [], 500.0) == SECTIONS["kernels"]
+    assert share_s("kernels", ["engine"], 24.0) == pytest.approx(13.0)
+
+
+def test_no_launch_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode is on during launches and samples, off elsewhere and behind one that failed."""
+    from benchmarks.gpu_check.engine import forbid_waits
+
+    modes: list[str] = []
+
+    class Device:
+        def launch(self, plan: int, *, deferred: bool = False) -> str:
+            modes.append(f"launched {plan} {deferred}")
+            return "done"
+
+        def sample(self) -> None:
+            raise ZeroDivisionError
+
+        def collect(self) -> None:
+            modes.append("collected")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    device = Device()
+    forbid_waits(device)
+    assert device.launch(7, deferred=True) == "done"
+    device.collect()
+    with pytest.raises(ZeroDivisionError):
+        device.sample()
+    assert modes == ["error", "launched 7 True", "default", "collected", "error", "default"]
+
+
 def test_what_a_step_raises_is_kept_and_the_next_goes_on(tmp_path: Path) -> None:
     one = section("decode", tmp_path, limit_s=50.0)
     with one.trying("first"):
@@ -110,14 +152,76 @@ def test_what_a_step_raises_is_kept_and_the_next_goes_on(tmp_path: Path) -> None
     assert "| decode | c | off by 3 |" in page
 
 
+def test_a_backend_that_cannot_run_here_is_skipped_and_one_that_errs_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.gpu_check import kernels
+    from lockstep.runtime import attention
+
+    case = kernels.Case("flashinfer", "fast", torch.bfloat16, 16)
+    one = section("kernels", tmp_path)
+    monkeypatch.setitem(
+        attention.OBSTACLE, "flashinfer", lambda needs: "a trial failed: MissingJITCacheError: no module"
+    )
+    kernels.attention(one, case)
+    why = "`attention_backend` flashinfer cannot run here: a trial failed: MissingJITCacheError: no module"
+    assert one.skipped == {case.name: why}
+    assert one.checks == []
+    monkeypatch.setitem(attention.OBSTACLE, "flashinfer", lambda needs: "a trial with bfloat16 gives wrong results")
+    kernels.attention(one, case)
+    assert [(check.name, check.ok) for check in one.checks] == [(case.name, False)]
+
+
 def test_targets_are_said_to_be_met_or_missed(tmp_path: Path) -> None:
     decode = section("decode", tmp_path)
     decode.put("targets", {"64": {"ratio": 1.2, "by": "triton, graphs on", "target": 1.25, "met": True}})
     bubbles = section("bubbles", tmp_path)
-    bubbles.put("targets", {"256": {"overlap 0": 0.11, "overlap 1": 0.03, "target": 0.02, "met": False}})
+    shares = {"overlap 0": 0.11, "overlap 1": 0.03, "target": 0.02, "met": False, "how": "by events"}
+    bubbles.put("targets", {"256": shares})
     page = markdown(reported(decode, bubbles))
     assert "| decode step at 64 rows, times the floor | <= 1.25 | 1.2 by triton, graphs on | met |" in page
-    assert "| GPU idle between decodes, 256 requests | < 2% | overlap 0 11.00%, overlap 1 3.00% | **MISSED** |" in page
+    measured = "overlap 0 11.00%, overlap 1 3.00%, by events"
+    assert f"| GPU idle between decodes, 256 requests | < 2% | {measured} | **MISSED** |" in page
+
+
+def test_the_idle_target_is_held_against_kernels_where_there_was_a_profile(tmp_path: Path) -> None:
+    """Events count a device that waits for launches as busy."""
+    from benchmarks.gpu_check import bubbles
+
+    one = section("bubbles", tmp_path)
+    one.put("runs.64", {"overlap 1": {"idle_share": 0.001}, "overlap 2": {"idle_share": None}})
+    bubbles.targets(one, (64,))
+    found = {"overlap 1": 0.001, "target": 0.02, "met": True, "how": "by events"}
+    assert one.figures["targets"] == {"64": found}
+    one.put("profiled.64", {"overlap 1": {"idle_share": 0.05}})
+    bubbles.targets(one, (64,))
+    assert one.figures["targets"] == {"64": {**found, "overlap 1": 0.05, "met": False, "how": "by kernels"}}
+
+
+def test_decodes_in_the_middle_of_a_run_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's real profiler, on what a CPU has instead of kernels: not the first decodes, and so many of them."""
+    from benchmarks.gpu_check.served import serve
+    from lockstep.runtime.models import build_model
+
+    monkeypatch.setattr(breakdown, "ON_DEVICE", ("cpu_op",))
+    one = section("bubbles", tmp_path)
+    model = build_model(shapes.TINY, None, CPU, random_weights_seed=0)
+
+    def profiled(tokens: int) -> list[breakdown.Kernel]:
+        activity = torch.profiler.ProfilerActivity.CPU
+        profile = breakdown.DecodeProfile(tmp_path / "trace.json", 6, activity)
+        serve(
+            one, model, "reference", prompt_tokens=[9] * 2, output_tokens=[tokens] * 2, overlap_depth=1, profile=profile
+        )
+        return profile.kernels()
+
+    kernels = profiled(16)
+    draws = [name for name, _, _ in kernels if name == "aten::embedding"]
+    assert len(draws) == 6
+    with pytest.raises(RuntimeError, match="8 decodes are too few to profile 6 behind 5"):
+        profiled(9)
+    with pytest.raises(RuntimeError, match="the profiler saw nothing on the device"):
+        breakdown.summary([], 6)
 
 
 def test_a_trace_is_added_up_by_kind(tmp_path: Path) -> None:
@@ -181,6 +285,42 @@ def test_the_command_gathers_sections(tmp_path: Path) -> None:
     assert (tmp_path / "gpu_check.md").read_text().startswith("# GPU check\n")
     done = subprocess.run([*command, "--only", "magic"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, f"no section magic; there are {', '.join(SECTIONS)}\n")
+
+
+def test_what_lacks_is_said_before_anything_runs(tmp_path: Path) -> None:
+    """In one message, with how to carry it; also where a package is there and cannot be loaded."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('msgspec._core is of another Python')")
+    (tmp_path / "tokenizers.py").write_text("import no_such_thing")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--small", "--out", tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[1:3] == [
+        "  msgspec: ImportError: msgspec._core is of another Python",
+        "  tokenizers: ModuleNotFoundError: No module named 'no_such_thing'",
+    ]
+    assert lines[3].endswith("-m pip install 'msgspec>=0.20' 'tokenizers>=0.21'")
+    assert "pip install --target carried --only-binary=:all: --python-version 3." in lines[5]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_packages_that_are_asked_for_are_those_that_are_imported() -> None:
+    """All of the sections, in a Python of their own; what is installed beside them is not counted."""
+    from benchmarks.gpu_check import needs
+
+    code = f"""
+import importlib, sys
+for name in {list(SECTIONS)}:
+    importlib.import_module(f"benchmarks.gpu_check.{{name}}")
+import lockstep.runtime.attention.reference, lockstep.host.text
+files = {{name.partition(".")[0]: getattr(one, "__file__", "") or "" for name, one in sys.modules.items()}}
+print(*(name for name, file in files.items() if "site-packages" in file))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    of_torch = {"torch", "torchgen", "typing_extensions", "triton", "sympy", "mpmath", "networkx", "filelock", "fsspec"}
+    imported = set(done.stdout.split()) - of_torch - {"_distutils_hack", "tqdm"}
+    assert imported <= {*needs.PACKAGES}
 
 
 def test_the_simulator_takes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

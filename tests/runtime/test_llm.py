@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
+from lockstep.core.commands import BatchPlan  # noqa: E402
+from lockstep.core.config import SchedConfig  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
 from lockstep.core.journal import read_journal  # noqa: E402
@@ -32,7 +35,7 @@ from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.llm import make_executor  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
-from lockstep.runtime.models import Decoder  # noqa: E402
+from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support import guide  # noqa: E402
 
@@ -566,9 +569,89 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
     assert made == [("reference", numerics)] * 2
 
 
+def test_the_largest_pass_is_a_whole_prompt_where_none_is_split() -> None:
+    given = {"context_tokens_max": 128, "max_prefill_tokens": 48, "page_size": 4, "pages": 160}
+    for chunk, tokens in ((16, 16), (64, 48), (1024, 48), (None, 128)):
+        assert llm_module.largest_pass_tokens(SchedConfig(chunked_prefill_size=chunk, **given)) == tokens
+
+
+def test_memory_is_accounted_for_with_pages_given_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("INFO", logger="lockstep.runtime"),
+        LLM(folder, device="cpu", random_weights_seed=3, **SMALL) as llm,
+    ):
+        assert llm.config.pages == llm.memory.pages == SMALL["pages"]
+    table = next(message for message in caplog.messages if message.startswith("memory\n"))
+    assert "\n160 pages of 2.0 KiB" in table
+
+
 def memory(**sizes: Any) -> MemoryBudget:
     """So much as the longest request needs."""
     return MemoryBudget(0, 0, 0, 0, 0, sizes["page_bytes"], sizes["pages_least"])
+
+
+def test_an_engine_is_put_together_with_its_device_as_the_current_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several GPUs; kernels would be launched on the first otherwise."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: made.append(device) or nullcontext())
+    with llm_module.current(torch.device("cuda", 1)), llm_module.current(torch.device("cpu")):
+        assert made == [torch.device("cuda", 1)]
+    inside = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        inside.append(device.type)
+        yield
+        inside.append("left")
+
+    right = llm_module.make_executor
+    monkeypatch.setattr(llm_module, "current", current)
+    monkeypatch.setattr(llm_module, "make_executor", lambda *a, **b: inside.append("made") or right(*a, **b))
+    with LLM(folder, device="cpu", random_weights_seed=3, **SMALL):
+        assert inside == ["cpu", "made", "left"]
+
+
+def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory goes back to the stream that it was made on: another one may give it out while this one still reads."""
+
+    class Watched(CpuLane):
+        inside = False
+
+        @contextmanager
+        def stream(self) -> Iterator[None]:
+            outside, self.inside = self.inside, True
+            yield
+            self.inside = outside
+
+    clock = HostClock()
+    lane, found = Watched(clock), {}
+    for name in ("make_pool", "make", "SamplingTable", "Tables", "Canary", "DecodeGraphs"):
+        right = getattr(llm_module, name)
+
+        def watched(*args: Any, name: str = name, right: Any = right, **options: Any) -> Any:
+            found[name] = lane.inside
+            return right(*args, **options)
+
+        monkeypatch.setattr(llm_module, name, watched)
+    model = build_model(folder, None, torch.device("cpu"), random_weights_seed=3)
+    config = SchedConfig(page_size=4, pages=40, context_tokens_max=64)
+    executor = make_executor(model, config, clock, debug=True, lane=lane, graph_sizes=(1, 2))
+    assert set(found.values()) == {True}
+    assert len(found) == 6
+    assert not lane.inside
+    spoiled: list[bool] = []
+    assert executor.canary is not None
+    monkeypatch.setattr(executor.canary, "spoil", lambda slots: spoiled.append(lane.inside))
+    monkeypatch.setattr(executor, "_compute", lambda launched: 1 / 0)
+    none = {name: np.zeros(0, np.int32) for name in ("rows", "starts", "stops", "sample_rows")}
+    plan = BatchPlan(batch_id=0, mode="extend", request_ids=np.zeros(0, np.int64), **none)
+    executor.launch(plan)
+    assert executor.collect().error == "ZeroDivisionError: division by zero"
+    assert spoiled == [True]
 
 
 def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -751,6 +751,16 @@ def assemble(
 
     Every pass that is run in here, for its memory or for a graph, is run by all of them: they sum over each other.
     """
+    with current(device):
+        return _assemble(settings, device, clock, ranks)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside of it a device is the current one, which kernels, graphs and libraries go by; nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
     with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
         model = build_model(
@@ -802,42 +812,53 @@ def make_executor(
         graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
     """
     device = model.device
-    with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
-        pool = make_pool(model, config.pages, config.page_size)
-    attention = make(
-        attention_backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=bool(graph_sizes)
-    )
-    enabled = logit_processors or {}
-    table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
-    context = config.context_tokens_max if graph_sizes else None
-    tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
-    canary = None
-    if debug:
-        canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
     gpu = device.type == "cuda"
     if lane is None:
         lane = CudaLane(device, clock) if gpu else CpuLane(clock)
-    graphs = None
-    if graph_sizes:
-        graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
-        graphs.prepare(lane)
-        log.info(
-            "%d graphs for decodes of up to %d rows, %.0f MiB", len(graph_sizes), graph_sizes[-1], graphs.bytes / MIB
+    with lane.stream():  # memory belongs to the stream that it was made on, and goes back to it
+        with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
+            pool = make_pool(model, config.pages, config.page_size)
+        attention = make(
+            attention_backend,
+            pool,
+            model.heads,
+            scale=model.scale,
+            numerics=numerics,
+            graphs=bool(graph_sizes),
+            graph_rows=max(graph_sizes, default=0),
+            plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
-    sampler = TableSampler(table, Sampler(table, processors=enabled))
-    split = model.parallel.ranks > 1
-    return Executor(
-        model,
-        attention,
-        sampler,
-        tables,
-        lane,
-        matchers=matchers,
-        canary=canary,
-        graphs=graphs,
-        pooling=pooling,
-        split=split,
-    )
+        enabled = logit_processors or {}
+        table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
+        context = config.context_tokens_max if graph_sizes else None
+        tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
+        canary = None
+        if debug:
+            canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
+        graphs = None
+        if graph_sizes:
+            graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
+            graphs.prepare(lane)
+            log.info(
+                "%d graphs for decodes of up to %d rows, %.0f MiB",
+                len(graph_sizes),
+                graph_sizes[-1],
+                graphs.bytes / MIB,
+            )
+        sampler = TableSampler(table, Sampler(table, processors=enabled))
+        split = model.parallel.ranks > 1
+        return Executor(
+            model,
+            attention,
+            sampler,
+            tables,
+            lane,
+            matchers=matchers,
+            canary=canary,
+            graphs=graphs,
+            pooling=pooling,
+            split=split,
+        )
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
@@ -865,7 +886,8 @@ def _backend(
     config: SchedConfig,
 ) -> Picked:
     """An attention backend that can run in graphs, if there are to be any."""
-    ask = partial(choose, requested, model.device, model.dtype, model.head_dim, config.page_size, numerics=numerics)
+    kind = (requested, model.device, model.dtype, model.head_dim, config.page_size)
+    ask = partial(choose, *kind, numerics=numerics, group=model.heads // model.kv_heads)
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
         return ask(), sizes
@@ -908,23 +930,27 @@ def _sized(
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
     choice, sizes = pick(without_pages)
-    if "pages" in given:
-        budget = MemoryBudget(0, 0, model.weight_bytes, 0, 0, page_bytes, without_pages.pages)
-        return without_pages, budget, choice, sizes
-    chunk = min(without_pages.chunked_prefill_size or context, without_pages.max_prefill_tokens, context)
+    chunk = largest_pass_tokens(without_pages)
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes,
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
-            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests
+            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests, max(sizes, default=0)
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
+        pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
     return SchedConfig(**{**given, "pages": budget.pages}), budget, choice, sizes
+
+
+def largest_pass_tokens(config: SchedConfig) -> int:
+    """New tokens of one prompt in the largest pass. Without chunks the first runs whole, whatever a pass may take."""
+    context, chunk = config.context_tokens_max, config.chunked_prefill_size
+    return context if chunk is None else min(chunk, config.max_prefill_tokens, context)
 
 
 def _graph_bytes(
@@ -933,19 +959,33 @@ def _graph_bytes(
     """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
     if not sizes:
         return 0
+    pool = make_pool(model, 1, page_size)
     attention = make(
-        backend, make_pool(model, 1, page_size), model.heads, scale=model.scale, numerics=numerics, graphs=True
+        backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=True, graph_rows=sizes[-1]
     )
     tables = Tables(1, 1, page_size, model.device, context_tokens=context)
     graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
 
 
-def _run_once(model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int) -> None:
-    """One extend of so many tokens over a pool of its own, with logits of so many rows."""
+def _run_once(
+    model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int, graph_rows: int
+) -> None:
+    """One extend of so many tokens over a pool of its own, with logits of so many rows.
+
+    The workspace of the largest graph, `graph_rows`, is there as well.
+    """
     device, pages = model.device, -(-tokens // page_size)
     pool = make_pool(model, pages, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics)
+    attention = make(
+        backend,
+        pool,
+        model.heads,
+        scale=model.scale,
+        numerics=numerics,
+        graphs=bool(graph_rows),
+        graph_rows=graph_rows,
+    )
     positions = torch.arange(tokens, device=device)
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),

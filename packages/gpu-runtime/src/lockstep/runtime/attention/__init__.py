@@ -17,12 +17,14 @@ from lockstep.core.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend, Numerics
 from lockstep.runtime.kv_pool import KvPool
 
-__all__ = ["NAMES", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
+__all__ = ["NAMES", "WRONG", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
 
 NAMES = ("flashinfer", "triton", "reference")  # as `auto` prefers them, with fast numerics
+INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # and with invariant ones
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_VERSION = "0.6.18"  # the wrappers' pinned buffers, and the signatures, are those of this release
 TRITON_HEAD_DIM_MAX = 256
+WRONG = "gives wrong results"  # in the reason of a backend that ran its trial and failed it
 SMALLEST_CAPABILITY = (8, 0)  # Ampere: bf16 on tensor cores, asynchronous copies
 
 log = logging.getLogger("lockstep.runtime")
@@ -45,6 +47,8 @@ class Needs:
     head_dim: int
     page_size: int
     graphs: bool
+    numerics: Numerics
+    group: int
 
 
 def choose(
@@ -56,38 +60,46 @@ def choose(
     *,
     numerics: Numerics = "fast",
     graphs: bool = False,
+    group: int = 1,
 ) -> Choice:
     """Pick the attention backend; logs the choice with its reason once.
+
+    FlashInfer is tried out on the device before it is taken: that its packages are there does not say that its kernels
+    for this dtype and head dim are, or that they can be built.
 
     Args:
         requested: `auto`, or the name of the one to take.
         graphs: whether it must run in CUDA graphs.
+        group: query heads that share a KV head.
     Raises: ConfigError if the requested one cannot run here, with why, and with what can.
     """
     if requested not in ("auto", *NAMES):
         raise ConfigError(f"`attention_backend` must be one of auto, {', '.join(NAMES)}, got `{requested}`")
     if numerics not in ("fast", "invariant"):
         raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
-    needs = Needs(device, dtype, head_dim, page_size, graphs)
-    obstacles = {name: OBSTACLE[name](needs) for name in NAMES}
-    able = [name for name in NAMES if obstacles[name] is None]
+    needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group)
     if requested != "auto":
-        if obstacles[requested] is not None:
-            others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
-            why = f"`attention_backend` {requested} cannot run here: {obstacles[requested]}"
-            raise ConfigError(f"{why}\nhint: of those that can: {others}")
-        return _logged(Choice(requested, "requested"))
-    if device.type != "cuda" and "triton" in able:
-        able.remove("triton")
-        obstacles["triton"] = "it would run in Triton's interpreter"
-    if not able:
-        why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
-        raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
-    if numerics == "invariant" and able[:2] == ["flashinfer", "triton"]:
-        return _logged(Choice("triton", "numerics are invariant, which FlashInfer's prefill is only in part"))
-    passed_over = NAMES[: NAMES.index(able[0])]
-    reason = "; ".join(f"{name} cannot: {obstacles[name]}" for name in passed_over) or "fastest, and can run here"
-    return _logged(Choice(able[0], reason))
+        obstacle = OBSTACLE[requested](needs)
+        if obstacle is None:
+            return _logged(Choice(requested, "requested"))
+        able = [name for name in NAMES if name != requested and OBSTACLE[name](needs) is None]
+        others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
+        why = f"`attention_backend` {requested} cannot run here: {obstacle}"
+        raise ConfigError(f"{why}\nhint: of those that can: {others}")
+    obstacles: dict[str, str] = {}
+    for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
+        obstacle = OBSTACLE[name](needs)
+        if obstacle is None and name == "triton" and device.type != "cuda":
+            obstacle = "it would run in Triton's interpreter"
+        if obstacle is not None:
+            obstacles[name] = obstacle
+            continue
+        reason = "; ".join(f"{other} cannot: {why}" for other, why in obstacles.items())
+        if not reason and numerics == "invariant":
+            reason = "numerics are invariant, which FlashInfer's prefill is only in part"
+        return _logged(Choice(name, reason or "fastest, and can run here"))
+    why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+    raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
 
 
 def make(
@@ -98,6 +110,8 @@ def make(
     scale: float | None = None,
     numerics: Numerics = "fast",
     graphs: bool = False,
+    graph_rows: int = 0,
+    plans_in_flight: int | None = None,
 ) -> AttentionBackend:
     """Make the backend of that name over a pool.
 
@@ -105,6 +119,8 @@ def make(
         heads: query heads of this rank.
         scale: of the scores before the softmax; head_dim ** -0.5 unless given.
         graphs: whether passes may be planned for CUDA graphs.
+        graph_rows: of the largest of them, where that is known: workspaces are sized for it.
+        plans_in_flight: that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
     if name == "reference":
         from lockstep.runtime.attention.reference import ReferenceAttention
@@ -117,7 +133,8 @@ def make(
     if name == "flashinfer":
         from lockstep.runtime.attention.flashinfer_backend import FlashInferAttention
 
-        return FlashInferAttention(pool, heads, scale, numerics, uses_graphs=graphs)
+        ring = {} if plans_in_flight is None else {"plans_in_flight": plans_in_flight}
+        return FlashInferAttention(pool, heads, scale, numerics, uses_graphs=graphs, graph_rows=graph_rows, **ring)
     raise ConfigError(f"`attention_backend` must be one of {', '.join(NAMES)}, got `{name}`")
 
 
@@ -153,7 +170,22 @@ def _flashinfer_obstacle(needs: Needs) -> str | None:
         return (
             "it compiles its kernels with nvcc, which is not on PATH, and no precompiled flashinfer_jit_cache is there"
         )
-    return None
+    return _flashinfer_fails(needs)
+
+
+def _flashinfer_fails(needs: Needs) -> str | None:
+    """What goes wrong when FlashInfer runs one small pass of this kind, or None."""
+    kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
+    try:
+        from lockstep.runtime.attention.flashinfer_backend import try_out
+
+        right = try_out(
+            needs.device, needs.dtype, needs.head_dim, needs.page_size, needs.group, needs.numerics, needs.graphs
+        )
+    except Exception as error:  # a module that lacks, a kernel that was not compiled ahead, a compiler that fails
+        why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        return f"a trial with {kind} failed: {why}"
+    return None if right else f"a trial with {kind} {WRONG}"
 
 
 def _triton_obstacle(needs: Needs) -> str | None:
