@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
     monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of 2017")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -314,6 +316,65 @@ def test_flashinfer_numerics(flashinfer, numerics, graphs, heads, options, tenso
         assert found == options
     assert backend.decode.calls["use_tensor_cores"] is tensor_cores
     assert backend.decode.calls["backend"] == backend.prefill.calls["backend"] == "fa2"
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """The trial as it is, on a CPU, where the machine is pretended: to be asked for behind `machine`."""
+    real = attention._flashinfer_fails
+    return lambda: monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: real(replace(needs, device=CPU)))
+
+
+def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flashinfer, monkeypatch, caplog):
+    """The packages are there; what they hold was compiled for another dtype."""
+    trial()
+
+    class MissingJITCacheError(RuntimeError):
+        pass
+
+    right = Wrapper.plan
+
+    def plan(self: Any, *args: Any, **options: Any) -> None:
+        if options["q_data_type"] == torch.float16:
+            raise MissingJITCacheError("no module for float16\nhere is a long text")
+        right(self, *args, **options)
+
+    monkeypatch.setattr(Wrapper, "plan", plan)
+    for graphs, page_size in ((False, 16), (True, 16), (True, 1)):
+        assert choose("auto", CUDA, torch.bfloat16, 128, page_size, graphs=graphs, group=4).name == "flashinfer"
+    why = "a trial with float16, head dim 128, 4 heads per KV head failed: MissingJITCacheError: no module for float16"
+    with caplog.at_level(logging.INFO, logger="lockstep.runtime"):
+        choice = choose("auto", CUDA, torch.float16, 128, 16, group=4)
+    assert (choice.name, choice.reason) == ("triton", f"flashinfer cannot: {why}")
+    assert caplog.messages == [f"attention backend triton: flashinfer cannot: {why}"]
+    with pytest.raises(ConfigError) as refused:
+        choose("flashinfer", CUDA, torch.float16, 128, 16, group=4)
+    assert str(refused.value) == (
+        f"`attention_backend` flashinfer cannot run here: {why}\nhint: of those that can: `triton`, `reference`"
+    )
+
+
+def test_a_flashinfer_that_cannot_be_imported_is_passed_over(trial, machine, monkeypatch):
+    """As without its package apache-tvm-ffi."""
+    trial()
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
+    assert choice.name == "triton"
+    assert "failed: ModuleNotFoundError: import of flashinfer halted" in choice.reason
+
+
+def test_a_flashinfer_that_computes_nonsense_is_passed_over(trial, machine, flashinfer, monkeypatch):
+    trial()
+    monkeypatch.setattr(Wrapper, "run", lambda self, query, paged, *, out: out.fill_(0.5))
+    choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
+    assert choice.name == "triton"
+    assert "RuntimeError: a pass with 2 new tokens in its first row gives wrong results" in choice.reason
+
+
+def test_what_is_not_asked_for_is_not_tried(machine, monkeypatch):
+    monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: pytest.fail("it may compile for minutes"))
+    assert choose("triton", CUDA, torch.bfloat16, 128, 16).name == "triton"
+    assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "triton"
 
 
 def test_calls_fit_the_signatures_of_an_installed_flashinfer():

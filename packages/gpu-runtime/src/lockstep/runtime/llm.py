@@ -848,7 +848,8 @@ def _backend(
     config: SchedConfig,
 ) -> Picked:
     """An attention backend that can run in graphs, if there are to be any."""
-    ask = partial(choose, requested, model.device, model.dtype, model.head_dim, config.page_size, numerics=numerics)
+    kind = (requested, model.device, model.dtype, model.head_dim, config.page_size)
+    ask = partial(choose, *kind, numerics=numerics, group=model.heads // model.kv_heads)
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
         return ask(), sizes

@@ -20,6 +20,7 @@ from lockstep.runtime.kv_pool import KvPool
 __all__ = ["NAMES", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
 
 NAMES = ("flashinfer", "triton", "reference")  # as `auto` prefers them, with fast numerics
+INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # and with invariant ones
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_VERSION = "0.6.18"  # the wrappers' pinned buffers, and the signatures, are those of this release
 TRITON_HEAD_DIM_MAX = 256
@@ -45,6 +46,8 @@ class Needs:
     head_dim: int
     page_size: int
     graphs: bool
+    numerics: Numerics
+    group: int
 
 
 def choose(
@@ -56,38 +59,46 @@ def choose(
     *,
     numerics: Numerics = "fast",
     graphs: bool = False,
+    group: int = 1,
 ) -> Choice:
     """Pick the attention backend; logs the choice with its reason once.
+
+    FlashInfer is tried out on the device before it is taken: that its packages are there does not say that its kernels
+    for this dtype and head dim are, or that they can be built.
 
     Args:
         requested: `auto`, or the name of the one to take.
         graphs: whether it must run in CUDA graphs.
+        group: query heads that share a KV head.
     Raises: ConfigError if the requested one cannot run here, with why, and with what can.
     """
     if requested not in ("auto", *NAMES):
         raise ConfigError(f"`attention_backend` must be one of auto, {', '.join(NAMES)}, got `{requested}`")
     if numerics not in ("fast", "invariant"):
         raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
-    needs = Needs(device, dtype, head_dim, page_size, graphs)
-    obstacles = {name: OBSTACLE[name](needs) for name in NAMES}
-    able = [name for name in NAMES if obstacles[name] is None]
+    needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group)
     if requested != "auto":
-        if obstacles[requested] is not None:
-            others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
-            why = f"`attention_backend` {requested} cannot run here: {obstacles[requested]}"
-            raise ConfigError(f"{why}\nhint: of those that can: {others}")
-        return _logged(Choice(requested, "requested"))
-    if device.type != "cuda" and "triton" in able:
-        able.remove("triton")
-        obstacles["triton"] = "it would run in Triton's interpreter"
-    if not able:
-        why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
-        raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
-    if numerics == "invariant" and able[:2] == ["flashinfer", "triton"]:
-        return _logged(Choice("triton", "numerics are invariant, which FlashInfer's prefill is only in part"))
-    passed_over = NAMES[: NAMES.index(able[0])]
-    reason = "; ".join(f"{name} cannot: {obstacles[name]}" for name in passed_over) or "fastest, and can run here"
-    return _logged(Choice(able[0], reason))
+        obstacle = OBSTACLE[requested](needs)
+        if obstacle is None:
+            return _logged(Choice(requested, "requested"))
+        able = [name for name in NAMES if name != requested and OBSTACLE[name](needs) is None]
+        others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
+        why = f"`attention_backend` {requested} cannot run here: {obstacle}"
+        raise ConfigError(f"{why}\nhint: of those that can: {others}")
+    obstacles: dict[str, str] = {}
+    for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
+        obstacle = OBSTACLE[name](needs)
+        if obstacle is None and name == "triton" and device.type != "cuda":
+            obstacle = "it would run in Triton's interpreter"
+        if obstacle is not None:
+            obstacles[name] = obstacle
+            continue
+        reason = "; ".join(f"{other} cannot: {why}" for other, why in obstacles.items())
+        if not reason and numerics == "invariant":
+            reason = "numerics are invariant, which FlashInfer's prefill is only in part"
+        return _logged(Choice(name, reason or "fastest, and can run here"))
+    why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+    raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
 
 
 def make(
@@ -153,6 +164,19 @@ def _flashinfer_obstacle(needs: Needs) -> str | None:
         return (
             "it compiles its kernels with nvcc, which is not on PATH, and no precompiled flashinfer_jit_cache is there"
         )
+    return _flashinfer_fails(needs)
+
+
+def _flashinfer_fails(needs: Needs) -> str | None:
+    """What goes wrong when FlashInfer runs one small pass of this kind, or None."""
+    try:
+        from lockstep.runtime.attention.flashinfer_backend import try_out
+
+        try_out(needs.device, needs.dtype, needs.head_dim, needs.page_size, needs.group, needs.numerics, needs.graphs)
+    except Exception as error:  # a module that lacks, a kernel that was not compiled ahead, a compiler that fails
+        why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
+        return f"a trial with {kind} failed: {why}"
     return None
 
 

@@ -14,6 +14,7 @@ file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lockstep.runtime.kv_pool import KvPool
 WORKSPACE_BYTES = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
 SPLIT_TOKENS = 2048  # positions per piece with `numerics="invariant"` outside of graphs
 PLANS_IN_FLIGHT = 8  # plans made and not yet copied, two per pass at most; one more would wait for the device
+TRIAL_WORKSPACE_BYTES = 32 << 20
 NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
 
 
@@ -172,3 +174,55 @@ class PinnedRing:
         wrapper._pin_memory_int_workspace_buffer = self.buffers[self.turn]
         wrapper.plan(*args, **options)
         self.copied[self.turn].record()
+
+
+def try_out(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    group: int,
+    numerics: Numerics,
+    graphs: bool,
+) -> None:
+    """Load every kernel that a model of this kind needs, and run it once: an extend beside a decode, then decodes.
+
+    Args:
+        group: query heads of the one KV head.
+        graphs: also plan as for a CUDA graph; nothing is captured.
+    Raises: whatever FlashInfer raises; RuntimeError where a result is wrong.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+        pool = KvPool(1, 4, page_size, 1, head_dim, dtype, device)
+        backend = FlashInferAttention(
+            pool, group, numerics=numerics, uses_graphs=graphs, workspace_bytes=TRIAL_WORKSPACE_BYTES
+        )
+        for new, graph in ((2, False), (1, False), *([(1, True)] if graphs else [])):
+            batch = _two_rows(new, page_size, device)
+            ones = torch.ones(batch.tokens, 1, head_dim, dtype=dtype, device=device)
+            backend.plan(batch, graph)
+            out = backend.run(0, ones.expand(-1, group, -1), ones, ones, batch)
+            if not torch.equal(out, torch.ones_like(out)):  # all values are one, and so is every mean of them
+                raise RuntimeError(f"a pass with {new} new tokens in its first row gives wrong results")
+
+
+def _two_rows(new: int, page_size: int, device: torch.device) -> ForwardBatch:
+    """A row with so many new tokens and one with a single one, both from their start on, each on pages of its own."""
+    pages = -(-new // page_size)
+    positions = torch.cat((torch.arange(new, device=device), torch.zeros(1, dtype=torch.int64, device=device)))
+    slots = positions.clone()
+    slots[-1] = pages * page_size
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return ForwardBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=slots,
+        rows=torch.arange(2, **ints),
+        indptr=torch.tensor([0, new, new + 1], **ints),
+        lengths=torch.tensor([new, 1], **ints),
+        page_table=torch.arange(2 * pages, **ints).view(2, pages),
+        logits_at=positions[:0],
+        extend_rows=int(new > 1),
+        starts_host=np.zeros(2, np.int32),
+        lengths_host=np.array([new, 1], np.int32),
+    )
