@@ -89,7 +89,7 @@ def run(section: Section) -> None:
             try:
                 found, _ = answers(section, variant, prompts, counts)
             except ConfigError as refusal:
-                section.skip(variant.name, str(refusal))
+                section.refused(variant.name, refusal)
                 continue
             same = sum(a == b for a, b in zip(found, expected, strict=True))
             worst = max(

@@ -87,10 +87,11 @@ def run(section: Section) -> None:
 
 def attention(section: Section, case: Case) -> None:
     """All modes of one case, as launched and replayed in a graph."""
+    kind = (case.backend, section.device, case.dtype, case.head_dim, case.page_size)
     try:
-        choose(case.backend, section.device, case.dtype, case.head_dim, case.page_size, numerics=case.numerics)
+        choose(*kind, numerics=case.numerics, graphs=section.gpu, group=case.heads // case.kv_heads)
     except ConfigError as refusal:
-        section.skip(case.name, str(refusal))
+        section.refused(case.name, refusal)
         return
     for mode in MODES:
         section.needs(3)

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from lockstep.core.errors import ConfigError
+from lockstep.runtime.attention import WRONG
+
 
 @dataclass(slots=True)
 class Check:
@@ -74,6 +77,13 @@ class Section:
         """Say what was not done."""
         self.skipped[name] = reason.partition("\n")[0]
         self.save()
+
+    def refused(self, name: str, refusal: ConfigError) -> None:
+        """Something cannot run here, which is skipped with the reason; if because it computes nonsense, that failed."""
+        if WRONG in str(refusal):
+            self.check(name, False, str(refusal).partition("\n")[0])
+        else:
+            self.skip(name, str(refusal))
 
     @contextmanager
     def trying(self, name: str) -> Iterator[None]:

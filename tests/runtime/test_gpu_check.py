@@ -110,6 +110,26 @@ def test_what_a_step_raises_is_kept_and_the_next_goes_on(tmp_path: Path) -> None
     assert "| decode | c | off by 3 |" in page
 
 
+def test_a_backend_that_cannot_run_here_is_skipped_and_one_that_errs_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.gpu_check import kernels
+    from lockstep.runtime import attention
+
+    case = kernels.Case("flashinfer", "fast", torch.bfloat16, 16)
+    one = section("kernels", tmp_path)
+    monkeypatch.setitem(
+        attention.OBSTACLE, "flashinfer", lambda needs: "a trial failed: MissingJITCacheError: no module"
+    )
+    kernels.attention(one, case)
+    why = "`attention_backend` flashinfer cannot run here: a trial failed: MissingJITCacheError: no module"
+    assert one.skipped == {case.name: why}
+    assert one.checks == []
+    monkeypatch.setitem(attention.OBSTACLE, "flashinfer", lambda needs: "a trial with bfloat16 gives wrong results")
+    kernels.attention(one, case)
+    assert [(check.name, check.ok) for check in one.checks] == [(case.name, False)]
+
+
 def test_targets_are_said_to_be_met_or_missed(tmp_path: Path) -> None:
     decode = section("decode", tmp_path)
     decode.put("targets", {"64": {"ratio": 1.2, "by": "triton, graphs on", "target": 1.25, "met": True}})

@@ -17,13 +17,14 @@ from lockstep.core.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend, Numerics
 from lockstep.runtime.kv_pool import KvPool
 
-__all__ = ["NAMES", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
+__all__ = ["NAMES", "WRONG", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
 
 NAMES = ("flashinfer", "triton", "reference")  # as `auto` prefers them, with fast numerics
 INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # and with invariant ones
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_VERSION = "0.6.18"  # the wrappers' pinned buffers, and the signatures, are those of this release
 TRITON_HEAD_DIM_MAX = 256
+WRONG = "gives wrong results"  # in the reason of a backend that ran its trial and failed it
 SMALLEST_CAPABILITY = (8, 0)  # Ampere: bf16 on tensor cores, asynchronous copies
 
 log = logging.getLogger("lockstep.runtime")
@@ -169,15 +170,17 @@ def _flashinfer_obstacle(needs: Needs) -> str | None:
 
 def _flashinfer_fails(needs: Needs) -> str | None:
     """What goes wrong when FlashInfer runs one small pass of this kind, or None."""
+    kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
     try:
         from lockstep.runtime.attention.flashinfer_backend import try_out
 
-        try_out(needs.device, needs.dtype, needs.head_dim, needs.page_size, needs.group, needs.numerics, needs.graphs)
+        right = try_out(
+            needs.device, needs.dtype, needs.head_dim, needs.page_size, needs.group, needs.numerics, needs.graphs
+        )
     except Exception as error:  # a module that lacks, a kernel that was not compiled ahead, a compiler that fails
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
         return f"a trial with {kind} failed: {why}"
-    return None
+    return None if right else f"a trial with {kind} {WRONG}"
 
 
 def _triton_obstacle(needs: Needs) -> str | None:

@@ -184,13 +184,14 @@ def try_out(
     group: int,
     numerics: Numerics,
     graphs: bool,
-) -> None:
+) -> bool:
     """Load every kernel that a model of this kind needs, and run it once: an extend beside a decode, then decodes.
 
     Args:
         group: query heads of the one KV head.
         graphs: also plan as for a CUDA graph; nothing is captured.
-    Raises: whatever FlashInfer raises; RuntimeError where a result is wrong.
+    Returns: whether all results are right.
+    Raises: whatever FlashInfer raises.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
         pool = KvPool(1, 4, page_size, 1, head_dim, dtype, device)
@@ -203,7 +204,8 @@ def try_out(
             backend.plan(batch, graph)
             out = backend.run(0, ones.expand(-1, group, -1), ones, ones, batch)
             if not torch.equal(out, torch.ones_like(out)):  # all values are one, and so is every mean of them
-                raise RuntimeError(f"a pass with {new} new tokens in its first row gives wrong results")
+                return False
+    return True
 
 
 def _two_rows(new: int, page_size: int, device: torch.device) -> ForwardBatch:
