@@ -140,6 +140,8 @@ def run_section(name: str, arguments: argparse.Namespace) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         section.skip(name, f"torch {torch.__version__} sees no CUDA device")
         return 0
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     module = importlib.import_module(f"benchmarks.gpu_check.{name}")
     with section.trying(name):
         module.run(section)

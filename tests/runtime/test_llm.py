@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -569,6 +570,29 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
 def memory(**sizes: Any) -> MemoryBudget:
     """So much as the longest request needs."""
     return MemoryBudget(0, 0, 0, 0, 0, sizes["page_bytes"], sizes["pages_least"])
+
+
+def test_an_engine_is_put_together_with_its_device_as_the_current_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several GPUs; kernels would be launched on the first otherwise."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: made.append(device) or nullcontext())
+    with llm_module.current(torch.device("cuda", 1)), llm_module.current(torch.device("cpu")):
+        assert made == [torch.device("cuda", 1)]
+    inside = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        inside.append(device.type)
+        yield
+        inside.append("left")
+
+    right = llm_module.make_executor
+    monkeypatch.setattr(llm_module, "current", current)
+    monkeypatch.setattr(llm_module, "make_executor", lambda *a, **b: inside.append("made") or right(*a, **b))
+    with LLM(folder, device="cpu", random_weights_seed=3, **SMALL):
+        assert inside == ["cpu", "made", "left"]
 
 
 def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -734,6 +734,16 @@ def assemble(
 
     Every pass that is run in here, for its memory or for a graph, is run by all of them: they sum over each other.
     """
+    with current(device):
+        return _assemble(settings, device, clock, ranks)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside of it a device is the current one, which kernels, graphs and libraries go by; nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
     mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
     with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
         model = build_model(
