@@ -28,7 +28,8 @@ def backends(section: Section, model: Decoder | Layer) -> list[str]:
     found = []
     for name in ("flashinfer", "triton"):
         try:
-            choose(name, section.device, model.dtype, model.head_dim, PAGE_SIZE, graphs=True)
+            group = model.heads // model.kv_heads
+            choose(name, section.device, model.dtype, model.head_dim, PAGE_SIZE, graphs=True, group=group)
             decode_us(model, name, 2, 20, PAGE_SIZE)
             extend_us(model, name, 2, 5, 20, PAGE_SIZE)
         except Exception as error:  # a kernel that was not compiled ahead, say
@@ -101,7 +102,7 @@ def planned(
         starts_host=np.full(rows, before, np.int32),
         lengths_host=np.full(rows, stop, np.int32),
     )
-    return make(name, pool, model.heads, scale=model.scale, graphs=True), batch
+    return make(name, pool, model.heads, scale=model.scale, graphs=True, graph_rows=rows), batch
 
 
 def walk(model: Decoder | Layer, backend: AttentionBackend, batch: ForwardBatch, layers: int) -> Callable[[], None]:

@@ -287,8 +287,8 @@ def test_flashinfer_in_graphs_has_a_wrapper_for_each_number_of_rows(flashinfer):
 
 def test_flashinfer_plans_never_share_a_pinned_buffer_that_may_still_be_read(flashinfer):
     made = make_pass([(0, 4), (3, 4)], extend_rows=1)
-    backend = make("flashinfer", made.pool, 4)
-    ahead = flashinfer_backend.PLANS_IN_FLIGHT
+    ahead = 6
+    backend = make("flashinfer", made.pool, 4, plans_in_flight=ahead)
     for _ in range(ahead // 2):
         backend.plan(made.batch)
     used = backend.prefill.pinned_used + backend.decode.pinned_used
@@ -296,6 +296,20 @@ def test_flashinfer_plans_never_share_a_pinned_buffer_that_may_still_be_read(fla
     assert flashinfer.Event.waited == 0
     backend.plan(made.batch)
     assert flashinfer.Event.waited == 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "mib"),
+    [
+        (32, 8, 256, 256),  # what FlashInfer recommends is enough
+        (64, 8, 512, 387),  # 64 heads x (256 + 511) pieces x 16 x 129 x 4 bytes
+        (64, 8, 340, 257),
+        (64, 8, 0, 256),
+        (64, 4, 0, 267),  # 66 pieces of 128 rows fill 132 SMs twice over
+    ],
+)
+def test_flashinfer_gets_the_workspace_that_its_plans_ask_for(heads, kv_heads, rows, mib):
+    assert flashinfer_backend.workspace_needed(heads, kv_heads, 128, rows, 132) == mib << 20
 
 
 @pytest.mark.parametrize(

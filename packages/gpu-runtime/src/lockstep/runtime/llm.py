@@ -798,7 +798,14 @@ def make_executor(
     with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
         pool = make_pool(model, config.pages, config.page_size)
     attention = make(
-        attention_backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=bool(graph_sizes)
+        attention_backend,
+        pool,
+        model.heads,
+        scale=model.scale,
+        numerics=numerics,
+        graphs=bool(graph_sizes),
+        graph_rows=max(graph_sizes, default=0),
+        plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
     )
     enabled = logit_processors or {}
     table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
@@ -912,7 +919,7 @@ def _sized(
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
-            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests
+            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests, max(sizes, default=0)
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
@@ -927,19 +934,33 @@ def _graph_bytes(
     """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
     if not sizes:
         return 0
+    pool = make_pool(model, 1, page_size)
     attention = make(
-        backend, make_pool(model, 1, page_size), model.heads, scale=model.scale, numerics=numerics, graphs=True
+        backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=True, graph_rows=sizes[-1]
     )
     tables = Tables(1, 1, page_size, model.device, context_tokens=context)
     graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
 
 
-def _run_once(model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int) -> None:
-    """One extend of so many tokens over a pool of its own, with logits of so many rows."""
+def _run_once(
+    model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int, graph_rows: int
+) -> None:
+    """One extend of so many tokens over a pool of its own, with logits of so many rows.
+
+    The workspace of the largest graph, `graph_rows`, is there as well.
+    """
     device, pages = model.device, -(-tokens // page_size)
     pool = make_pool(model, pages, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics)
+    attention = make(
+        backend,
+        pool,
+        model.heads,
+        scale=model.scale,
+        numerics=numerics,
+        graphs=bool(graph_rows),
+        graph_rows=graph_rows,
+    )
     positions = torch.arange(tokens, device=device)
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),

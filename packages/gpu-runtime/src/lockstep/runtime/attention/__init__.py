@@ -110,6 +110,8 @@ def make(
     scale: float | None = None,
     numerics: Numerics = "fast",
     graphs: bool = False,
+    graph_rows: int = 0,
+    plans_in_flight: int | None = None,
 ) -> AttentionBackend:
     """Make the backend of that name over a pool.
 
@@ -117,6 +119,8 @@ def make(
         heads: query heads of this rank.
         scale: of the scores before the softmax; head_dim ** -0.5 unless given.
         graphs: whether passes may be planned for CUDA graphs.
+        graph_rows: of the largest of them, where that is known: workspaces are sized for it.
+        plans_in_flight: that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
     if name == "reference":
         from lockstep.runtime.attention.reference import ReferenceAttention
@@ -129,7 +133,8 @@ def make(
     if name == "flashinfer":
         from lockstep.runtime.attention.flashinfer_backend import FlashInferAttention
 
-        return FlashInferAttention(pool, heads, scale, numerics, uses_graphs=graphs)
+        ring = {} if plans_in_flight is None else {"plans_in_flight": plans_in_flight}
+        return FlashInferAttention(pool, heads, scale, numerics, uses_graphs=graphs, graph_rows=graph_rows, **ring)
     raise ConfigError(f"`attention_backend` must be one of {', '.join(NAMES)}, got `{name}`")
 
 

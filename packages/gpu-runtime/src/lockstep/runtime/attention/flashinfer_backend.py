@@ -25,10 +25,11 @@ from torch import Tensor
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.memory import MIB
 
-WORKSPACE_BYTES = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
+WORKSPACE_BYTES_MIN = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
 SPLIT_TOKENS = 2048  # positions per piece with `numerics="invariant"` outside of graphs
-PLANS_IN_FLIGHT = 8  # plans made and not yet copied, two per pass at most; one more would wait for the device
+PLANS_IN_FLIGHT = 4  # plans made and not yet copied, where nobody says how many; one more waits for the device
 TRIAL_WORKSPACE_BYTES = 32 << 20
 NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
 
@@ -46,7 +47,9 @@ class FlashInferAttention:
         scale: float | None = None,
         numerics: Numerics = "fast",
         uses_graphs: bool = True,
-        workspace_bytes: int = WORKSPACE_BYTES,
+        graph_rows: int = 0,
+        plans_in_flight: int = PLANS_IN_FLIGHT,
+        workspace_bytes: int | None = None,
     ) -> None:
         """Args:
         heads: query heads, a multiple of the pool's KV heads.
@@ -55,13 +58,19 @@ class FlashInferAttention:
             of new tokens in a batch asks FlashInfer for the same query tile; Triton has no such condition.
         uses_graphs: decodes may be planned for CUDA graphs. Pieces of a fixed size cannot be captured, so `invariant`
             then does not split at all, in graphs and outside of them alike.
-        workspace_bytes: device memory for partial results.
+        graph_rows: of the largest graph.
+        plans_in_flight: two for each pass that extends, one for each other, of all batches launched at a time.
+        workspace_bytes: device memory for partial results; None: as much as these settings need.
         """
         import flashinfer
 
         self.pool, self.heads = pool, heads
         self.device = pool.keys[0].device
         self.flashinfer = flashinfer
+        if workspace_bytes is None:
+            gpu = self.device.type == "cuda"
+            sms = torch.cuda.get_device_properties(self.device).multi_processor_count if gpu else 1
+            workspace_bytes = workspace_needed(heads, pool.kv_heads, pool.head_dim, graph_rows, sms)
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
         self.tensor_cores = numerics == "invariant" or heads // pool.kv_heads > NO_TENSOR_CORES_GROUP_MAX
         self.options: dict[str, Any] = {
@@ -79,7 +88,7 @@ class FlashInferAttention:
         )
         self.decode_graphs: dict[int, Any] = {}  # by number of rows
         self.active = self.decode
-        self.ring = PinnedRing(self.decode._pin_memory_int_workspace_buffer)
+        self.ring = PinnedRing(self.decode._pin_memory_int_workspace_buffer, plans_in_flight)
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
         """Plan both wrappers for the rows they get.
@@ -155,6 +164,31 @@ class FlashInferAttention:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
 
+def workspace_needed(heads: int, kv_heads: int, head_dim: int, graph_rows: int, sms: int) -> int:
+    """Bytes of partial results that a plan may ask for; by PrefillSplitQOKVIndptr and PrefillPlan of scheduler.cuh.
+
+    Each piece of a split, a tile of query heads and tokens with a part of the positions, leaves [tile, head_dim] values
+    and a sum for each of its rows, in fp32. Without a graph there are no more pieces than fill the device twice over;
+    in a graph as many as there could be tiles if the rows' lengths were others.
+
+    Args:
+        graph_rows: of the largest graph; 0 for none.
+        sms: streaming multiprocessors of the device.
+    """
+    group = heads // kv_heads
+    filling = max(1, 2 * sms // kv_heads)
+
+    def pieces_bytes(pieces: int, tile: int) -> int:
+        return heads * pieces * tile * (head_dim + 1) * 4 + 2 * 16  # both arrays begin at multiples of 16
+
+    needed = pieces_bytes(filling, 128)
+    if graph_rows:
+        tile = 16 if group <= 16 else 64 if group <= 64 else 128
+        tiles = -(-graph_rows * group // tile) + graph_rows - 1
+        needed = max(needed, pieces_bytes(max(filling, tiles), tile))
+    return max(WORKSPACE_BYTES_MIN, -(-needed // MIB) * MIB)
+
+
 class PinnedRing:
     """Pinned buffers for plans on their way to the device.
 
@@ -162,8 +196,8 @@ class PinnedRing:
     Closed by a ring of buffers; a buffer is taken again once the event behind its last copy has happened.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self.buffers = [torch.empty_like(like, pin_memory=like.is_pinned()) for _ in range(PLANS_IN_FLIGHT)]
+    def __init__(self, like: Tensor, count: int) -> None:
+        self.buffers = [torch.empty_like(like, pin_memory=like.is_pinned()) for _ in range(count)]
         self.copied = [torch.cuda.Event() for _ in self.buffers]
         self.turn = 0
 
