@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.report import markdown
-from benchmarks.gpu_check.section import Section, write_json
+from benchmarks.gpu_check.needs import FOR_MORE, ON_A_GPU, PACKAGES, lacking, refusal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUDGET_S = 530.0
@@ -57,11 +56,20 @@ def main() -> int:
     if unknown := [name for name in names if name not in SECTIONS]:
         print(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}", file=sys.stderr)
         return 2
+    if missing := lacking([*PACKAGES, *(ON_A_GPU if arguments.device.startswith("cuda") else ())]):
+        print(refusal(missing), file=sys.stderr)
+        return 2
+    for what, packages in FOR_MORE.items():
+        if absent := [one for one in packages if find_spec(one) is None]:
+            print(f"without {', '.join(absent)}: {what} will be skipped", flush=True)
     return run_all(names, arguments)
 
 
 def run_all(names: list[str], arguments: argparse.Namespace) -> int:
     """Every section, the report rewritten behind each. Returns 1 if a check failed or a section did not end."""
+    from benchmarks.gpu_check.report import markdown
+    from benchmarks.gpu_check.section import write_json
+
     began = time.monotonic()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -133,6 +141,8 @@ def run_section(name: str, arguments: argparse.Namespace) -> int:
     ):  # what was not compiled ahead is skipped, not compiled for minutes
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
     import torch
+
+    from benchmarks.gpu_check.section import Section
 
     device = torch.device(arguments.device)
     section = Section(name, device, arguments.small, arguments.out, Path(arguments.only), limit_s - 3.0)

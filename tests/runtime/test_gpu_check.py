@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -201,6 +202,42 @@ def test_the_command_gathers_sections(tmp_path: Path) -> None:
     assert (tmp_path / "gpu_check.md").read_text().startswith("# GPU check\n")
     done = subprocess.run([*command, "--only", "magic"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, f"no section magic; there are {', '.join(SECTIONS)}\n")
+
+
+def test_what_lacks_is_said_before_anything_runs(tmp_path: Path) -> None:
+    """In one message, with how to carry it; also where a package is there and cannot be loaded."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('msgspec._core is of another Python')")
+    (tmp_path / "tokenizers.py").write_text("import no_such_thing")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--small", "--out", tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[1:3] == [
+        "  msgspec: ImportError: msgspec._core is of another Python",
+        "  tokenizers: ModuleNotFoundError: No module named 'no_such_thing'",
+    ]
+    assert lines[3].endswith("-m pip install 'msgspec>=0.20' 'tokenizers>=0.21'")
+    assert "pip install --target carried --only-binary=:all: --python-version 3." in lines[5]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_packages_that_are_asked_for_are_those_that_are_imported() -> None:
+    """All of the sections, in a Python of their own; what is installed beside them is not counted."""
+    from benchmarks.gpu_check import needs
+
+    code = f"""
+import importlib, sys
+for name in {list(SECTIONS)}:
+    importlib.import_module(f"benchmarks.gpu_check.{{name}}")
+import lockstep.runtime.attention.reference, lockstep.host.text
+files = {{name.partition(".")[0]: getattr(one, "__file__", "") or "" for name, one in sys.modules.items()}}
+print(*(name for name, file in files.items() if "site-packages" in file))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    of_torch = {"torch", "torchgen", "typing_extensions", "triton", "sympy", "mpmath", "networkx", "filelock", "fsspec"}
+    imported = set(done.stdout.split()) - of_torch - {"_distutils_hack", "tqdm"}
+    assert imported <= {*needs.PACKAGES}
 
 
 def test_the_simulator_takes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
