@@ -19,6 +19,7 @@ KINDS = (  # the first whose word is in a kernel's name
     ("sampling", ("_draw", "_pick", "_pivot", "_penalise", "_edit", "_mask")),
 )
 SHOWN = 12
+READY_STEPS = 5  # decodes during which a profiler gets ready
 
 Kernel = tuple[str, float, float]
 """Name, start and length in microseconds."""
@@ -31,6 +32,47 @@ def profile(run: Callable[[], object], trace: Path) -> list[Kernel]:
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(trace))
     return kernels_of(json.loads(trace.read_text()))
+
+
+class DecodeProfile:
+    """A profile of so many decodes in the middle of a run; `launched` is told of each batch.
+
+    The profiler gets ready during the first of them, so that what it takes to begin is not in the trace. To write the
+    trace takes long, in the middle of the run: no other figure of such a run means anything.
+    """
+
+    def __init__(
+        self,
+        trace: Path,
+        steps: int,
+        activity: torch.profiler.ProfilerActivity = torch.profiler.ProfilerActivity.CUDA,
+    ) -> None:
+        self.trace, self.steps = trace, steps
+        self._profiler = torch.profiler.profile(
+            activities=[activity],
+            schedule=torch.profiler.schedule(wait=0, warmup=READY_STEPS, active=steps, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+        )
+        self._decodes = 0
+
+    def launched(self, mode: str) -> None:
+        """A batch of this mode is going to be launched; decodes count from the first on."""
+        if mode != "decode":
+            return
+        self._decodes += 1
+        if self._decodes == 1:
+            self._profiler.start()
+        else:
+            self._profiler.step()
+
+    def kernels(self) -> list[Kernel]:
+        """What ran, once the run is over. Raises RuntimeError where there were too few decodes."""
+        if self._decodes <= READY_STEPS + self.steps:
+            if self._decodes:
+                self._profiler.stop()
+            raise RuntimeError(f"{self._decodes} decodes are too few to profile {self.steps} behind {READY_STEPS}")
+        self._profiler.stop()
+        return kernels_of(json.loads(self.trace.read_text()))
 
 
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
@@ -49,6 +91,8 @@ def summary(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
         by_name[name].append(length)
         busy += max(0.0, start + length - max(start, until))
         until, first = max(until, start + length), min(first, start)
+    if not by_name:
+        raise RuntimeError("the profiler saw nothing on the device")
     span = until - first
     dearest = sorted(by_name, key=lambda name: -sum(by_name[name]))[:SHOWN]
     return {

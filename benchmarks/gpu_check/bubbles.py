@@ -1,4 +1,13 @@
-"""What overlap is worth: how long the GPU has nothing to do between two decodes, and what a step costs the CPU."""
+"""What overlap is worth: how long the GPU has nothing to do between two decodes, and what a step costs the CPU.
+
+Two figures for the same thing, and the target is held against the second:
+
+- `idle_share`, by the lane's events: from the end of a batch to the event in front of the next. That event happens as
+  soon as it is launched, although the CPU may still be packing and launching what is behind it. While the device waits
+  for that, it counts as busy: with overlap 0 this is far below the truth.
+- `profiled`, by the profiler, in a run of its own: the time in which no kernel and no copy ran. Launches are slower
+  under it, so it is rather above the truth.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +19,7 @@ import numpy as np
 
 from benchmarks.gpu_check import shapes
 from benchmarks.gpu_check.attention_times import backends
+from benchmarks.gpu_check.breakdown import READY_STEPS, DecodeProfile, summary
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import Served, serve
@@ -18,6 +28,7 @@ from lockstep.runtime.models import Decoder
 JOURNAL = "run"  # the folder of the run whose journal is kept
 IDLE_SHARE = 0.02  # the target, with overlap
 ROWS = (64, 256)
+PROFILED = 24  # decodes
 
 
 def run(section: Section) -> None:
@@ -39,10 +50,37 @@ def run(section: Section) -> None:
                 whole = served.output_tokens == count * output and not served.failures
                 section.check(f"{name}: all tokens came", whole, f"{served.output_tokens} tokens; {served.failures}")
             release(section)
+        for depth in (1, 0):
+            with section.trying(f"{count} requests, overlap {depth}, by kernels"):
+                section.needs(10 if section.gpu else 0)
+                by_kernels(section, model, backend, count, prompt, depth)
+            release(section)
         targets(section, rows)
     with section.trying("journal"):
         section.needs(8 if section.gpu else 0)
         journal(section, model, backend)
+
+
+def by_kernels(section: Section, model: Decoder, backend: str, count: int, prompt: int, depth: int) -> None:
+    """The idle share of decodes as the profiler sees it, in a run of its own."""
+    name = f"{count} requests, overlap {depth}, by kernels"
+    if not section.gpu:
+        section.skip(name, "a CPU has no kernels")
+        return
+    profile = DecodeProfile(section.part.with_suffix(".trace.json"), PROFILED)
+    tokens = [PROFILED + READY_STEPS + 8] * count
+    prompts = [prompt] * count
+    serve(
+        section,
+        model,
+        backend,
+        prompt_tokens=prompts,
+        output_tokens=tokens,
+        overlap_depth=depth,
+        profile=profile,
+    )
+    found = summary(profile.kernels(), PROFILED)
+    section.put(f"profiled.{count}.overlap {depth}", found)
 
 
 def journal(section: Section, model: Decoder, backend: str) -> None:
@@ -92,8 +130,11 @@ def targets(section: Section, rows: tuple[int, ...]) -> None:
     """Overlap 1 against the target, beside overlap 0 of the same run."""
     found: dict[str, Any] = {}
     for count in rows:
-        runs = section.figures.get("runs", {}).get(str(count), {})
-        shares = {name: run["idle_share"] for name, run in runs.items() if run["idle_share"] is not None}
-        if "overlap 1" in shares:
-            found[str(count)] = {**shares, "target": IDLE_SHARE, "met": shares["overlap 1"] < IDLE_SHARE}
+        for how, source in (("by kernels", "profiled"), ("by events", "runs")):
+            runs = section.figures.get(source, {}).get(str(count), {})
+            shares = {name: run["idle_share"] for name, run in runs.items() if run["idle_share"] is not None}
+            if "overlap 1" in shares:
+                met = shares["overlap 1"] < IDLE_SHARE
+                found[str(count)] = {**shares, "target": IDLE_SHARE, "met": met, "how": how}
+                break
     section.put("targets", found)

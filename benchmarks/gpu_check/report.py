@@ -79,6 +79,7 @@ def _targets(figures: Mapping[str, Found], sections: Found) -> Iterator[str]:
         rows.append((f"decode step at {batch} rows, times the floor", f"<= {one['target']}", said, _met(one["met"])))
     for count, one in figures.get("bubbles", {}).get("targets", {}).items():
         shares = ", ".join(f"{name} {value:.2%}" for name, value in one.items() if name.startswith("overlap"))
+        shares += f", {one['how']}"
         rows.append((f"GPU idle between decodes, {count} requests", f"< {one['target']:.0%}", shares, _met(one["met"])))
     checks = [check for found in sections.values() for check in found.get("checks", [])]
     failed = sum(not check["ok"] for check in checks)
@@ -179,14 +180,17 @@ def _bubbles(bubbles: Found) -> Iterator[str]:
     for count, runs in bubbles["runs"].items():
         for name, run in runs.items():
             share = None if run["idle_share"] is None else f"{run['idle_share']:.2%}"
-            rows.append((int(count), name, share, *(run[column] for column in columns.split()[1:])))
+            true = bubbles.get("profiled", {}).get(count, {}).get(name, {}).get("idle_share")
+            true = None if true is None else f"{true:.2%}"
+            rows.append((int(count), name, true, share, *(run[column] for column in columns.split()[1:])))
             host.append((int(count), name, *run["host_us_per_batch"].values()))
             parts = tuple(run["host_us_per_batch"])
     yield from _table(
         (
             "requests",
             "",
-            "idle",
+            "idle by kernels",
+            "idle by events",
             "gap us",
             "longest gap",
             "decode us",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu_check.breakdown import DecodeProfile
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.shapes import PAGE_SIZE
 from benchmarks.gpu_check.timing import LaneTimes, Meter
@@ -153,11 +154,13 @@ def serve(
     graphs: bool = True,
     journal: Path | None = None,
     journal_model: str = "",
+    profile: DecodeProfile | None = None,
 ) -> Served:
     """Random prompts, all there at the start, through engine and host, to the last token.
 
     Args:
         prompt_tokens, output_tokens: of each request.
+        profile: is told of what is launched; not of what compiles in front.
     """
     requests = len(prompt_tokens)
     tokens = max(prompt_tokens) + max(output_tokens)
@@ -178,11 +181,14 @@ def serve(
     engine = Engine(config)
     modes: list[str] = []
     bubbles = BubbleTimer()
+    measured = False
 
     def observe(event: ObservedEvent, step: Step) -> None:
         bubbles.fold(event, step)
         if (plan := step.launched()) is not None:
             modes.append(plan.mode)
+            if measured and profile is not None:
+                profile.launched(plan.mode)
 
     host_info: dict[str, str | int | float] = {
         "kind": "runtime",
@@ -223,6 +229,7 @@ def serve(
     meter.watch(host, "_fold", "fold, all it does")
     times.forget()
     modes.clear()
+    measured = True
     sinks = ask(prompt_tokens, output_tokens)
     before = time.perf_counter()
     host.run(until_idle=True)

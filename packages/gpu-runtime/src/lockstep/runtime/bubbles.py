@@ -8,6 +8,11 @@ A bubble is time in which the device ran nothing although a request had arrived 
 over the time in which any was open. It is the definition of docs/metrics.md, which the simulator computes over a whole
 run; here it is a fold over events as they come, to be read at any moment. Its times are those of the device that
 BatchFinished carries.
+
+On a GPU it is a lower bound. A batch begins there with an event in front of it, which happens as soon as it is launched
+and all before it is done, while the CPU may still be packing and launching the kernels behind it: time in which the GPU
+waits for that counts as busy. Where launches lie far ahead, the two agree. For how long no kernel ran at all, only a
+profile says (docs/runtime.md, "Profiling"); `gpu-check` states that one.
 """
 
 from __future__ import annotations

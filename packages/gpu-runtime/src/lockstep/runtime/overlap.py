@@ -64,7 +64,8 @@ class Download(Protocol):
         """The results, by name. Raises DeviceLost when they will never come."""
 
     def times_us(self) -> tuple[int, int]:
-        """When the device began the batch and ended it, once `wait` returned."""
+        """When the device could begin the batch, with all before it done and `begin` called, and when it ended it; once
+        `wait` returned. Launches that the device had to wait for lie between the two."""
 
 
 class Lane(Protocol):
