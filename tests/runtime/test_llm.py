@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
+from lockstep.core.config import SchedConfig  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
 from lockstep.core.journal import read_journal  # noqa: E402
@@ -565,6 +566,22 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
     )
     assert result.exception is None
     assert made == [("reference", numerics)] * 2
+
+
+def test_the_largest_pass_is_a_whole_prompt_where_none_is_split() -> None:
+    given = {"context_tokens_max": 128, "max_prefill_tokens": 48, "page_size": 4, "pages": 160}
+    for chunk, tokens in ((16, 16), (64, 48), (1024, 48), (None, 128)):
+        assert llm_module.largest_pass_tokens(SchedConfig(chunked_prefill_size=chunk, **given)) == tokens
+
+
+def test_memory_is_accounted_for_with_pages_given_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("INFO", logger="lockstep.runtime"),
+        LLM(folder, device="cpu", random_weights_seed=3, **SMALL) as llm,
+    ):
+        assert llm.config.pages == llm.memory.pages == SMALL["pages"]
+    table = next(message for message in caplog.messages if message.startswith("memory\n"))
+    assert "\n160 pages of 2.0 KiB" in table
 
 
 def memory(**sizes: Any) -> MemoryBudget:

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.runtime.memory import CPU_KV_BYTES, MIB, Use, explained, fitted, size_pool  # noqa: E402
+from lockstep.runtime.memory import CPU_KV_BYTES, MIB, Use, as_asked, explained, fitted, size_pool  # noqa: E402
 
 CPU = torch.device("cpu")
 USE = Use(taken=16_500 * MIB, others=500 * MIB, weights=16_000 * MIB, activations=1_500 * MIB, graphs=1_000 * MIB)
@@ -41,6 +41,20 @@ def test_a_pool_too_small_for_one_request_is_refused_with_the_numbers() -> None:
     assert fitted(USE, 24_000 * MIB, 0.8, 2 * MIB, 99, "cuda:0").pages == 99
     with pytest.raises(ConfigError, match="leaves 0 KV pages"):
         fitted(USE, 16_000 * MIB, 0.9, 2 * MIB, 1, "cuda:0")
+
+
+def test_pages_that_were_asked_for_are_accounted_for() -> None:
+    budget = as_asked(USE, 100_000 * MIB, 2 * MIB, 1_023, "cuda:0")
+    assert budget.pages == 1_023
+    assert "KV pages             2,048 MiB" in budget.table()
+    assert "left alone          79,000 MiB" in as_asked(USE, 100_000 * MIB, MIB, 999 + 1_000, "cuda:0").table()
+    with pytest.raises(ConfigError) as raised:
+        as_asked(USE, 20_000 * MIB, 2 * MIB, 1_023, "cuda:0")
+    first, *table, hint = str(raised.value).splitlines()
+    assert first == "`pages` 1,023 do not fit on cuda:0: 1,048 MiB are lacking"
+    assert len(table) == 8
+    assert hint == "hint: 499 would; without `pages` as many are made as fit"
+    assert as_asked(USE, 20_000 * MIB, 2 * MIB, 499, "cuda:0").pages == 499
 
 
 def test_running_out_of_memory_is_explained() -> None:

@@ -909,10 +909,7 @@ def _sized(
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
     choice, sizes = pick(without_pages)
-    if "pages" in given:
-        budget = MemoryBudget(0, 0, model.weight_bytes, 0, 0, page_bytes, without_pages.pages)
-        return without_pages, budget, choice, sizes
-    chunk = min(without_pages.chunked_prefill_size or context, without_pages.max_prefill_tokens, context)
+    chunk = largest_pass_tokens(without_pages)
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes,
@@ -923,9 +920,16 @@ def _sized(
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
+        pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
     return SchedConfig(**{**given, "pages": budget.pages}), budget, choice, sizes
+
+
+def largest_pass_tokens(config: SchedConfig) -> int:
+    """New tokens of one prompt in the largest pass. Without chunks the first runs whole, whatever a pass may take."""
+    context, chunk = config.context_tokens_max, config.chunked_prefill_size
+    return context if chunk is None else min(chunk, config.max_prefill_tokens, context)
 
 
 def _graph_bytes(

@@ -88,20 +88,23 @@ def size_pool(
     largest_pass: Callable[[], object],
     graphs: Callable[[], int],
     pages_least: int,
+    pages: int | None = None,
 ) -> MemoryBudget:
-    """How many pages fit.
+    """How many pages fit, and what takes the rest.
 
     Args:
         mem_fraction: of the device's memory that may be taken in all, other processes included.
         largest_pass: runs one, so that its peak can be seen; called on CUDA devices only, like the next.
         graphs: bytes that CUDA graphs are going to take.
         pages_least: what one request of the longest kind needs.
-    Raises: ConfigError with the numbers if not even that fits.
+        pages: so many were asked for; the rest is accounted for all the same.
+    Raises: ConfigError with the numbers if not even `pages_least` fit, or not the `pages` asked for.
     """
     if not 0.0 < mem_fraction <= 1.0:
         raise ConfigError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`\nhint: 0.9 is usual")
     if device.type != "cuda":
-        return MemoryBudget(0, 0, weight_bytes, 0, 0, page_bytes, max(pages_least, CPU_KV_BYTES // page_bytes - 1))
+        here = max(pages_least, CPU_KV_BYTES // page_bytes - 1) if pages is None else pages
+        return MemoryBudget(0, 0, weight_bytes, 0, 0, page_bytes, here)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -114,6 +117,8 @@ def size_pool(
     _, total = torch.cuda.mem_get_info(device)
     others = taken - torch.cuda.memory_reserved(device)
     use = Use(taken, others, weight_bytes, activations, graph_bytes)
+    if pages is not None:
+        return as_asked(use, int(total), page_bytes, pages, str(device))
     return fitted(use, int(total), mem_fraction, page_bytes, pages_least, str(device))
 
 
@@ -143,5 +148,20 @@ def fitted(use: Use, total: int, mem_fraction: float, page_bytes: int, pages_lea
             f"{pages_least:,}: {lacking / MIB:,.0f} MiB are lacking\n{budget.table()}\n"
             "hint: a larger mem_fraction, a shorter context_tokens_max, fewer graphs (cuda_graph_max_batch), or a "
             "smaller model"
+        )
+    return budget
+
+
+def as_asked(use: Use, total: int, page_bytes: int, pages: int, device: str) -> MemoryBudget:
+    """So many pages as were asked for, of all of the device's `total` bytes.
+
+    Raises: ConfigError with the numbers if they do not fit.
+    """
+    budget = MemoryBudget(total, use.others, use.weights, use.activations, use.graphs, page_bytes, pages)
+    room = total - use.taken - use.activations - use.graphs
+    if budget.kv > room:
+        raise ConfigError(
+            f"`pages` {pages:,} do not fit on {device}: {(budget.kv - room) / MIB:,.0f} MiB are lacking\n"
+            f"{budget.table()}\nhint: {max(room // page_bytes - 1, 0):,} would; without `pages` as many are made as fit"
         )
     return budget
