@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lockstep.runtime.models.grouped import grouped_linear, grouped_linear_reference  # noqa: E402
+from lockstep.runtime.models.grouped import grouped_linear, grouped_linear_reference, has_torch_kernel  # noqa: E402
 
 CASES = [  # rows of each group, inputs, outputs
     ([3, 0, 2, 4], 16, 24),
@@ -103,6 +103,18 @@ for dtype in ("bf16", "fp16", "fp32"):
         assert len(compiled.asm["cubin"]) > 1000
         assert compiled.metadata.shared <= 99 * 1024, (dtype, block_m, compiled.metadata.shared)
 """
+
+
+@pytest.mark.parametrize(
+    ("capability", "torchs"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_torch_multiplies_where_its_kernel_is_compiled_for(
+    capability: tuple[int, int], torchs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Capabilities do not order what kernels run on: those of 9.0 and 10.0 do not run on 12.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rows, weights = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(2, 24, 16, dtype=torch.bfloat16)
+    assert has_torch_kernel(rows, weights) is torchs
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -4,8 +4,8 @@
     ends         3 3 5 9                        int32, on the device: the CPU never looks at them
     weights    [groups, outputs, inputs]
 
-On a GPU bfloat16 goes to torch's grouped product, which from Hopper on is one kernel of CUTLASS. For other dtypes and
-older GPUs torch would copy the ends to the CPU and wait; there our own kernel runs, `grouped_kernel.py`.
+On Hopper and B200 bfloat16 goes to torch's grouped product, which is one kernel of CUTLASS there. For other dtypes and
+GPUs torch would copy the ends to the CPU and wait; there our own kernel runs, `grouped_kernel.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
+TORCH_CAPABILITIES = ((9, 0), (10, 0))  # Hopper and B200, for which it is compiled; not the RTX cards of 12.0
 ALIGNED = 16  # bytes that torch's kernel wants rows of both operands to begin at
 
 
@@ -48,4 +49,5 @@ def grouped_linear_reference(rows: Tensor, weights: Tensor, ends: Tensor) -> Ten
 def has_torch_kernel(rows: Tensor, weights: Tensor) -> bool:
     """Whether torch multiplies these on the device alone."""
     aligned = all(size * rows.element_size() % ALIGNED == 0 for size in weights.shape[1:])
-    return rows.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    here = torch.cuda.get_device_capability(rows.device)
+    return rows.dtype == torch.bfloat16 and aligned and here in TORCH_CAPABILITIES
