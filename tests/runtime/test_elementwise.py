@@ -120,7 +120,7 @@ def test_our_kernels_under_the_interpreter() -> None:
     run_in_a_process("this.try_all('cpu')", TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     run_in_a_process(f"this.compile_all({capability})", TRITON_INTERPRET="0")
 
