@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
+from lockstep.core.commands import BatchPlan  # noqa: E402
 from lockstep.core.config import SchedConfig  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
@@ -34,7 +35,7 @@ from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.llm import make_executor  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
-from lockstep.runtime.models import Decoder  # noqa: E402
+from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support import guide  # noqa: E402
 
@@ -610,6 +611,47 @@ def test_an_engine_is_put_together_with_its_device_as_the_current_one(
     monkeypatch.setattr(llm_module, "make_executor", lambda *a, **b: inside.append("made") or right(*a, **b))
     with LLM(folder, device="cpu", random_weights_seed=3, **SMALL):
         assert inside == ["cpu", "made", "left"]
+
+
+def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory goes back to the stream that it was made on: another one may give it out while this one still reads."""
+
+    class Watched(CpuLane):
+        inside = False
+
+        @contextmanager
+        def stream(self) -> Iterator[None]:
+            outside, self.inside = self.inside, True
+            yield
+            self.inside = outside
+
+    clock = HostClock()
+    lane, found = Watched(clock), {}
+    for name in ("make_pool", "make", "SamplingTable", "Tables", "Canary", "DecodeGraphs"):
+        right = getattr(llm_module, name)
+
+        def watched(*args: Any, name: str = name, right: Any = right, **options: Any) -> Any:
+            found[name] = lane.inside
+            return right(*args, **options)
+
+        monkeypatch.setattr(llm_module, name, watched)
+    model = build_model(folder, None, torch.device("cpu"), random_weights_seed=3)
+    config = SchedConfig(page_size=4, pages=40, context_tokens_max=64)
+    executor = make_executor(model, config, clock, debug=True, lane=lane, graph_sizes=(1, 2))
+    assert set(found.values()) == {True}
+    assert len(found) == 6
+    assert not lane.inside
+    spoiled: list[bool] = []
+    assert executor.canary is not None
+    monkeypatch.setattr(executor.canary, "spoil", lambda slots: spoiled.append(lane.inside))
+    monkeypatch.setattr(executor, "_compute", lambda launched: 1 / 0)
+    none = {name: np.zeros(0, np.int32) for name in ("rows", "starts", "stops", "sample_rows")}
+    plan = BatchPlan(batch_id=0, mode="extend", request_ids=np.zeros(0, np.int64), **none)
+    executor.launch(plan)
+    assert executor.collect().error == "ZeroDivisionError: division by zero"
+    assert spoiled == [True]
 
 
 def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

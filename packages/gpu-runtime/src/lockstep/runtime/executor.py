@@ -254,7 +254,8 @@ class Executor:
                     raise DeviceLost(f"batch {launched.plan.batch_id} failed: {launched.error}") from error
                 launched.logits, launched.wanted = None, {}
                 if self.canary is not None:
-                    self.canary.spoil([tensors.slots for tensors in launched.laid])
+                    with self.lane.stream():
+                        self.canary.spoil([tensors.slots for tensors in launched.laid])
 
     def _compute(self, launched: _Launched) -> None:
         """Fold a plan and run its first pass, up to the logits."""

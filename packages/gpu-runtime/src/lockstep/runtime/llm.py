@@ -795,49 +795,53 @@ def make_executor(
         graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
     """
     device = model.device
-    with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
-        pool = make_pool(model, config.pages, config.page_size)
-    attention = make(
-        attention_backend,
-        pool,
-        model.heads,
-        scale=model.scale,
-        numerics=numerics,
-        graphs=bool(graph_sizes),
-        graph_rows=max(graph_sizes, default=0),
-        plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
-    )
-    enabled = logit_processors or {}
-    table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
-    context = config.context_tokens_max if graph_sizes else None
-    tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
-    canary = None
-    if debug:
-        canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
     gpu = device.type == "cuda"
     if lane is None:
         lane = CudaLane(device, clock) if gpu else CpuLane(clock)
-    graphs = None
-    if graph_sizes:
-        graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
-        graphs.prepare(lane)
-        log.info(
-            "%d graphs for decodes of up to %d rows, %.0f MiB", len(graph_sizes), graph_sizes[-1], graphs.bytes / MIB
+    with lane.stream():  # memory belongs to the stream that it was made on, and goes back to it
+        with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
+            pool = make_pool(model, config.pages, config.page_size)
+        attention = make(
+            attention_backend,
+            pool,
+            model.heads,
+            scale=model.scale,
+            numerics=numerics,
+            graphs=bool(graph_sizes),
+            graph_rows=max(graph_sizes, default=0),
+            plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
-    sampler = TableSampler(table, Sampler(table, processors=enabled))
-    split = model.parallel.ranks > 1
-    return Executor(
-        model,
-        attention,
-        sampler,
-        tables,
-        lane,
-        matchers=matchers,
-        canary=canary,
-        graphs=graphs,
-        pooling=pooling,
-        split=split,
-    )
+        enabled = logit_processors or {}
+        table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
+        context = config.context_tokens_max if graph_sizes else None
+        tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
+        canary = None
+        if debug:
+            canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
+        graphs = None
+        if graph_sizes:
+            graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
+            graphs.prepare(lane)
+            log.info(
+                "%d graphs for decodes of up to %d rows, %.0f MiB",
+                len(graph_sizes),
+                graph_sizes[-1],
+                graphs.bytes / MIB,
+            )
+        sampler = TableSampler(table, Sampler(table, processors=enabled))
+        split = model.parallel.ranks > 1
+        return Executor(
+            model,
+            attention,
+            sampler,
+            tables,
+            lane,
+            matchers=matchers,
+            canary=canary,
+            graphs=graphs,
+            pooling=pooling,
+            split=split,
+        )
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
