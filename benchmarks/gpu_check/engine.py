@@ -8,7 +8,7 @@ must be the same or tie; in half precision their regret must be small.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,12 @@ from lockstep.runtime.ranks import LeadExecutor
 
 REGRET = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # of logits, whose spread is about 10
 SCHED: dict[str, Any] = {"max_running_requests": 16, "chunked_prefill_size": 256, "pages": 1024}
+SAMPLED = (
+    Params(temperature=0.8, seed=1, ignore_eos=True),
+    Params(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2, logprobs=2, ignore_eos=True),
+    Params(temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias={3: 0.5}, seed=3),
+    Params(min_new_tokens=4, stop_token_ids=(5,), prompt_logprobs=True),
+)
 BEGINNINGS = (
     "Returns the number of",
     "This function",
@@ -46,6 +52,7 @@ class Variant:
     name: str
     dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
+    watched: bool = False  # a launch that waits for the device is an error
 
 
 def variants(section: Section) -> Iterator[Variant]:
@@ -54,6 +61,7 @@ def variants(section: Section) -> Iterator[Variant]:
         for depth, graphs in ((0, "off"), (1, "eager"), (2, "eager")):
             options = {"attention_backend": "reference", "cuda_graphs": graphs, "overlap_depth": depth}
             yield Variant(f"reference, graphs {graphs}, overlap {depth}", options=options)
+        yield Variant("reference, no launch may wait", options={"attention_backend": "reference"}, watched=True)
         return
     for graphs in ("on", "off"):
         for depth in (1, 0, 2):
@@ -63,6 +71,9 @@ def variants(section: Section) -> Iterator[Variant]:
         for graphs in ("on", "off"):
             options = {"attention_backend": backend, "cuda_graphs": graphs}
             yield Variant(f"{backend} bfloat16, graphs {graphs}, overlap 1", "bfloat16", options)
+    for backend in ("triton", "flashinfer"):
+        options = {"attention_backend": backend, "cuda_graphs": "on"}
+        yield Variant(f"{backend} bfloat16, no launch may wait", "bfloat16", options, watched=True)
     stirred: dict[str, Any] = {"retract_every": 5, "batching": "mixed", "overlap_depth": 2, "debug": True}
     yield Variant(
         "triton float32, mixed, retractions, every KV slot verified", options={**stirred, "attention_backend": "triton"}
@@ -86,6 +97,9 @@ def run(section: Section) -> None:
     for variant in variants(section):
         with section.trying(variant.name):
             section.needs(5)
+            if variant.watched and not section.gpu:
+                section.skip(variant.name, "to wait for a CPU is not to wait")
+                continue
             try:
                 found, _ = answers(section, variant, prompts, counts)
             except ConfigError as refusal:
@@ -126,12 +140,23 @@ def answers(
     journal = section.part.with_suffix("") / variant.name.replace(" ", "-").replace(",", "")
     options = {**SCHED, **variant.options}
     with LLM(device=str(section.device), dtype=variant.dtype, journal=journal, **options) as llm:
+        if variant.watched:
+            found = a_wait_is_found(section.device)
+            section.check(f"waits are found: {variant.name}", found, "by torch's sync debug mode")
+            forbid_waits(llm.host.executor)
         params = [Params(max_new_tokens=count, ignore_eos=True) for count in counts]
         told = llm.generate(list(prompts), params)
+        if variant.watched:  # sampling has launches of its own
+            others = [replace(SAMPLED[n % len(SAMPLED)], max_new_tokens=8) for n in range(len(prompts))]
+            told += llm.generate(list(prompts), others)
         model, executor = llm.model, llm.host.executor
         if isinstance(executor, LeadExecutor):
             executor = executor.executor
         graphs = executor.graphs if isinstance(executor, Executor) else None
+    if variant.watched:
+        told, sampled = told[: len(prompts)], told[len(prompts) :]
+        failed = sorted({one.error for one in sampled if one.error})
+        section.check(f"sampled: {variant.name}", not failed, "; ".join(failed) or f"{len(sampled)} answers")
     if ended := sorted({f"{one.finish_reason} {one.error}" for one in told if one.finish_reason != "length"}):
         raise RuntimeError(f"requests ended with: {'; '.join(ended)}")
     replayed = replay(journal)
@@ -147,6 +172,37 @@ def answers(
             f"{graphs.replays if graphs else 0} replays",
         )
     return [one.token_ids for one in told], model
+
+
+def forbid_waits(executor: Any) -> None:
+    """From now on a launch of this executor fails where it waits for the device; to collect may wait.
+
+    torch knows of its own waits only: copies from pageable memory and to the CPU, sizes that lie on the device.
+    """
+    for name in ("launch", "sample"):
+        inner = getattr(executor, name)
+
+        def launching(*given: Any, inner: Any = inner, **options: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return inner(*given, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        setattr(executor, name, launching)
+
+
+def a_wait_is_found(device: torch.device) -> bool:
+    """Whether this torch raises where the CPU waits for the device."""
+    one = torch.ones(1, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one.item()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def regret(model: Decoder, prompt: list[int], said: list[int]) -> float:

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from benchmarks.gpu_check import attention_times, breakdown, shapes, tables  # noqa: E402
-from benchmarks.gpu_check.__main__ import ROOT, SECTIONS, in_process, verdict  # noqa: E402
+from benchmarks.gpu_check.__main__ import BUDGET_S, IF_ASKED, ROOT, SECTIONS, in_process, share_s, verdict  # noqa: E402
 from benchmarks.gpu_check.report import markdown  # noqa: E402
 from benchmarks.gpu_check.section import Section, write_json  # noqa: E402
 
@@ -89,6 +89,47 @@ def test_a_section_that_is_stopped_keeps_what_it_found(tmp_path: Path) -> None:
     assert verdict(found).startswith("FAILED: stopped after 0 s")
     found = in_process("no_such_section", 60.0, tmp_path / "other.json", arguments)
     assert "ModuleNotFoundError" in (found.get("log", "") + str(found.get("failures")))
+
+
+def test_every_section_gets_a_fair_share_of_the_time() -> None:
+    """Even if each takes all it may; the first, which are worth most, get their most."""
+    names = [name for name in SECTIONS if name not in IF_ASKED]
+    left_s, shares = BUDGET_S, {}
+    for number, name in enumerate(names):
+        shares[name] = share_s(name, names[number + 1 :], left_s)
+        left_s -= shares[name]
+    assert left_s == pytest.approx(0.0, abs=1e-6)
+    assert [shares[name] for name in names[:2]] == [SECTIONS[name] for name in names[:2]]
+    assert all(shares[name] >= SECTIONS[name] / 2 - 1e-6 for name in names)
+    assert share_s("kernels", [], 500.0) == SECTIONS["kernels"]
+    assert share_s("kernels", ["engine"], 24.0) == pytest.approx(13.0)
+
+
+def test_no_launch_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode is on during launches and samples, off elsewhere and behind one that failed."""
+    from benchmarks.gpu_check.engine import forbid_waits
+
+    modes: list[str] = []
+
+    class Device:
+        def launch(self, plan: int, *, deferred: bool = False) -> str:
+            modes.append(f"launched {plan} {deferred}")
+            return "done"
+
+        def sample(self) -> None:
+            raise ZeroDivisionError
+
+        def collect(self) -> None:
+            modes.append("collected")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    device = Device()
+    forbid_waits(device)
+    assert device.launch(7, deferred=True) == "done"
+    device.collect()
+    with pytest.raises(ZeroDivisionError):
+        device.sample()
+    assert modes == ["error", "launched 7 True", "default", "collected", "error", "default"]
 
 
 def test_what_a_step_raises_is_kept_and_the_next_goes_on(tmp_path: Path) -> None:
