@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,10 +175,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """`lockstep generate --tp 2`, twice, and HELD, waiting for their input while the other tests run."""
-    about = folder / "lockstep_planted-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-planted\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[lockstep.commands]\ngenerate = lockstep.runtime.generate:generate\n")
+    if not entry_points(group="lockstep.commands", name="generate"):  # the runtime is on the path, but not installed
+        about = folder / "lockstep_planted-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-planted\nVersion: 0\n")
+        (about / "entry_points.txt").write_text("[lockstep.commands]\ngenerate = lockstep.runtime.generate:generate\n")
     run = "from lockstep.core.command import main; raise SystemExit(main())"
     started = [
         subprocess.Popen(
