@@ -3,7 +3,7 @@
 
     python3 dev.py demo               how many requests a second one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
-    python3 dev.py test ARGS          pytest
+    python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
     python3 dev.py golden ARGS        record golden journals that are missing, or by name again
@@ -80,7 +80,7 @@ def lockstep(args):
 
 
 def test(args):
-    return call(PYTHON, "-m", "pytest", *args)
+    return call(PYTHON, "-m", "pytest", "--numprocesses=auto", "--dist=loadfile", *args)
 
 
 def check(args):
