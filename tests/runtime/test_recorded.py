@@ -157,6 +157,18 @@ def test_the_executor_is_told_what_it_was_told_when_the_journal_was_written(tmp_
     assert any(len(context.tokens) > context.prompt_tokens for context in contexts)
 
 
+def test_a_journal_that_breaks_off_leaves_nothing_on_the_device(tmp_path: Path) -> None:
+    config = simulated(tmp_path, overlap_depth=2)
+    whole = len(list(run_recorded(tmp_path, make_executor(config, CpuLane(HostClock())), VOCABULARY)))
+    (log,) = (tmp_path / "journal").glob("*.log")
+    log.write_bytes(log.read_bytes()[: log.stat().st_size // 2])
+    executor = make_executor(config, CpuLane(HostClock()))
+    batches = list(run_recorded(tmp_path, executor, VOCABULARY))
+    assert 3 < len(batches) < whole
+    assert len(batches) < executor.forwards
+    assert not executor.in_flight
+
+
 def test_a_batch_that_fails_here_is_named(tmp_path: Path) -> None:
     config = simulated(tmp_path)
     executor = make_executor(config, CpuLane(HostClock()), canary=False)

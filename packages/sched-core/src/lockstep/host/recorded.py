@@ -99,6 +99,7 @@ def run_recorded(
                     answered(answer)
                 case RequestRejected(_, request_id):
                     run.drop(request_id)
+    run.forget()  # what a journal that breaks off has no results of
 
 
 class _Recorded:
