@@ -22,9 +22,9 @@ from lockstep.core.engine import Engine
 from lockstep.core.events import ObservedEvent, RequestArrived, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.runtime.assembly import make_executor
 from lockstep.runtime.bubbles import BubbleTimer
 from lockstep.runtime.graphs import graph_sizes
-from lockstep.runtime.llm import make_executor
 from lockstep.runtime.models import Decoder
 
 

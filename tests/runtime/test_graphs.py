@@ -24,6 +24,7 @@ from lockstep.core.events import RequestRetracted  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.assembly import make_executor, make_pool  # noqa: E402
 from lockstep.runtime.attention import make  # noqa: E402
 from lockstep.runtime.graphs import (  # noqa: E402
     DecodeGraphs,
@@ -33,7 +34,6 @@ from lockstep.runtime.graphs import (  # noqa: E402
     expected_bytes,
     graph_sizes,
 )
-from lockstep.runtime.llm import make_executor, make_pool  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.tables import Pass, Tables  # noqa: E402

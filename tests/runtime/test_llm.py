@@ -28,12 +28,18 @@ from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.text import StopTexts, Text  # noqa: E402
-from lockstep.runtime import LLM, Answer, Params, attention, executor  # noqa: E402
-from lockstep.runtime import llm as llm_module  # noqa: E402
+from lockstep.runtime import (  # noqa: E402
+    LLM,
+    Answer,
+    Params,
+    assembly,
+    attention,
+    executor,
+)
+from lockstep.runtime.assembly import make_executor  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
-from lockstep.runtime.llm import make_executor  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
@@ -559,8 +565,8 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
         made.append((name, kwargs["numerics"]))
         return attention.make(name, *args, **kwargs)
 
-    monkeypatch.setattr(llm_module, "make", recording)
-    monkeypatch.setattr(llm_module, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
+    monkeypatch.setattr(assembly, "make", recording)
+    monkeypatch.setattr(assembly, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
     options = ["--prompt", "the quick", "--max-new-tokens", "2", "--model", str(folder), "--random-weights", "3"]
     result = CliRunner().invoke(
         generate, [*options, "--numerics", numerics, "--attention-backend", "reference"], standalone_mode=False
@@ -572,7 +578,7 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
 def test_the_largest_pass_is_a_whole_prompt_where_none_is_split() -> None:
     given = {"context_tokens_max": 128, "max_prefill_tokens": 48, "page_size": 4, "pages": 160}
     for chunk, tokens in ((16, 16), (64, 48), (1024, 48), (None, 128)):
-        assert llm_module.largest_pass_tokens(SchedConfig(chunked_prefill_size=chunk, **given)) == tokens
+        assert assembly.largest_pass_tokens(SchedConfig(chunked_prefill_size=chunk, **given)) == tokens
 
 
 def test_memory_is_accounted_for_with_pages_given_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -596,7 +602,7 @@ def test_an_engine_is_put_together_with_its_device_as_the_current_one(
     """Of several GPUs; kernels would be launched on the first otherwise."""
     made: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: made.append(device) or nullcontext())
-    with llm_module.current(torch.device("cuda", 1)), llm_module.current(torch.device("cpu")):
+    with assembly.current(torch.device("cuda", 1)), assembly.current(torch.device("cpu")):
         assert made == [torch.device("cuda", 1)]
     inside = []
 
@@ -606,9 +612,9 @@ def test_an_engine_is_put_together_with_its_device_as_the_current_one(
         yield
         inside.append("left")
 
-    right = llm_module.make_executor
-    monkeypatch.setattr(llm_module, "current", current)
-    monkeypatch.setattr(llm_module, "make_executor", lambda *a, **b: inside.append("made") or right(*a, **b))
+    right = assembly.make_executor
+    monkeypatch.setattr(assembly, "current", current)
+    monkeypatch.setattr(assembly, "make_executor", lambda *a, **b: inside.append("made") or right(*a, **b))
     with LLM(folder, device="cpu", random_weights_seed=3, **SMALL):
         assert inside == ["cpu", "made", "left"]
 
@@ -630,13 +636,13 @@ def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
     clock = HostClock()
     lane, found = Watched(clock), {}
     for name in ("make_pool", "make", "SamplingTable", "Tables", "Canary", "DecodeGraphs"):
-        right = getattr(llm_module, name)
+        right = getattr(assembly, name)
 
         def watched(*args: Any, name: str = name, right: Any = right, **options: Any) -> Any:
             found[name] = lane.inside
             return right(*args, **options)
 
-        monkeypatch.setattr(llm_module, name, watched)
+        monkeypatch.setattr(assembly, name, watched)
     model = build_model(folder, None, torch.device("cpu"), random_weights_seed=3)
     config = SchedConfig(page_size=4, pages=40, context_tokens_max=64)
     executor = make_executor(model, config, clock, debug=True, lane=lane, graph_sizes=(1, 2))
@@ -881,7 +887,7 @@ def test_an_answer_that_failed_says_so(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_journal_that_is_there_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     assert run(folder, "--prompt", "the dog", "--max-new-tokens", "1", "--journal", str(tmp_path)).return_value == 0
-    monkeypatch.setattr(llm_module, "build_model", lambda *_, **__: pytest.fail("a model is loaded in vain"))
+    monkeypatch.setattr(assembly, "build_model", lambda *_, **__: pytest.fail("a model is loaded in vain"))
     result = run(folder, "--prompt", "the dog", "--journal", str(tmp_path))
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == f"`journal`: {tmp_path} already holds a journal\nhint: choose another run folder"
@@ -897,7 +903,7 @@ def test_a_journal_that_cannot_be_written_is_said_in_one_line(folder: Path, tmp_
 
 
 def test_the_input_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "build_model", lambda *_, **__: pytest.fail("a model is loaded in vain"))
+    monkeypatch.setattr(assembly, "build_model", lambda *_, **__: pytest.fail("a model is loaded in vain"))
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "the dog"}\n')
     same, nowhere, a_folder = (

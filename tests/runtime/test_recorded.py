@@ -23,7 +23,7 @@ from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
 from lockstep.core.replay import fold  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
-from lockstep.runtime import llm as llm_module  # noqa: E402
+from lockstep.runtime import assembly  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
@@ -195,7 +195,7 @@ def test_plans_of_a_simulator_run_on_a_model(tmp_path: Path) -> None:
     model = build_model(tmp_path, torch.float32, random_weights_seed=3)
     config = simulated(tmp_path / "run", CHAT.replace("n=18", "n=8"), overlap_depth=1, retract_every=6)
     assert all(reached(tmp_path / "run"))
-    executor = llm_module.make_executor(model, config, HostClock(), debug=True)
+    executor = assembly.make_executor(model, config, HostClock(), debug=True)
     answers: list[RecordedAnswer] = []
     assert not any(result.error for _, result in run_recorded(tmp_path / "run", executor, 300, answers.append))
     assert len(answers) == 8

@@ -19,24 +19,22 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
 from hashlib import blake2b
 from numbers import Integral
 from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Annotated, Any, Protocol, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
-from lockstep.core.commands import FinishRequest, RejectRequest, RowTaken
+from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, LockstepError
@@ -45,47 +43,29 @@ from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import stop_tokens_of
-from lockstep.host.batches import Float32s, Int32s, RowContext
+from lockstep.host.batches import Float32s
 from lockstep.host.errors import EngineStopped
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.runtime import watchdog
-from lockstep.runtime.attention import Choice, choose, make
+from lockstep.runtime.assembly import assemble
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
-from lockstep.runtime.canary import Canary
-from lockstep.runtime.executor import Executor, Matchers
-from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
-    ROWS_MAX,
-    CudaGraphs,
-    DecodeGraphs,
-    EagerGraphs,
     GraphMode,
     check_graph_mode,
-    expected_bytes,
-    graph_sizes,
 )
-from lockstep.runtime.kv_pool import KvPool
-from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
-from lockstep.runtime.models import Decoder, Parallel, build_model, read_settings
-from lockstep.runtime.models.settings import DTYPES
-from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
-from lockstep.runtime.pooling import Pooling, PoolingMode, choose_pooling
+from lockstep.runtime.models import read_settings
+from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
-    LogitProcessor,
-    Sampled,
-    Sampler,
-    SamplingTable,
     check_allowed,
     check_sampling,
     processors,
 )
 from lockstep.runtime.sampling.processors import Arguments
-from lockstep.runtime.tables import Tables
 from lockstep.runtime.warmup import warm_up as run_warm_up
 
 log = logging.getLogger("lockstep.runtime")
@@ -173,31 +153,6 @@ class Piece:
     text: str
     token_ids: list[int]
     answer: Answer | None = None  # the whole of it, with the last piece
-
-
-class TableSampler:
-    """`sampling` behind the executor's protocol."""
-
-    def __init__(self, table: SamplingTable, sampler: Sampler) -> None:
-        self.table, self.sampler = table, sampler
-
-    def take_row(self, taken: RowTaken, context: RowContext) -> None:
-        """Settings, and what penalties start with."""
-        self.table.take_row(
-            taken.row,
-            taken.sampling,
-            context.tokens[: context.prompt_tokens],
-            context.tokens[context.prompt_tokens :],
-            min_new_tokens=context.min_new_tokens,
-            stop_token_ids=context.stop_token_ids,
-            logprobs=taken.logprobs,
-        )
-
-    def sample(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
-    ) -> Sampled:
-        """Draw."""
-        return self.sampler.sample(logits, rows, positions, rows_host, allowed)
 
 
 class LLM:
@@ -715,296 +670,11 @@ class Asked:
         return "" if self._watch is None else self._watch.decoded[: self._watch.stopped_at()]
 
 
-# ----------------------------------------------------------------------------------------------------- putting together
-
-
-class OtherRanks(Protocol):
-    """What a rank must know of the others to be put together; of rank 0, `ranks.RankGroup`."""
-
-    @property
-    def matchers(self) -> Matchers | None:
-        """What its executor is made with; None on rank 0, which has its own or none."""
-
-    def parallel(self) -> Parallel:
-        """This rank's part."""
-
-    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
-        """The settings that hold on all ranks, given those that this one found; `chosen` must be the same on all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """A rank, or all of an engine, up to its executor."""
-
-    model: Decoder
-    config: SchedConfig
-    memory: MemoryBudget
-    attention_backend: str
-    logit_processors: dict[str, LogitProcessor]
-    executor: Executor
-
-
-def assemble(
-    settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None = None
-) -> Assembled:
-    """Load the model, see what fits, and make the executor. All ranks of a group do this at the same time.
-
-    Every pass that is run in here, for its memory or for a graph, is run by all of them: they sum over each other.
-    """
-    with current(device):
-        return _assemble(settings, device, clock, ranks)
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside of it a device is the current one, which kernels, graphs and libraries go by; nothing for the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None) -> Assembled:
-    mode, graph_rows_max = settings.cuda_graphs, settings.cuda_graph_max_batch
-    with explained("the weights", device, "a smaller model, a narrower dtype, or a GPU with less on it"):
-        model = build_model(
-            Path(settings.model),
-            _dtype(settings.dtype, device),
-            device,
-            random_weights_seed=settings.random_weights_seed,
-            parallel=None if ranks is None else ranks.parallel(),
-        )
-    pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
-    sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
-    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched)
-    if ranks is not None:
-        config = ranks.agree(config, f"{choice.name} with {len(sizes)} graphs")
-        memory = replace(memory, pages=config.pages)
-    enabled = processors.load(settings.logit_processors, model.settings.vocab, device)
-    executor = make_executor(
-        model,
-        config,
-        clock,
-        attention_backend=choice.name,
-        numerics=settings.numerics,
-        logit_processors=enabled,
-        pooling=settings.pooling,
-        debug=settings.debug,
-        graph_sizes=sizes,
-        matchers=None if ranks is None else ranks.matchers,
-    )
-    return Assembled(model, config, memory, choice.name, enabled, executor)
-
-
-def make_executor(
-    model: Decoder,
-    config: SchedConfig,
-    clock: HostClock,
-    *,
-    attention_backend: str = "reference",
-    numerics: Numerics = "fast",
-    logit_processors: Mapping[str, LogitProcessor] | None = None,
-    pooling: Pooling | None = None,
-    debug: bool = False,
-    lane: Lane | None = None,
-    graph_sizes: Sequence[int] = (),
-    matchers: Matchers | None = None,
-) -> Executor:
-    """The executor of a model under these settings, with its pool, tables and sampler.
-
-    Args:
-        graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
-    """
-    device = model.device
-    gpu = device.type == "cuda"
-    if lane is None:
-        lane = CudaLane(device, clock) if gpu else CpuLane(clock)
-    with lane.stream():  # memory belongs to the stream that it was made on, and goes back to it
-        with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
-            pool = make_pool(model, config.pages, config.page_size)
-        attention = make(
-            attention_backend,
-            pool,
-            model.heads,
-            scale=model.scale,
-            numerics=numerics,
-            graphs=bool(graph_sizes),
-            graph_rows=max(graph_sizes, default=0),
-            plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
-        )
-        enabled = logit_processors or {}
-        table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
-        context = config.context_tokens_max if graph_sizes else None
-        tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
-        canary = None
-        if debug:
-            canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
-        graphs = None
-        if graph_sizes:
-            graphs = DecodeGraphs(model, attention, tables, graph_sizes, CudaGraphs() if gpu else EagerGraphs())
-            graphs.prepare(lane)
-            log.info(
-                "%d graphs for decodes of up to %d rows, %.0f MiB",
-                len(graph_sizes),
-                graph_sizes[-1],
-                graphs.bytes / MIB,
-            )
-        sampler = TableSampler(table, Sampler(table, processors=enabled))
-        split = model.parallel.ranks > 1
-        return Executor(
-            model,
-            attention,
-            sampler,
-            tables,
-            lane,
-            matchers=matchers,
-            canary=canary,
-            graphs=graphs,
-            pooling=pooling,
-            split=split,
-        )
-
-
-def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
-    """A pool for the model's KV."""
-    return KvPool(model.layers, pages, page_size, model.kv_heads, model.head_dim, model.dtype, model.device)
-
-
 def demo_folder() -> Path:
     """The folder of the demo model."""
     from lockstep.runtime.demo_model import demo_model_folder
 
     return demo_model_folder()
-
-
-Picked = tuple[Choice, tuple[int, ...]]
-"""The attention backend, and the numbers of rows that get graphs."""
-
-
-def _backend(
-    model: Decoder,
-    requested: str,
-    numerics: Numerics,
-    mode: GraphMode,
-    graph_rows_max: int | None,
-    config: SchedConfig,
-) -> Picked:
-    """An attention backend that can run in graphs, if there are to be any."""
-    kind = (requested, model.device, model.dtype, model.head_dim, config.page_size)
-    ask = partial(choose, *kind, numerics=numerics, group=model.heads // model.kv_heads)
-    sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
-    if mode == "eager":
-        return ask(), sizes
-    if mode == "off" or model.device.type != "cuda":
-        return ask(), ()
-    try:
-        return ask(graphs=True), sizes
-    except ConfigError as error:
-        if mode == "on":
-            raise
-        choice = ask()  # raises if graphs are not what is wrong
-        log.info("no CUDA graphs: %s", str(error).partition("\n")[0])
-        return choice, ()
-
-
-def _sized(
-    model: Decoder,
-    device: torch.device,
-    mem_fraction: float,
-    numerics: Numerics,
-    pick: Callable[[SchedConfig], Picked],
-    sched: dict[str, Any],
-) -> tuple[SchedConfig, MemoryBudget, Choice, tuple[int, ...]]:
-    """Scheduler settings, with sizes that fit the model and the device."""
-    gpu = device.type == "cuda"
-    given: dict[str, Any] = {
-        "overlap_depth": 1 if gpu else 0,
-        "max_running_requests": 256 if gpu else 32,
-        "chunked_prefill_size": 8192 if gpu else 1024,
-        "eos_token_ids": model.settings.end_tokens,
-        **sched,
-    }
-    given.setdefault("context_tokens_max", min(model.settings.context_tokens, 32768 if gpu else 4096))
-    if given["context_tokens_max"] > model.settings.context_tokens:
-        raise ConfigError(
-            f"`context_tokens_max` {given['context_tokens_max']} is more than the model's "
-            f"{model.settings.context_tokens}\nhint: leave it out to take the model's"
-        )
-    without_pages = SchedConfig(**{"pages": 1 << 20, **given})
-    page_size, context = without_pages.page_size, without_pages.context_tokens_max
-    page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
-    choice, sizes = pick(without_pages)
-    chunk = largest_pass_tokens(without_pages)
-    budget = size_pool(
-        page_bytes=page_bytes,
-        weight_bytes=model.weight_bytes,
-        device=device,
-        mem_fraction=mem_fraction,
-        largest_pass=lambda: _run_once(
-            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests, max(sizes, default=0)
-        ),
-        graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
-        pages_least=-(-context // page_size),
-        pages=without_pages.pages if "pages" in given else None,
-    )
-    log.info("memory\n%s", budget.table())
-    return SchedConfig(**{**given, "pages": budget.pages}), budget, choice, sizes
-
-
-def largest_pass_tokens(config: SchedConfig) -> int:
-    """New tokens of one prompt in the largest pass. Without chunks the first runs whole, whatever a pass may take."""
-    context, chunk = config.context_tokens_max, config.chunked_prefill_size
-    return context if chunk is None else min(chunk, config.max_prefill_tokens, context)
-
-
-def _graph_bytes(
-    model: Decoder, backend: str, numerics: Numerics, sizes: tuple[int, ...], page_size: int, context: int
-) -> int:
-    """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
-    if not sizes:
-        return 0
-    pool = make_pool(model, 1, page_size)
-    attention = make(
-        backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=True, graph_rows=sizes[-1]
-    )
-    tables = Tables(1, 1, page_size, model.device, context_tokens=context)
-    graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
-    return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
-
-
-def _run_once(
-    model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int, graph_rows: int
-) -> None:
-    """One extend of so many tokens over a pool of its own, with logits of so many rows.
-
-    The workspace of the largest graph, `graph_rows`, is there as well.
-    """
-    device, pages = model.device, -(-tokens // page_size)
-    pool = make_pool(model, pages, page_size)
-    attention = make(
-        backend,
-        pool,
-        model.heads,
-        scale=model.scale,
-        numerics=numerics,
-        graphs=bool(graph_rows),
-        graph_rows=graph_rows,
-    )
-    positions = torch.arange(tokens, device=device)
-    batch = ForwardBatch(
-        token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
-        positions=positions,
-        slots=positions,
-        rows=torch.zeros(1, dtype=torch.int32, device=device),
-        indptr=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        lengths=torch.tensor([tokens], dtype=torch.int32, device=device),
-        page_table=torch.arange(pages, dtype=torch.int32, device=device)[None],
-        logits_at=positions[:samples],
-        extend_rows=1,
-        starts_host=np.zeros(1, np.int32),
-        lengths_host=np.array([tokens], np.int32),
-    )
-    with torch.inference_mode():
-        attention.plan(batch)
-        hidden = model.forward(batch, attention)
-        if model.settings.generates:
-            model.logits(hidden.index_select(0, batch.logits_at)).softmax(-1)
 
 
 def _scored_at_once(answer: Answer, tokens: list[int]) -> Scored:
@@ -1047,14 +717,6 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"`device` is {name}, which torch {torch.__version__} cannot use here\nhint: --device cpu")
     return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype | None:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    if name not in DTYPES:
-        raise ConfigError(f"`dtype` must be auto, {', '.join(DTYPES)}, got `{name}`")
-    return DTYPES[name]
 
 
 def _seed(seed: int, number: int) -> int:

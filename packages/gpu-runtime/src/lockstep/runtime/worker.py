@@ -35,10 +35,10 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.host.loop import HostClock
+from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed, Collectives
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
-from lockstep.runtime.llm import assemble
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
     Channel,
