@@ -366,8 +366,10 @@ class RuntimeHost:
 
     def fail(self, message: str) -> None:
         """Tell everybody who waits that the engine failed, when its own thread cannot. From any thread."""
-        self._stop.set()
-        self._end(f"the engine failed: {message}", stuck=True)
+        try:
+            self._end(f"the engine failed: {message}", stuck=True)
+        finally:
+            self._stop.set()  # now, or the engine's own thread might be the first to say why it ended
 
     def _end(self, message: str, *, stuck: bool = False) -> None:
         """Accept nothing any more, and tell everybody who waits. What was recorded leaves the process, if it can."""
