@@ -411,7 +411,11 @@ class RuntimeHost:
         while not self._stop.is_set():
             if sent:
                 sent -= 1
-                self._receive(self._inbox.get())
+                try:
+                    item = self._inbox.get_nowait()
+                except Empty:  # `fail` took what there was
+                    return
+                self._receive(item)
             elif self.executor.ready():
                 self._collect()
             elif self._wake_at_us is not None and self.clock() >= self._wake_at_us:
