@@ -549,7 +549,7 @@ def test_an_engine_that_is_ended_from_outside_tells_everybody_once(caplog: pytes
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for number in range(25):
+        for number in range(4):
             runtime = SmallRuntime(check=False, canary=False, overlap_depth=1)
             thread = threading.Thread(target=runtime.host.run)
             answers, asked = [runtime.submit([number, 1, 2], 1 + n % 3) for n in range(60)], []

@@ -366,8 +366,10 @@ class RuntimeHost:
 
     def fail(self, message: str) -> None:
         """Tell everybody who waits that the engine failed, when its own thread cannot. From any thread."""
-        self._stop.set()
-        self._end(f"the engine failed: {message}", stuck=True)
+        try:
+            self._end(f"the engine failed: {message}", stuck=True)
+        finally:
+            self._stop.set()  # now, or the engine's own thread might be the first to say why it ended
 
     def _end(self, message: str, *, stuck: bool = False) -> None:
         """Accept nothing any more, and tell everybody who waits. What was recorded leaves the process, if it can."""
@@ -409,7 +411,11 @@ class RuntimeHost:
         while not self._stop.is_set():
             if sent:
                 sent -= 1
-                self._receive(self._inbox.get())
+                try:
+                    item = self._inbox.get_nowait()
+                except Empty:  # `fail` took what there was
+                    return
+                self._receive(item)
             elif self.executor.ready():
                 self._collect()
             elif self._wake_at_us is not None and self.clock() >= self._wake_at_us:
