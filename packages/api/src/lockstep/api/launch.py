@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Literal
 
 import zmq
@@ -38,6 +38,7 @@ from lockstep.api.settings import ServeSettings
 from lockstep.api.sockets import engine_address, fresh_folder, writer
 from lockstep.api.wire import EngineGone, Stop, ToEngine, WorkerGone, encode
 from lockstep.core.errors import ConfigError
+from lockstep.host.inbox import Inbox
 
 log = logging.getLogger("lockstep.serve")
 
@@ -77,7 +78,7 @@ class Launcher:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         self.children: list[Child] = []
-        self._happened: SimpleQueue[Ended | Signalled] = SimpleQueue()
+        self._happened: Inbox[Ended | Signalled] = Inbox()
         self._next_worker = 0
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
@@ -101,7 +102,7 @@ class Launcher:
                 for _ in range(self.settings.api_workers):
                     self._start_worker()
                 while True:
-                    match self._happened.get():
+                    match self._happened.wait():
                         case Signalled(number):
                             self._stop()
                             return EXIT_INTERRUPTED if number == signal.SIGINT else 0
@@ -192,7 +193,7 @@ class Launcher:
         until_s = time.monotonic() + seconds
         while any(child.role == role for child in self.children):
             try:
-                happened = self._happened.get(timeout=max(0.0, until_s - time.monotonic()))
+                happened = self._happened.get(until_s - time.monotonic())
             except Empty:
                 log.error("a %s does not end and is killed", role)
                 return False

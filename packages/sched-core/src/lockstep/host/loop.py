@@ -28,7 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Protocol
 
 import msgspec
@@ -81,6 +81,7 @@ from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.errors import EngineStopped
+from lockstep.host.inbox import Inbox
 
 log = logging.getLogger("lockstep.host")
 
@@ -278,7 +279,7 @@ class RuntimeHost:
         self._profiler = profiler
         self.observe = observe
         self.performed = performed
-        self._inbox: SimpleQueue[_Submitted | _Cancel | _Ask | _Fact | None] = SimpleQueue()
+        self._inbox: Inbox[_Submitted | _Cancel | _Ask | _Fact | None] = Inbox()
         self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end, and
         #                                whoever takes somebody out of `_open` or `_asked` tells them: nobody else does
         self._next_request_id = engine.last_request_id + 1
@@ -449,7 +450,7 @@ class RuntimeHost:
         if self._wake_at_us is not None:
             timeout_s = min(timeout_s, max(0, self._wake_at_us - self.clock()) / 1e6)
         try:
-            self._receive(self._inbox.get(timeout=timeout_s))
+            self._receive(self._inbox.get(timeout_s))
         except Empty:
             return
 
