@@ -155,6 +155,7 @@ def measure(running: int, steps: int, profile: cProfile.Profile | None = None) -
         executor: Any = InstantExecutor(config, clock, meter, on_decode)
         engine = Engine(config)
         host = RuntimeHost(engine, executor, journal, clock, observe=BubbleTimer().fold)
+        # Watched from outside: what is measured knows nothing of it.
         engine.step = meter.of("step", engine.step)  # type: ignore[method-assign]
         journal.append = meter.of("record", journal.append)  # type: ignore[method-assign]
         journal.flush = meter.of("write", journal.flush)  # type: ignore[method-assign]

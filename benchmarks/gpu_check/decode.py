@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def steps(
             with section.trying(f"breakdown, {label}, {batch} rows"):
                 section.needs(6)
                 trace = section.part.with_suffix(".trace.json")
-                kernels = profile(lambda batch=batch: decodes.run(batch, context, PROFILED), trace)  # type: ignore[misc]
+                kernels = profile(partial(decodes.run, batch, context, PROFILED), trace)
                 section.put(f"breakdown.{label}.{batch}", summary(kernels, PROFILED))
         kinds = decodes.executor.graphs
         if kinds is not None:

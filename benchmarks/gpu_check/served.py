@@ -67,7 +67,7 @@ class Decodes:
     @property
     def pool(self) -> Any:
         """The KV pool."""
-        return self.executor.attention.pool  # type: ignore[attr-defined]
+        return self.executor.attention.pool  # type: ignore[attr-defined]  # every backend has one; the protocol asks for less
 
     def run(self, rows: int, context: int, steps: int, in_flight: int = 2) -> None:
         """So many decodes of so many rows; the first reads `context` positions, each further one reads one more."""

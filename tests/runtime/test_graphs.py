@@ -39,7 +39,7 @@ from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.tables import Pass, Tables  # noqa: E402
 from tests.runtime.test_attention import flashinfer as flashinfer  # noqa: E402
 from tests.runtime.test_host import RETRACTING, SETTINGS, random_requests  # noqa: E402
-from tests.support.small_runtime import SAMPLED, Answer, SmallRuntime, alone, small_config  # noqa: E402
+from tests.support.small_runtime import SAMPLED, SMALL_QWEN3, Answer, SmallRuntime, alone, small_config  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -206,25 +206,8 @@ def test_expected_bytes_share_the_pool_of_the_largest() -> None:
 
 # -------------------------------------------------------------------------------------------------------- real models
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "eos_token_id": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
 EXPERTS: dict[str, Any] = {
-    **CONFIG,
+    **SMALL_QWEN3,
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -259,7 +242,7 @@ def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) 
     return found
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [SMALL_QWEN3, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("backend", ["reference", "triton", "flashinfer"])
 def test_hidden_states_of_a_model_are_those_of_the_unpadded_pass(
     config: dict[str, Any], backend: str, request: pytest.FixtureRequest
@@ -280,7 +263,7 @@ def test_hidden_states_of_a_model_are_those_of_the_unpadded_pass(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(SMALL_QWEN3))
     return path
 
 

@@ -44,26 +44,9 @@ from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support import guide  # noqa: E402
+from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
-VOCABULARY = 300
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "eos_token_id": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+VOCABULARY = SMALL_QWEN3["vocab_size"]
 SMALL: dict[str, Any] = {"page_size": 4, "pages": 160, "chunked_prefill_size": 16, "max_running_requests": 12}
 
 TEXTS = ["the quick brown fox jumps over the lazy dog, and the dog sleeps on", "naïve cafés — 漢字 and 🙂 too"]
@@ -73,7 +56,7 @@ TEXTS = ["the quick brown fox jumps over the lazy dog, and the dog sleeps on", "
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's settings and a tokenizer; weights are drawn by whoever loads it."""
     path: Path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(SMALL_QWEN3))
     train_tokenizer(TEXTS, VOCABULARY).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(128)))
     return path
@@ -84,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder that transformers saved, with its model: random weights, large enough that tokens differ."""
     transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
     torch.manual_seed(11)
-    config = transformers.Qwen3Config(**CONFIG, initializer_range=0.3)
+    config = transformers.Qwen3Config(**SMALL_QWEN3, initializer_range=0.3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     path: Path = tmp_path_factory.mktemp("trained")
     model.save_pretrained(path)
@@ -444,7 +427,7 @@ def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, named: str, tied:
     """As embedding models are saved: by transformers' base model, whatever `architectures` says."""
     transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
     torch.manual_seed(4)
-    config = transformers.Qwen3Config(**(CONFIG | {"tie_word_embeddings": tied}), initializer_range=0.3)
+    config = transformers.Qwen3Config(**(SMALL_QWEN3 | {"tie_word_embeddings": tied}), initializer_range=0.3)
     model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -495,7 +478,7 @@ def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) 
         LLM(folder, random_weights_seed=1, context_tokens_max=999)
     with pytest.raises(ConfigError, match="one for each of 2 prompts, got 1"):
         llm.generate([[5], [6]], [Params()])
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_QWEN3))
     with LLM(tmp_path, random_weights_seed=1, **SMALL) as wordless:
         with pytest.raises(ConfigError, match=r"a text prompt needs a tokenizer\.json"):
             wordless.generate("text")

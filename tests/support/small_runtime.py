@@ -34,6 +34,25 @@ from lockstep.runtime.tables import Tables
 
 VOCABULARY = 97
 CPU = torch.device("cpu")
+SMALL_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+"""The config.json of a real model that is as small as can be."""
 
 
 class SumAttention:

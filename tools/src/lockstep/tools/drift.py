@@ -258,9 +258,10 @@ def _changes(
         detail = f"first {called(at)}: {_place(places[0][at])} in A, {_place(places[1][at])} in B"
     yield Change("order of admission", moved.size, len(rows), detail)
 
+    chunks = [[ledger.chunks.get(i, 0) for i in of] for ledger, of in zip(ledgers, ids, strict=True)]
     facts: dict[str, tuple[list[Any], list[Any]]] = {
         "cached tokens": (first.cached_tokens[rows].tolist(), other.cached_tokens[others].tolist()),
-        "chunks": tuple([ledger.chunks.get(i, 0) for i in of] for ledger, of in zip(ledgers, ids, strict=True)),  # type: ignore[dict-item]
+        "chunks": (chunks[0], chunks[1]),
         "retractions": (first.retractions[rows].tolist(), other.retractions[others].tolist()),
         "end": (first.finish_reason[rows].tolist(), other.finish_reason[others].tolist()),
         "output tokens": (first.output_tokens[rows].tolist(), other.output_tokens[others].tolist()),

@@ -39,7 +39,7 @@ class Refused(click.ClickException):
     def __init__(self, error: Exception, exit_code: int = EXIT_UNREADABLE) -> None:
         super().__init__(str(error))
         self.name = type(error).__name__
-        self.exit_code = exit_code  # type: ignore[misc]
+        self.exit_code = exit_code  # type: ignore[misc]  # of the class in click, of each here
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message on stderr."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -153,7 +153,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], *, slow_s: float, over: Callable[[], object]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, slow_s: float, over: Callable[[], object]) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._slow_s, self._over = events, slow_s, over
@@ -175,7 +175,7 @@ class EventStream(Response):
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            await self._events.aclose()  # type: ignore[attr-defined]
+            await self._events.aclose()
             self._over()
             if self.ended is not None:
                 self.ended(all_sent)

@@ -52,7 +52,7 @@ class Metrics:
     """All figures of a worker."""
 
     def __init__(self, compat: Iterable[str] = ()) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs has no types
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
         self._http = Counter(
@@ -136,7 +136,7 @@ class Metrics:
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()
-            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # nor has this
         found = [*source.collect(), *(() if gauges is None else self._engine(gauges))]
         return generate_latest(_Given([*found, *self._renamed(found)]))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from importlib.metadata import version
 from typing import Any
 
@@ -98,7 +98,7 @@ def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
     return given, True
 
 
-async def _stream(generation: Generation, body: GenerateBody, several: bool) -> AsyncIterator[bytes]:
+async def _stream(generation: Generation, body: GenerateBody, several: bool) -> AsyncGenerator[bytes, None]:
     texts = [""] * len(generation.choices)
     async for new in generation.pieces():
         for piece in new:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -270,7 +270,7 @@ async def _answer(server: Server, call: Call[Any], generation: Generation, shape
 
 
 async def streamed(
-    server: Server, call: Call[Any], generation: Generation, events: AsyncIterator[bytes]
+    server: Server, call: Call[Any], generation: Generation, events: AsyncGenerator[bytes, None]
 ) -> EventStream:
     """A stream, once it is clear that it is not refused. Raises ApiError, ClientLeft."""
     try:
@@ -281,7 +281,7 @@ async def streamed(
     return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
 
 
-async def _stream(generation: Generation, shape: CompletionShape) -> AsyncIterator[bytes]:
+async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenerator[bytes, None]:
     """Events of a stream, up to [DONE]."""
     options = shape.body.stream_options
     include_usage = options is not None and bool(options.include_usage)

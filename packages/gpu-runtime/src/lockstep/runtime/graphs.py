@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -182,7 +183,7 @@ class DecodeGraphs:
                 before = taken_bytes(lane.device)
                 try:
                     self._plan(self._batches[size])
-                    self._replay[size] = self.recorder.record(lambda size=size: self._run(self._batches[size]))  # type: ignore[misc]
+                    self._replay[size] = self.recorder.record(partial(self._run, self._batches[size]))
                 except Exception as error:  # of the model, a kernel, the driver, or memory: there is no graph then
                     raise ConfigError(self._refusal(size, error, lane.device)) from error
                 grown.append(taken_bytes(lane.device) - before)

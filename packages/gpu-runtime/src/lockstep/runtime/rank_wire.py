@@ -139,11 +139,15 @@ class Collected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tru
     drawn: bytes
 
 
+FailureKind = Literal["config", "collective", "other"]
+"""collective: perhaps only because another rank ended."""
+
+
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The worker's last word."""
 
     message: str
-    kind: Literal["config", "collective", "other"]  # collective: perhaps only because another rank ended
+    kind: FailureKind
     trace: str
 
 

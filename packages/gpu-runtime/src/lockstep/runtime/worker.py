@@ -46,6 +46,7 @@ from lockstep.runtime.rank_wire import (
     Collected,
     Doing,
     Failed,
+    FailureKind,
     Launch,
     Mask,
     PlanChain,
@@ -227,8 +228,8 @@ def _failed(error: BaseException) -> Failed:
     if not isinstance(root, CollectiveFailed | RankLost) and (frames := traceback.extract_tb(root.__traceback__)):
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
     said = str(root).strip().partition("\n")[0]
-    kind = "collective" if isinstance(root, CollectiveFailed) else "other"
-    return Failed(f"{type(root).__name__}: {said}{where}", kind, trace)  # type: ignore[arg-type]
+    kind: FailureKind = "collective" if isinstance(root, CollectiveFailed) else "other"
+    return Failed(f"{type(root).__name__}: {said}{where}", kind, trace)
 
 
 if __name__ == "__main__":
