@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 PEERS_CALIBRATION_US = {"1,000 dict look-ups": 21.8, "100 method calls": 2.66, "10 million additions": 555_000.0}
@@ -45,3 +46,20 @@ def calibrate() -> dict[str, float]:
             costs.append(time.process_time_ns() - start)
         best[name] = min(costs) / 1e3
     return best
+
+
+def slowdown(machine: dict[str, float]) -> float:
+    """How many times slower a machine is than the peers', for which targets in us were set; at least 1.
+
+    The median over the three programs. A target times this is what it asks of this machine, now: shared CPUs change
+    their speed by the minute. A faster machine gets no smaller target.
+    """
+    return max(1.0, statistics.median(us / PEERS_CALIBRATION_US[name] for name, us in machine.items()))
+
+
+def show(machine: dict[str, float]) -> None:
+    """Print it beside the peers'."""
+    print("calibration, CPU us       here      peers")
+    for name, us in machine.items():
+        print(f"{name:21} {us:9,.2f}  {PEERS_CALIBRATION_US[name]:9,.2f}")
+    print(f"bars in us are for the peers' machine; this one is {slowdown(machine):.2f} times slower by the median")

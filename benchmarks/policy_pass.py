@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from calibration import PEERS_CALIBRATION_US, calibrate
+from calibration import calibrate, show
 from peers import load_workloads
 
 from lockstep.core.config import SchedConfig
@@ -142,9 +142,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     prompts: list[list[int]] = load_workloads().w2_prompts(GROUPS, 3, SHARED_TOKENS, OWN_TOKENS)
 
-    print("calibration, CPU us      here     peers")
-    for name, us in calibrate().items():
-        print(f"{name:21} {us:8.1f}  {PEERS_CALIBRATION_US[name]:8.1f}")
+    show(calibrate())
     print()
 
     gc.collect()

@@ -11,7 +11,8 @@ are CPU time, user and system, of this process; of several rounds, the median. P
 starts, as a tokeniser would hand them over. "in all" is what the bar is held against: everything but `write`, the
 write() after each result. The peers keep no journal, so compare them without `record`. `DecodeRun`, the stand-in for
 single steps in uniform stretches, needs requests that ignore EOS; it is shown beside, without a bar. The peers were
-measured on another machine; the calibration says how that one compares with this one.
+measured on another machine, and the bars are for that one; the calibration before each workload says how this one
+compares with it, and a bar that is missed in absolute terms is held against that.
 
     LOCKSTEP_PEERS=... python benchmarks/scheduler_speed.py [--workload w1 w7] [--rounds 5] [--json FILE]
 
@@ -37,7 +38,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from calibration import PEERS_CALIBRATION_US, calibrate
+from calibration import PEERS_CALIBRATION_US, calibrate, show, slowdown
 from metered_host import MeteredHost
 from peers import load_workloads, packed
 
@@ -248,19 +249,32 @@ class Report:
         self.judging = judging
         self.rows: list[Row] = []
         self.missed = 0
+        self.slowdown = 1.0
 
     def add(self, row: Row) -> Row:
         self.rows.append(row)
         return row
 
-    def verdict(self, row: Row, figure: str, bar: float | None) -> str:
-        """The bar of a figure, with how it stands to it."""
+    def calibrate(self) -> dict[str, float]:
+        """See how fast the machine is just now; bars that follow are judged by that."""
+        machine = calibrate()
+        self.slowdown = slowdown(machine)
+        return machine
+
+    def verdict(self, row: Row, figure: str, bar: float | None, *, scaled: bool = True) -> str:
+        """The bar of a figure, with how it stands to it.
+
+        Args:
+            scaled: the bar is CPU time on the peers' machine, and not a ratio.
+        """
         if bar is None or not self.judging:
             return ""
-        met = row[figure] < bar
-        row["bar"], row["met"] = bar, met
+        here = bar * self.slowdown if scaled else bar
+        met = row[figure] < here
+        row["bar"], row["bar_here"], row["met"] = bar, here, met
         self.missed += not met
-        return f"bar {bar:g}: {'met' if met else 'MISSED'}"
+        shown = f"bar {bar:g}" if row[figure] < bar or here == bar else f"bar {bar:g}, here {here:.3g}"
+        return f"{shown}: {'met' if met else 'MISSED'}"
 
 
 def run_w1(workloads: ModuleType, sizes: Sizes, rounds: int, report: Report) -> None:
@@ -291,7 +305,7 @@ def run_w1(workloads: ModuleType, sizes: Sizes, rounds: int, report: Report) -> 
             if {256, 4096} <= by_running.keys():
                 row = by_running[4096]
                 row["growth"] = row["in_all"] / by_running[256]["in_all"]
-                verdict = "" if runs else report.verdict(row, "growth", STEADY_GROWTH_BAR)
+                verdict = "" if runs else report.verdict(row, "growth", STEADY_GROWTH_BAR, scaled=False)
                 print(f"{'':26} from 256 to 4,096: {row['growth']:.2f} times   {verdict}".rstrip())
     print_peers(PEERS_STEADY_US, "us per step at 32, 256 and 1,024 running")
 
@@ -415,32 +429,29 @@ def main() -> int:
     arguments = parser.parse_args()
     workloads = load_workloads()
 
-    machine = calibrate()
-    print("calibration, CPU us       here      peers")
-    for name, us in machine.items():
-        print(f"{name:21} {us:9,.2f}  {PEERS_CALIBRATION_US[name]:9,.2f}")
-    print(flush=True)
-
     report = Report(judging=not arguments.small)
-    for number, name in enumerate(arguments.workload):
-        if number:
-            print()
+    machines = {}
+    for name in arguments.workload:
+        machines[name] = report.calibrate()
+        show(machines[name])
+        print(flush=True)
         WORKLOADS[name](workloads, SMALL if arguments.small else Sizes(), arguments.rounds, report)
+        print()
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result(machine, arguments.rounds, report), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(result(machines, arguments.rounds, report), indent=1) + "\n")
     if report.missed:
         print(f"{report.missed} bars missed", file=sys.stderr)
     return int(report.missed > 0)
 
 
-def result(machine: dict[str, float], rounds: int, report: Report) -> dict[str, Any]:
-    """All figures as JSON, with the machine they belong to."""
+def result(machines: dict[str, dict[str, float]], rounds: int, report: Report) -> dict[str, Any]:
+    """All figures as JSON, with how fast the machine was before each workload."""
     rows = [
         {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
         for row in report.rows
     ]
     return {
-        "calibration_us": machine,
+        "calibration_us": machines,
         "peers_calibration_us": PEERS_CALIBRATION_US,
         "python": platform.python_version(),
         "numpy": np.__version__,

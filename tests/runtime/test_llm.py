@@ -43,6 +43,7 @@ from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
 from tests.support import guide  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
 
@@ -556,6 +557,26 @@ def test_numerics_and_backend_reach_every_pass(folder: Path, monkeypatch: pytest
     )
     assert result.exception is None
     assert made == [("reference", numerics)] * 2
+
+
+def test_memory_is_measured_with_rows_that_ask_for_every_step_of_sampling(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[SamplingTable] = []
+
+    class Recording(Sampler):
+        def sample(self, *args: Any, **kwargs: Any) -> Any:
+            drawn.append(self.table)
+            return super().sample(*args, **kwargs)
+
+    monkeypatch.setattr(assembly, "Sampler", Recording)
+    monkeypatch.setattr(assembly, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
+    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+        running = llm.config.max_running_requests
+    (table,) = drawn
+    for asked in (table.sampled, table.limited, table.edited, table.penalised, table.masked, table.logprobs):
+        assert int(asked.sum()) == running
+    assert table.columns.seen.shape[0] >= running  # counts of all rows at once
 
 
 def test_the_largest_pass_is_a_whole_prompt_where_none_is_split() -> None:

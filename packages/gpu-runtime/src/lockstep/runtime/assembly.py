@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.core.commands import RowTaken
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
+from lockstep.core.events import SamplingParams
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import HostClock
 from lockstep.runtime.attention import Choice, choose, make
@@ -53,6 +54,19 @@ from lockstep.runtime.sampling import (
 from lockstep.runtime.tables import Tables
 
 log = logging.getLogger("lockstep.runtime")
+
+DEAREST_SAMPLING = SamplingParams(
+    temperature=1.0,
+    seed=1,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    allowed_token_ids=(0,),
+    top_logprobs=1,
+)
+"""Every step of sampling: what takes most of the device's memory."""
 
 
 class TableSampler:
@@ -326,12 +340,12 @@ def _graph_bytes(
 def _run_once(
     model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int, graph_rows: int
 ) -> None:
-    """One extend of so many tokens over a pool of its own, with logits of so many rows.
+    """One extend of so many tokens, all of them on one page of its own, and a draw for so many rows.
 
     The workspace of the largest graph, `graph_rows`, is there as well.
     """
     device, pages = model.device, -(-tokens // page_size)
-    pool = make_pool(model, pages, page_size)
+    pool = make_pool(model, 1, page_size)
     attention = make(
         backend,
         pool,
@@ -345,11 +359,11 @@ def _run_once(
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions=positions,
-        slots=positions,
+        slots=positions % page_size,
         rows=torch.zeros(1, dtype=torch.int32, device=device),
         indptr=torch.tensor([0, tokens], dtype=torch.int32, device=device),
         lengths=torch.tensor([tokens], dtype=torch.int32, device=device),
-        page_table=torch.arange(pages, dtype=torch.int32, device=device)[None],
+        page_table=torch.zeros((1, pages), dtype=torch.int32, device=device),
         logits_at=positions[:samples],
         extend_rows=1,
         starts_host=np.zeros(1, np.int32),
@@ -359,7 +373,17 @@ def _run_once(
         attention.plan(batch)
         hidden = model.forward(batch, attention)
         if model.settings.generates:
-            model.logits(hidden.index_select(0, batch.logits_at)).softmax(-1)
+            _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
+
+
+def _draw_once(logits: Tensor) -> None:
+    """Draw for rows that ask for everything: penalties count by token id, logprobs need the logits once more."""
+    count, vocab = logits.shape
+    table = SamplingTable(count, vocab, logits.device)
+    for row in range(count):
+        table.take_row(row, DEAREST_SAMPLING, logprobs=True)
+    rows = torch.arange(count, dtype=torch.int32, device=logits.device)
+    Sampler(table).sample(logits, rows, rows.long(), np.arange(count, dtype=np.int32))
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype | None:
