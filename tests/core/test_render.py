@@ -58,6 +58,7 @@ from lockstep.core.events import (
     RequestRetracted,
     SessionClosed,
     SessionYielded,
+    TokenIds,
     TokenRuns,
     TurnStarted,
     WeightsSwapped,
@@ -272,6 +273,30 @@ def test_state_of_an_empty_engine_reads_as_empty() -> None:
     assert table_lines(engine, names()) == ["table is empty"]
     assert queue_line(engine, names()) == "waiting nobody"
     assert page_owner_lines(engine, names()) == ["pages of free: 0..3"]
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "pages"), [(8, "0* 1*"), (9, "0* 1* 2"), (16 * 4, " ".join(f"{i}*" for i in range(16)))]
+)
+def test_pages_of_a_row_are_named_one_by_one(prompt_tokens: int, pages: str) -> None:
+    assert table_with_one_prompt(prompt_tokens).endswith(f"pages {pages}")
+
+
+@pytest.mark.parametrize(("prompt_tokens", "pages"), [(17 * 4, "0..16 cached"), (33 * 4 + 1, "0..32 cached, 33")])
+def test_many_pages_of_a_row_are_named_as_runs(prompt_tokens: int, pages: str) -> None:
+    assert table_with_one_prompt(prompt_tokens).endswith(f"pages {pages}")
+
+
+def table_with_one_prompt(tokens: int) -> str:
+    """The line of a request whose prompt was computed in one batch."""
+    engine = Engine(SchedConfig(pages=64, page_size=4, overlap_depth=0))
+    prompt = TokenIds(np.arange(tokens, dtype=np.int32).tobytes())
+    engine.step(RequestArrived(0, request_id=1, prompt=prompt, max_new_tokens=5))
+    engine.step(LaneReady(0))
+    result = BatchFinished(10, batch_id=0, tokens=np.array([7], np.int32).tobytes(), started_us=0, finished_us=10)
+    engine.step(result)
+    (line,) = table_lines(engine, names())
+    return line
 
 
 def test_decided_lines_never_raise_for_unknown_requests() -> None:

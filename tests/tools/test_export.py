@@ -80,6 +80,14 @@ def test_tables_are_not_replaced_unasked(run: Path, tables: Path) -> None:
     assert run_export(run, "--out", tables, "--overwrite").exit_code == 0
 
 
+def test_a_folder_that_cannot_be_written_is_one_error(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run_export(run, "--out", tmp_path / "file" / "tables")
+    assert result.exit_code == 2
+    assert result.output.startswith("ConfigError: `--out`: `")
+    assert "hint: choose another place" in result.output
+
+
 def test_the_example_answers_its_questions(tables: Path) -> None:
     done = subprocess.run([sys.executable, EXAMPLE, tables], capture_output=True, text=True, check=True)
     for words in ("What does a prompt cost", "mixed", "kv_budget", "tokens_again"):

@@ -24,6 +24,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, Decided, DecidedEvent, ObservedEvent
 from lockstep.core.render import Names
 from lockstep.sim.metrics import MetricsFold
+from lockstep.sim.out_paths import check_folder
 from lockstep.tools.runs import RUN, Walk, print_json, refusals
 
 TABLES = ("steps", "decisions", "batches", "parts", "requests")
@@ -47,6 +48,7 @@ def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
     if there and not overwrite:
         raise click.UsageError(f"{out} already has {', '.join(there)}\nhint: choose another folder, or add --overwrite")
     with refusals():
+        check_folder(out)
         tables = Tables()
         walk = Walk(run)
         for number, event, step in walk:

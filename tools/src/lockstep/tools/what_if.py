@@ -137,7 +137,7 @@ def what_if(
             click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
         else:
             for line in (*comparison_lines(found), *why_lines(losers, winners)):
-                click.echo(line.replace(str(scratch), "not kept:"))
+                click.echo(line.replace(f"{scratch}/", "not kept: "))
             if out is None:
                 click.echo("hint: --out DIR keeps B, to ask it why", err=True)
     if html_file is not None:

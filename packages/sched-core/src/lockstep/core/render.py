@@ -72,7 +72,8 @@ from lockstep.core.requests import VERSION_MARK, Request, RequestState
 from lockstep.core.stats import Stats
 from lockstep.core.support import PARTS_MARK, sample_label, samples_asked
 
-TOKENS_SHOWN = 8  # of one edge of the radix tree, before it is cut short
+TOKENS_SHOWN = 8  # runs of one edge of the radix tree, before it is cut short
+PAGES_SHOWN = 16  # of one row, one by one; more are shown as runs
 REQUESTS_SHOWN = 40  # columns of a debug line, before it counts instead
 BAR_WIDTH = 8  # characters of the pages bar
 
@@ -374,15 +375,14 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
 
 
 def table_lines(engine: Engine, names: Names) -> list[str]:
-    """The request table: one line per row in use. `*` marks pages that the radix cache owns."""
+    """The request table: one line per row in use. `*` marks pages that the radix cache owns, `cached` a run of them."""
     page_size, lines = engine.config.page_size, []
     for request in sorted(_with_rows(engine), key=lambda request: request.row):
         computed = engine.computed_of(request)
         table = engine.memory.table.pages[request.row, : -(-computed // page_size)].tolist()
-        pages = [f"{page}*" if i < request.protected_pages else f"{page}" for i, page in enumerate(table)]
         lines.append(
             f"row {request.row} {names.request(request.request_id)} {request.state.name.lower()} "
-            f"computed {computed} outputs {engine.outputs_of(request)} pages {' '.join(pages) or 'none'}"
+            f"computed {computed} outputs {engine.outputs_of(request)} pages {_pages(table, request.protected_pages)}"
         )
     for lease in sorted(engine.memory.leases, key=lambda lease: lease.row):
         lines.append(f"row {lease.row} left behind until b{lease.fence}, computed {lease.computed}")
@@ -537,6 +537,14 @@ def runs(numbers: Iterable[int], shown: int = TOKENS_SHOWN) -> str:
     texts = [f"{first}" if first == last else f"{first}..{last}" for first, last in parts[:shown]]
     rest = sum(last - first + 1 for first, last in parts[shown:])
     return " ".join(texts) + (f" and {rest} more" if rest else "")
+
+
+def _pages(table: list[int], cached: int) -> str:
+    """Pages in their order, of which the radix cache owns the first `cached`."""
+    if len(table) > PAGES_SHOWN:
+        parts = (f"{runs(table[:cached])} cached" if cached else "", runs(table[cached:]))
+        return ", ".join(filter(None, parts))
+    return " ".join(f"{page}*" if i < cached else f"{page}" for i, page in enumerate(table)) or "none"
 
 
 def _count(number: int, thing: str, things: str = "") -> str:
