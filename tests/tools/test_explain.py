@@ -175,6 +175,7 @@ def test_every_story_adds_up(path: Path, tmp_path: Path) -> None:
         assert (story.finished is not None) == (request_id in ended)
         told_of = sentences(story, chronicle, names, run.config)
         assert told_of[-1].kind == "ended"
+        assert [sentence.time_us for sentence in told_of] == sorted(sentence.time_us for sentence in told_of)
         assert sum(sentence.text.startswith("first token") for sentence in told_of) == bool(story.messages)
         ElementTree.fromstring(picture(story, chronicle))
         text_lines(story, chronicle)

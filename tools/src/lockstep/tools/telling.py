@@ -310,7 +310,8 @@ def _decoded(
     messages = [message for message in story.messages if start_us <= message.time_us <= stop_us]
     first, last = decodes[0].batch, decodes[-1].batch
     end_us = messages[-1].time_us if messages else stop_us
-    took_us = max(end_us - first.launched_us, 0)
+    began_us = max(first.launched_us, messages[0].time_us if messages else 0)  # it may be launched ahead of its token
+    took_us = max(end_us - began_us, 0)
     tokens = sum(work.stop - work.start for work in decodes)
     text = f"decoded: {count(tokens, 'token')} in {batches_text(len(decodes))}"
     text += f", {duration(took_us)}, b{first.batch_id} to b{last.batch_id}"
@@ -319,7 +320,7 @@ def _decoded(
     if mixed:
         prompts = sum(batch.prefill_tokens for batch in mixed)
         more.append(f"{len(mixed):,} of these also computed {count(prompts, 'prompt token')} of others")
-    out = without(story, chronicle, first.launched_us, end_us)
+    out = without(story, chronicle, began_us, end_us)
     if out:
         out_us, prompts = sum(batch.took_us for batch in out), sum(batch.prefill_tokens for batch in out)
         who = named(dict.fromkeys(other for batch in out for other in batch.extend_ids), names)
@@ -328,7 +329,7 @@ def _decoded(
             f"it took no part in {batches_text(len(out))} meanwhile, {duration(out_us)} on the device{for_whom}"
         )
     more += gap_lines(story, messages, chronicle, names)
-    return Sentence(first.launched_us, "decoded", text, tuple(more))
+    return Sentence(began_us, "decoded", text, tuple(more))
 
 
 def without(story: Story, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
