@@ -29,13 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.config import SchedConfig
-from lockstep.core.requests import Cohort, Int32s, Request
+from lockstep.core.requests import ONE, Cohort, Int32s, Request
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
 NEW_TOKEN_RATIO_DECAY_STEPS = 600  # decode launches from the initial ratio to the floor
 RETRACT_DECODE_STEPS = 20  # decode steps the ratio after a retraction leaves room for
 CLIP_MAX_NEW_TOKENS = 4096  # a longer output is reserved as this many tokens
+CLIP: Int32s = np.array(CLIP_MAX_NEW_TOKENS, np.int32)  # the same for columns
 IGNORE_EOS_RESERVE_TOKENS = 1  # of each request that runs, to be left over at every moment
 
 Verdict = Literal["continue", "no_tokens", "budget_spent"]
@@ -66,8 +67,8 @@ class NewTokenRatio:
 
 def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
     """Tokens that running requests will still want: int32 [n] still to come; [n] 1 for those that run to the limit."""
-    clipped = np.minimum(remaining, CLIP_MAX_NEW_TOKENS)
-    certain = int(np.dot(clipped, ignores_eos))  # in 32 bits: half a million rows of 4,096
+    clipped = np.minimum(remaining, CLIP)
+    certain = int(clipped.dot(ignores_eos))  # in 32 bits: half a million rows of 4,096
     return certain + int((int(np.add.reduce(clipped)) - certain) * ratio)
 
 
@@ -94,7 +95,7 @@ def lasts_with(cohort: Cohort, positions: Int32s, joining: list[Request], ratio:
     Args:
         positions: int32 [members], where each member of the cohort decodes next.
     """
-    outputs = positions + np.int32(1) - cohort.prompts
+    outputs = positions + ONE - cohort.prompts
     expected = (cohort.limits - cohort.prompts) * np.where(cohort.ignores_eos, 1.0, ratio)
     left = [one.max_new_tokens * (1.0 if one.ignore_eos else ratio) - one.outputs for one in joining]
     held = np.array([len(one.tokens) // 4 for one in joining], np.int32)

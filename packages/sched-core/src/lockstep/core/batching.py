@@ -48,7 +48,7 @@ class InFlight:
     def tokens_of(self, row: int) -> int:
         """How many tokens it samples for this row."""
         mine = self.samplers.rows == row
-        return int(mine.any()) if self.steps is None else int(self.steps[mine].sum())
+        return int(np.count_nonzero(mine)) if self.steps is None else int(self.steps[mine].sum())
 
     def alive(self) -> Iterator[tuple[int, Request]]:
         """Its rows whose request is still there: position in the plan, request."""
@@ -71,7 +71,7 @@ class InFlight:
 
     def names(self, row: int) -> bool:
         """Whether the plan reads or writes this row."""
-        return bool((self.plan.rows == row).any())
+        return bool(np.count_nonzero(self.plan.rows == row))
 
 
 def new_tokens_of(parts: list[Part]) -> Int32s:

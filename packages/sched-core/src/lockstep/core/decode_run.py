@@ -26,11 +26,10 @@ from lockstep.core.commands import NO_DELTAS, NO_ROWS, BatchPlan, LaunchBatch, P
 from lockstep.core.digest import step_digest
 from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, LaneReady
-from lockstep.core.requests import Int32s
+from lockstep.core.requests import ONE, Int32s
 from lockstep.core.retraction import members_growing
 
 RUN_LAUNCHES_MAX = 256
-ONE = np.int32(1)
 
 
 class DecodeRun:
@@ -135,7 +134,7 @@ class DecodeRun:
 
     def _look_ahead(self) -> None:
         """See who opens a page with the next launch; the run is over if the free list does not have it."""
-        self._growing = members_growing(self._positions, self._engine.config.page_size)
+        self._growing = members_growing(self._positions, self._engine.page_mask)
         if self._growing.size > self._engine.memory.pool.free_count:
             self.left = 0
 

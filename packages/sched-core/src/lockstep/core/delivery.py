@@ -12,9 +12,7 @@ from lockstep.core.batching import InFlight
 from lockstep.core.commands import StreamTokens
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchFinished, FinishReason
-from lockstep.core.requests import Int32s, Request
-
-ONE = np.int32(1)
+from lockstep.core.requests import ONE, Int32s, Request
 
 
 def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:

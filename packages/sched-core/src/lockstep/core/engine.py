@@ -82,6 +82,7 @@ from lockstep.core.requests import (
     BASE,
     EMPTY_COHORT,
     NOBODY,
+    ONE,
     Cohort,
     Int32s,
     Request,
@@ -91,8 +92,6 @@ from lockstep.core.retraction import choose_victim, goes_before, members_growing
 from lockstep.core.sessions import Sessions
 from lockstep.core.stats import Counts
 from lockstep.core.support import Accepted, Refused, accepted, sample_of, samples_asked, stop_tokens_of
-
-ONE = np.int32(1)
 
 OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
@@ -147,7 +146,8 @@ class Engine:
         self.generation = 0
         self.digest = EMPTY_DIGEST
 
-        self.page_shift = config.page_size.bit_length() - 1  # positions >> page_shift: the page they lie in
+        self.page_shift = np.array(config.page_size.bit_length() - 1, np.int32)  # positions >> page_shift: their pages
+        self.page_mask = np.array(config.page_size - 1, np.int32)  # positions & page_mask: their places in these
         self.in_flight: deque[InFlight] = deque()
         self.memory = Memory(config, self.in_flight)
         self.media = EncoderCache(config.encoder_cache_tokens)
@@ -843,8 +843,11 @@ class Engine:
         ends = positions + ONE >= prefilled.limits
         ending: list[int] = ends.nonzero()[0].tolist()
         if ending:
-            prefilled, positions = prefilled.only(~ends), positions[~ends]
+            staying = (~ends).nonzero()[0]
+            prefilled, positions = prefilled.only(staying), positions.take(staying)
         if prefilled.size:
+            for request in prefilled.requests:
+                request.decodes = True
             self._set_cohort(self.cohort.joined_by(prefilled), np.concatenate((self.positions, positions)))
         return ending
 
@@ -858,7 +861,7 @@ class Engine:
         if any(request.needs_plain_extend for request in extending):
             self.decode_owed = True
             return NO_DECODES
-        growing = members_growing(self.positions, self.config.page_size)
+        growing = members_growing(self.positions, self.page_mask)
         if self._short_of_pages(growing, step):
             self.decode_owed = True
             skipped = DecodeSkipped(self.now_us, self._pages_lacking(), self.memory.returning_pages())
@@ -879,12 +882,12 @@ class Engine:
             self.forced_at = self.decode_launches
             victim = choose_victim(config, self.cohort, self.positions)
             self.retract(self.cohort.requests[victim], "forced", step)
-        growing = members_growing(self.positions, config.page_size)
+        growing = members_growing(self.positions, self.page_mask)
         made_room = self._short_of_pages(growing, step)
         if made_room:
             if not self._make_room(step):
                 return None if self.cohort.size else self._plan_extend(step)
-            growing = members_growing(self.positions, config.page_size)
+            growing = members_growing(self.positions, self.page_mask)
         self.decode_owed = False
         self.decode_launches += 1
         if not made_room:
@@ -952,7 +955,7 @@ class Engine:
     def next_pages(self, cohort: Cohort, positions: Int32s) -> int:
         """Pages that must be there before a cohort at these positions decodes."""
         if self.ahead == 1:
-            return members_growing(positions, self.config.page_size).size
+            return members_growing(positions, self.page_mask).size
         return pages_ahead(cohort, positions, self.config.page_size, self.ahead)
 
     def _forced_retraction_due(self) -> bool:
@@ -996,11 +999,15 @@ class Engine:
 
     def _end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
         """Members that end by length with this launch leave the cohort now: no forward is spent on them again."""
-        ended = stops + 1 >= cohort.limits
+        ended = stops + ONE >= cohort.limits
         ending: list[int] = ended.nonzero()[0].tolist()
         for i in ending:
             cohort.requests[i].computed = int(stops[i])
-        self._set_cohort(cohort.only(~ended) if ending else cohort, stops[~ended])
+            cohort.requests[i].decodes = False
+        if ending:
+            staying = (~ended).nonzero()[0]
+            cohort, stops = cohort.only(staying), stops.take(staying)
+        self._set_cohort(cohort, stops)
         return ending
 
     def _set_cohort(self, cohort: Cohort, positions: Int32s) -> None:
@@ -1009,10 +1016,11 @@ class Engine:
         if not cohort.size:
             return
         table = self.memory.table
-        # reduce is what max and min call, without two Python calls on the way
-        furthest, outputs = int(np.maximum.reduce(positions)), int(np.maximum.reduce(positions - cohort.prompts))
-        table.reserve((furthest >> self.page_shift) + 1, outputs + 2)
-        to_length = int(np.minimum.reduce(cohort.limits - positions)) - 1
+        outputs_had, to_come = positions - cohort.prompts, cohort.limits - positions
+        # finding the greatest is a quarter of the cost of reducing to it
+        furthest, outputs = int(positions[positions.argmax()]), int(outputs_had[outputs_had.argmax()])
+        table.reserve(furthest // self.config.page_size + 1, outputs + 2)
+        to_length = int(to_come[to_come.argmin()]) - 1
         to_width = min(table.pages.shape[1] * self.config.page_size - furthest, table.outputs.shape[1] - 1 - outputs)
         self.horizon = min(to_length, to_width)
 
@@ -1131,26 +1139,23 @@ class Engine:
 
     def break_ranks(self, requests: list[Request]) -> None:
         """Take those of the requests that decode out of the cohort, all at once, noting where each stands."""
-        if not requests or not self.cohort.size:
-            return
-        rows = self.cohort.rows
-        members = (
-            rows == requests[0].row if len(requests) == 1 else np.isin(rows, [request.row for request in requests])
-        )
-        going = members.nonzero()[0].tolist()
-        for i in going:
-            self.cohort.requests[i].computed = int(self.positions[i])
-        if going:
-            self._set_cohort(self.cohort.only(~members), self.positions[~members])
+        leaving = [request.row for request in requests if request.decodes]
+        if not leaving:
+            return  # as always when they end by length: they left with their last launch
+        cohort, positions = self.cohort, self.positions
+        goes = cohort.rows == leaving[0] if len(leaving) == 1 else np.isin(cohort.rows, leaving)
+        for i in goes.nonzero()[0].tolist():
+            cohort.requests[i].computed = int(positions[i])
+            cohort.requests[i].decodes = False
+        staying = (~goes).nonzero()[0]
+        self._set_cohort(cohort.only(staying), positions.take(staying))
 
     # ---------------------------------------------------------------------------------------------- where a request is
 
     def computed_of(self, request: Request) -> int:
         """Positions of the request whose KV is launched."""
-        if request.state is RequestState.RUNNING:
-            members = np.flatnonzero(self.cohort.rows == request.row)
-            if members.size:
-                return int(self.positions[members[0]])
+        if request.decodes:
+            return int(self.positions[(self.cohort.rows == request.row).argmax()])
         return request.computed
 
     def tokens_of(self, request: Request, outputs: int) -> bytes:

@@ -121,6 +121,7 @@ def _containers(engine: Engine) -> None:
             f"S15: waiting {waiting}, prefilling {prefilling}, decoding {cohort}, ending {ending} "
             f"do not partition the live requests {list(live)}"
         )
+    _same("S16 who decodes", sorted(cohort), [request.request_id for request in live.values() if request.decodes])
     running = cohort + ending
     for state, ids in (
         (RequestState.WAITING, waiting),

@@ -23,7 +23,7 @@ from lockstep.core.commands import Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import DeferReason
 from lockstep.core.radix import Match
-from lockstep.core.requests import Cohort, Int32s, Request
+from lockstep.core.requests import ONE, Cohort, Int32s, Request
 from lockstep.core.retraction import importance
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class Need(NamedTuple):
             return False
         stay = np.ones(cohort.size, np.bool_)
         stay[leaving] = False
-        staying, now = cohort.only(stay), positions[stay]
-        then = np.minimum(now + np.int32(back.launches * config.decode_steps_per_launch), staying.limits - np.int32(1))
+        staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
+        then = np.minimum(now + np.int32(back.launches * config.decode_steps_per_launch), staying.limits - ONE)
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
         gained = pages * page_size
         gained += tokens_kept_free(engine, cohort, positions) - tokens_kept_free(engine, staying, then)

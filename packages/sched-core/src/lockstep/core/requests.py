@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
-from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -50,6 +49,11 @@ Int64s = NDArray[np.int64]
 NO_ROW = -1
 TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
+# Operands for columns: arrays without dimensions. NumPy converts a scalar anew at every use, which costs more than the
+# addition.
+ZERO: Int32s = np.array(0, np.int32)
+ONE: Int32s = np.array(1, np.int32)
+ZERO.flags.writeable = ONE.flags.writeable = False
 FLAT_ROWS_MIN = 256  # entries of a table from which on one flat index costs less than a pair of them
 HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of Cohort.special
 FACTS = 7  # columns of a cohort
@@ -134,6 +138,7 @@ class Request:
         "chunks",
         "computed",
         "deadline_us",
+        "decodes",
         "deferred",
         "epoch",
         "extras",
@@ -204,6 +209,7 @@ class Request:
         self.holds = 0  # things that must come before it may join the line
         self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
         self.row = NO_ROW
+        self.decodes = False  # whether it is a member of the engine's cohort
         self.computed = 0  # positions whose KV is launched, unless it is in the cohort: then see Engine.positions
         self.chunks = 0
         self.handle: RadixNode | None = None  # its lock on the radix cache
@@ -436,7 +442,7 @@ class Cohort:
         self.ignores_eos: Int32s = facts[5]  # 0 or 1
         self.special: Int32s = facts[6]  # HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE: what few requests ask for
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
-        special = int(np.bitwise_or.reduce(self.special)) if self.size else 0
+        special = int(np.bitwise_or.reduce(self.special)) if np.count_nonzero(self.special) else 0
         self.constrained = bool(special & HAS_GRAMMAR)
         self.watched = bool(special & WATCHES_TEXT)
         self.steady = not special & (WATCHES_TEXT | HAS_CADENCE)  # a message for every token of each
@@ -495,16 +501,18 @@ class Cohort:
             self.requests + other.requests,
             np.concatenate((self.request_ids, other.request_ids)),
             np.concatenate((self.facts, other.facts), axis=1),
-            np.concatenate((_padded(self.stops, widest), _padded(other.stops, widest))),
+            np.concatenate((_padded(self.stops, widest), _padded(other.stops, widest)))
+            if widest
+            else _no_stops(self.size + other.size),
         )
 
-    def only(self, keep: NDArray[np.bool_]) -> Cohort:
-        """This cohort without the members where `keep` is false."""
+    def only(self, staying: NDArray[np.intp]) -> Cohort:
+        """These of its members: indices, ascending."""
         return Cohort(
-            list(compress(self.requests, keep.tolist())),
-            self.request_ids[keep],
-            self.facts.compress(keep, axis=1),
-            _trimmed(self.stops.compress(keep, axis=0)),
+            [self.requests[i] for i in staying.tolist()],
+            self.request_ids.take(staying),
+            self.facts.take(staying, axis=1),
+            _trimmed(self.stops.take(staying, axis=0)),
         )
 
 
@@ -513,10 +521,14 @@ def _trimmed(stops: Int32s) -> Int32s:
     return stops[:, (stops != NO_TOKEN).any(axis=0)] if stops.shape[1] else stops
 
 
+def _no_stops(size: int) -> Int32s:
+    return np.empty((size, 0), np.int32)
+
+
 def _stops(requests: list[Request]) -> Int32s:
     widest = max((len(r.stop_token_ids) for r in requests), default=0)
     if not widest:
-        return np.empty((len(requests), 0), np.int32)
+        return _no_stops(len(requests))
     stops = np.full((len(requests), widest), NO_TOKEN, np.int32)
     for i, request in enumerate(requests):
         stops[i, : len(request.stop_token_ids)] = request.stop_token_ids

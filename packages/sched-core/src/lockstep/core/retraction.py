@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.config import SchedConfig
-from lockstep.core.requests import Cohort, Int32s, Request
+from lockstep.core.requests import ZERO, Cohort, Int32s, Request
 
 LEAST = -(2**63)
 """The importance of a request without a priority."""
@@ -53,7 +53,10 @@ def pages_to_come(positions: Int32s, limits: Int32s, page_size: int) -> int:
     return int((-(-(limits - 1) // page_size) + (-positions // page_size)).sum())
 
 
-def members_growing(positions: Int32s, page_size: int) -> NDArray[np.intp]:
-    """Members whose next token opens a new page: every one whose last page is exactly full. Indices into the cohort."""
-    growing: NDArray[np.intp] = (positions & (page_size - 1) == 0).nonzero()[0]
+def members_growing(positions: Int32s, page_mask: Int32s) -> NDArray[np.intp]:
+    """Members whose next token opens a new page: every one whose last page is exactly full. Indices into the cohort.
+
+    `page_mask` is one less than the page size, without dimensions.
+    """
+    growing: NDArray[np.intp] = (positions & page_mask == ZERO).nonzero()[0]
     return growing

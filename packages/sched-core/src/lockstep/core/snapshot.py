@@ -307,6 +307,8 @@ def restore(data: bytes) -> Engine:
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
     engine.cohort = Cohort.of([engine.requests[request_id] for request_id in image.cohort])
     engine.positions = np.frombuffer(image.positions, np.int32)
+    for member in engine.cohort.requests:
+        member.decodes = True
     engine.active = sum(request.row >= 0 for request in engine.requests.values())
     engine.in_flight.extend(_batch(engine, batch) for batch in image.in_flight)
     memory.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
@@ -404,6 +406,7 @@ def _request(engine: Engine, image: RequestImage, nodes: dict[int, RadixNode]) -
     request.state = RequestState(image.state)
     request.handle = nodes[image.handle] if image.handle is not None else None
     request.matched = None
+    request.decodes = False  # until it is found in the cohort
     if request.row >= 0:
         engine.memory.table.holders[request.row] = request
         _lay_row(engine.memory.table, request.row, image.row_pages, image.row_outputs)
@@ -486,6 +489,7 @@ def _gone() -> Request:
     request.label, request.request_id = "gone", -1
     request.streams, request.stream_every = True, 1
     request.extras = None
+    request.decodes = False
     return request
 
 
