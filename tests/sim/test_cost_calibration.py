@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lockstep.sim.calibrate import calibration_of_batches, timed_batches
+from lockstep.sim.batch_times import of_journal
+from lockstep.sim.calibrate import calibration_of_batches, held_out, timed_batches
 from lockstep.sim.calibrate_cli import calibrate
 from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
 from lockstep.sim.cli import simulate
@@ -458,10 +459,11 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
 
 def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
     base = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
-    batches = timed_batches(recorded(tmp_path, Correction(), spread=0.05), base)
+    run_folder = recorded(tmp_path, Correction(), spread=0.05)
+    batches = timed_batches(of_journal(run_folder), base, run_folder)
     source = Source(kind="journal", file="run", sha256="0" * 64, rows_used=1)
     found = calibration_of_batches(
-        batches, engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
+        batches, held_out(batches), engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
     )
     assert found.spread == pytest.approx(0.05, rel=0.2)
 

@@ -52,7 +52,7 @@ COND, for example: RequestRetracted and request == r17; AdmissionDeferred and re
 
 
 class _Replay(click.Command):
-    """`--what-if` and `--to` make other commands of it, with options of their own, loaded only then."""
+    """`--what-if`, `--on-hardware` and `--to` make other commands of it, with their own options, loaded only then."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -61,6 +61,11 @@ class _Replay(click.Command):
             from lockstep.tools.live import live
 
             return live.make_context(f"{info_name}", args, parent, **extra)
+        if "--on-hardware" in args:
+            from lockstep.tools.on_hardware import on_hardware
+
+            rest = [word for word in args if word != "--on-hardware"]
+            return on_hardware.make_context(f"{info_name} --on-hardware", rest, parent, **extra)
         if "--what-if" not in args:
             return super().make_context(info_name, args, parent, **extra)
         from lockstep.tools.what_if import what_if
@@ -75,6 +80,9 @@ class _Replay(click.Command):
 @click.command(cls=_Replay, context_settings={"max_content_width": 120})
 @RUN
 @click.option("--what-if", is_flag=True, help="The same requests under other settings: --what-if --help.")
+@click.option(
+    "--on-hardware", is_flag=True, help="Run its batches on this machine, and time them: --on-hardware --help."
+)
 @click.option("--to", metavar="URL", help="Send the requests to a server instead: --to URL --help.")
 @click.option("--until", type=click.IntRange(0), metavar="N", help="Stop before step N and show the state there.")
 @click.option("--break", "condition", metavar="COND", help="Stop behind the first step in which COND holds.")
@@ -91,6 +99,7 @@ class _Replay(click.Command):
 def replay(
     run: Path,
     what_if: bool,
+    on_hardware: bool,
     to: str | None,
     until: int | None,
     condition: str | None,
@@ -110,8 +119,10 @@ def replay(
     lockstep replay runs/chat --break "RequestRetracted and request == r17"
     lockstep replay runs/chat -i
     lockstep replay runs/chat --what-if --policy lpm --html lpm.html
+    lockstep replay runs/chat --on-hardware
     """
     assert not what_if, "that is another command"
+    assert not on_hardware, "that too"
     assert to is None, "and so is that"
     if interactive and (as_json or decisions_file is not None):
         raise click.UsageError("--interactive goes with neither --json nor --decisions.")

@@ -73,7 +73,7 @@ class EngineProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, engine_address(folder))
         self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
-        self.outbox = Outbox(Writers(self._context, folder), self.host.engine, self.cancel_all_of)
+        self.outbox = Outbox(Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift)
         self._open: dict[tuple[int, int], _Open] = {}  # by worker and ticket; entries leave in the host's thread
 
     def run(self) -> None:

@@ -6,25 +6,29 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
 from lockstep.api.settings import ServeSettings, for_scheduler
-from lockstep.api.wire import About
+from lockstep.api.wire import About, BatchDrift
+from lockstep.core.commands import Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived
+from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
-from lockstep.host.loop import HostClock, NoJournal, RuntimeHost
+from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
 from lockstep.host.text import StopTexts, Text
+
+if TYPE_CHECKING:
+    from lockstep.api.drift import DriftMeter
 
 log = logging.getLogger("lockstep.engine")
 
@@ -35,6 +39,7 @@ class EngineUnit:
 
     Args:
         memory: what takes how much of the device, as a table for people.
+        drift: how far predictions of batches were off so far; nothing without a calibration.
         start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
         close: ends it.
     """
@@ -44,6 +49,7 @@ class EngineUnit:
     memory: str
     start: Callable[[], object]
     close: Callable[[], None]
+    drift: Callable[[], tuple[BatchDrift, ...]] = tuple
 
 
 def build_engine(settings: ServeSettings) -> EngineUnit:
@@ -56,6 +62,11 @@ def build_engine(settings: ServeSettings) -> EngineUnit:
 
 def check_names(settings: ServeSettings) -> None:
     """Find out, before anything is started, whether there is what the settings name. Raises ConfigError."""
+    if settings.calibration is not None:
+        with _config_errors("calibration"):
+            from lockstep.sim.catalogue import load_calibration
+
+            load_calibration(settings.calibration)
     if settings.emulate is not None:
         with _config_errors():
             from lockstep.sim.catalogue import load_gpu, load_model
@@ -67,16 +78,16 @@ def check_names(settings: ServeSettings) -> None:
 
 
 @contextmanager
-def _config_errors() -> Iterator[None]:
+def _config_errors(setting: str = "emulate") -> Iterator[None]:
     """What the simulator cannot find or fit is a setting that cannot be."""
     try:
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
     except ImportError as error:
-        raise ConfigError(f"`emulate` needs the package lockstep-sim: {error}\nhint: install it") from error
+        raise ConfigError(f"`{setting}` needs the package lockstep-sim: {error}\nhint: install it") from error
     try:
         yield
     except (CalibrationError, CapacityError, CatalogueError) as error:
-        raise ConfigError(f"`emulate`: {error}") from error
+        raise ConfigError(f"`{setting}`: {error}") from error
 
 
 def text_of(settings: ServeSettings) -> Texts | None:
@@ -135,6 +146,7 @@ def _model(settings: ServeSettings) -> EngineUnit:
             "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
         ) from error
     scheduler = _scheduler(settings)
+    meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder)
     llm = LLM(
         folder,
         device=settings.device,
@@ -159,13 +171,58 @@ def _model(settings: ServeSettings) -> EngineUnit:
         logprobs=True,
         device=f"{settings.tp} x {llm.model.device}" if settings.tp > 1 else str(llm.model.device),
     )
-    return EngineUnit(host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close)
+    unit = EngineUnit(host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close)
+    if meter is None:
+        return unit
+    llm.host.observe = _both(llm.host.observe, meter.fold)
+    return replace(unit, drift=meter.read)
+
+
+def _both(first: Observer | None, second: Observer) -> Observer:
+    """Two observers as one."""
+    if first is None:
+        return second
+
+    def observe(event: ObservedEvent, step: Step) -> None:
+        first(event, step)
+        second(event, step)
+
+    return observe
+
+
+def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
+    """What holds the times of a model's batches against a calibrated cost model.
+
+    Raises: ConfigError if the calibration was made on another device than this one.
+    """
+    from lockstep.runtime.assembly import choose_device, device_name
+    from lockstep.runtime.llm import model_name
+
+    where = device_name(choose_device(settings.device))
+    with _config_errors("calibration"):
+        from lockstep.api.drift import DriftMeter
+        from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+        from lockstep.sim.cost.tables import base_cost_model
+
+        calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
+        if calibration.gpu != gpu.name:
+            raise ConfigError(
+                f"`calibration` {named} was made on {calibration.gpu}, and this engine runs on {gpu.name}\n"
+                "hint: lockstep calibrate --from RUN makes one of a journal of this server"
+            )
+        model = load_model(name if name == "demo" else str(folder))
+        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp))
+    log.info("batches are predicted by the calibration %s", calibration.title)
+    for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1):
+        log.warning("%s", doubt)
+    return DriftMeter(cost)
 
 
 # --------------------------------------------------------------------------------------------------------- emulated one
 
 
 def _emulated(settings: ServeSettings) -> EngineUnit:
+    from lockstep.api.drift import DriftMeter
     from lockstep.api.emulate import EmulatedExecutor
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
@@ -216,8 +273,10 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
         return StopTexts(text, ids, request.stop_texts)
 
+    meter = DriftMeter(cost, settings.speed) if settings.calibration is not None else None
+    observe = None if meter is None else meter.fold
     runtime_host = RuntimeHost(
-        Engine(config), executor, journal or NoJournal(), clock, check_request=check, watch_text=watch
+        Engine(config), executor, journal or NoJournal(), clock, check_request=check, watch_text=watch, observe=observe
     )
 
     def serve() -> None:
@@ -244,7 +303,8 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
         device=f"{settings.tp} x {gpu.name}, emulated",
     )
     memory = "the pool was given" if kv is None else _memory(kv.describe())
-    return EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close)
+    unit = EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close)
+    return unit if meter is None else replace(unit, drift=meter.read)
 
 
 def _vocabulary(text: Texts, size: int, settings: ServeSettings) -> Any:

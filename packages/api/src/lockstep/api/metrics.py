@@ -11,16 +11,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from lockstep.api.metrics_folder import FOLDER
-from lockstep.api.wire import Gauges
+from lockstep.api.wire import RATIOS, BatchDrift, Gauges
 
 if TYPE_CHECKING:
     from lockstep.api.generation import Choice, Generation
@@ -154,12 +154,29 @@ class Metrics:
         counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
         counted.add_metric(values, gauges.retractions)
         yield counted
+        if gauges.drift:
+            yield from self._drift(gauges.drift)
+
+    def _drift(self, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
+        """How far the cost model is off, by kind of batch. Buckets of Prometheus contain those before them."""
+        labels = ("model_name", "engine", "kind")
+        about = "Time of a batch over the time predicted."
+        ratio = HistogramMetricFamily("lockstep_batch_time_ratio", about, labels=labels)
+        took = CounterMetricFamily("lockstep_batch_seconds", "Time that batches took.", labels=labels)
+        meant = CounterMetricFamily("lockstep_batch_predicted_seconds", "Time predicted for them.", labels=labels)
+        bounds = [*map(str, RATIOS), "+Inf"]
+        for one in kinds:
+            values = (*self._labels, one.kind)
+            ratio.add_metric(values, list(zip(bounds, accumulate(one.counts), strict=True)), one.ratios)
+            took.add_metric(values, one.measured_s)
+            meant.add_metric(values, one.predicted_s)
+        yield from (ratio, took, meant)
 
     def _renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
         """The same under the names that other servers' dashboards ask for."""
         for metric in metrics:
             name = metric.name.removeprefix("lockstep_")
-            if "vllm" in self._compat and not name.startswith("http_"):
+            if "vllm" in self._compat and not name.startswith(("http_", "batch_")):  # which it has not
                 yield _called(metric, f"vllm:{name}")
             if "sglang" in self._compat and name in SGLANG:
                 yield _called(metric, f"sglang:{SGLANG[name]}")

@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from lockstep.api.sockets import worker_address, writer
-from lockstep.api.wire import Answered, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
+from lockstep.api.wire import Answered, BatchDrift, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.engine import Engine
 from lockstep.core.stats import stats
@@ -78,10 +78,17 @@ class Outbox:
 
     Args:
         stuck: told of a worker that has not read for so long that nothing more can be kept for it.
+        drift: how far predictions of batches were off so far, where there are any.
     """
 
-    def __init__(self, writers: Writers, engine: Engine, stuck: Callable[[int], object]) -> None:
-        self._writers, self._engine, self._stuck = writers, engine, stuck
+    def __init__(
+        self,
+        writers: Writers,
+        engine: Engine,
+        stuck: Callable[[int], object],
+        drift: Callable[[], tuple[BatchDrift, ...]] = tuple,
+    ) -> None:
+        self._writers, self._engine, self._stuck, self._drift = writers, engine, stuck, drift
         self._pages: dict[int, _Page] = {}
         self._answers: list[Answered] = []
         self._gauges_us = -GAUGES_EVERY_US
@@ -130,6 +137,7 @@ class Outbox:
             new_tokens=now.counts.new_tokens,
             retractions=now.counts.retractions,
             accepting=not now.draining,
+            drift=self._drift(),
         )
 
 

@@ -51,7 +51,7 @@ def _option(name: str, kind: Any, about: str, **more: Any) -> Callable[[Command]
 @_option("cuda_graph_max_batch", int, "Rows of the largest graph.")
 @_option("random_weights", int, "Small random weights; only config.json is read.", metavar="SEED")
 @_option("profile", str, "Emulated: family of scheduler settings: lockstep, sglang, vllm.")
-@_option("calibration", str, "Emulated: what the cost model is corrected by.")
+@_option("calibration", str, "Predict batches by it: /metrics says how far off. Emulated: time them.")
 @_option("speed", float, "Emulated: times faster than real.")
 @_option("answer_tokens", int, "Emulated: mean length of an answer that ends by itself; 0: none does.")
 @_option("slow_reader_s", float, "A stream that takes nothing for so long is cancelled.")

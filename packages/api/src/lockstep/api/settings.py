@@ -56,9 +56,10 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
 
+    calibration: str | None = None  # by which batches are predicted, and those of an emulated engine timed
+
     # the emulated one
     profile: str = "lockstep"
-    calibration: str | None = None
     speed: float = 1.0
     answer_tokens: int = 256
 
@@ -101,7 +102,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
         if self.emulate is None:
-            for name, default in (("profile", "lockstep"), ("calibration", None), ("speed", 1.0)):
+            for name, default in (("profile", "lockstep"), ("speed", 1.0)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         elif self.random_weights is not None:

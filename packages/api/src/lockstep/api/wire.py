@@ -104,6 +104,20 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     device: str
 
 
+RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+"""Upper bounds of the buckets that batches are counted in, by measured / predicted time; beyond them is one more."""
+
+
+class BatchDrift(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Batches of one kind since the engine began, by how far the cost model was off."""
+
+    kind: str  # extend, decode, mixed
+    counts: tuple[int, ...]  # by bucket of RATIOS, each batch in one
+    ratios: float  # sum of measured / predicted
+    measured_s: float  # sums
+    predicted_s: float
+
+
 class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How an engine stands, a few times a second while it works and once when it comes to rest."""
 
@@ -115,6 +129,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     new_tokens: int  # and those that had to be computed
     retractions: int
     accepting: bool  # whether new requests are taken
+    drift: tuple[BatchDrift, ...] = ()  # by kind of batch; none without a calibration
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

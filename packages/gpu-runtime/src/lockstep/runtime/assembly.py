@@ -386,6 +386,24 @@ def _draw_once(logits: Tensor) -> None:
     Sampler(table).sample(logits, rows, rows.long(), np.arange(count, dtype=np.int32))
 
 
+def choose_device(name: str) -> torch.device:
+    """cpu, cuda, cuda:1; auto is a GPU if there is one. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"`device` must be auto, cpu or cuda, got `{name}`") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"`device` is {name}, which torch {torch.__version__} cannot use here\nhint: --device cpu")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """A device as its driver calls it, such as NVIDIA H200; a processor is `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else None

@@ -32,7 +32,6 @@ from typing import Annotated, Any, Self, cast
 
 import msgspec
 import numpy as np
-import torch
 
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig
@@ -48,7 +47,7 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.runtime import watchdog
-from lockstep.runtime.assembly import assemble
+from lockstep.runtime.assembly import assemble, choose_device, device_name
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.graphs import (
@@ -212,7 +211,7 @@ class LLM:
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
         packages = processors.versions(logit_processors)
         folder = demo_folder() if model is None else Path(model)
-        where = _device(device)
+        where = choose_device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, pooling, normalize)
         settings = RankSettings(
@@ -249,7 +248,8 @@ class LLM:
             if self.model.settings.generates and (where.type == "cuda" if warm_up is None else warm_up):
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
             if journal is not None:
-                host: dict[str, str | int | float] = {"kind": "runtime", "model": folder.name, "tp": tensor_parallel}
+                host: dict[str, str | int | float] = {"kind": "runtime", "model": model_name(folder)}
+                host |= {"gpu": device_name(where), "tp": tensor_parallel}
                 if packages:
                     host["logit_processors"] = packages
                 header = JournalHeader(config=self.config, seed=seed, host=host)
@@ -670,6 +670,14 @@ class Asked:
         return "" if self._watch is None else self._watch.decoded[: self._watch.stopped_at()]
 
 
+def model_name(folder: Path) -> str:
+    """What a folder's model is called: by its folder, and the demo model `demo`."""
+    from lockstep.runtime.demo_model import COMMITTED
+
+    name = folder.resolve()
+    return "demo" if name == COMMITTED.resolve() else name.name
+
+
 def demo_folder() -> Path:
     """The folder of the demo model."""
     from lockstep.runtime.demo_model import demo_model_folder
@@ -705,18 +713,6 @@ def _refuse_unknown(sched: dict[str, Any]) -> None:
             near = get_close_matches(name, names)
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/scheduling.md lists all settings"
             raise ConfigError(f"there is no setting `{name}`\nhint: {hint}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"`device` must be auto, cpu or cuda, got `{name}`") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"`device` is {name}, which torch {torch.__version__} cannot use here\nhint: --device cpu")
-    return device
 
 
 def _seed(seed: int, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Making calibrations: from published serving points, from the journal of a real run, from operator tables.
+"""Making calibrations: from published serving points, from batches that were timed, from operator tables.
 
 found = read_serving_points(path)
 trial = Trial.of(points)                            # every point simulated once, under each client of CLIENTS
@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.core.events import BatchFinished
-from lockstep.core.replay import fold
+from lockstep.sim.batch_times import BatchTime, BatchTimes, ErrorRow, error_row
 from lockstep.sim.cost import CalibrationError, RooflineModel, decode_shape, extend_shape
 from lockstep.sim.cost.calibration import (
     UNSEEN_MODELS,
@@ -36,7 +34,6 @@ from lockstep.sim.cost.calibration import (
 )
 from lockstep.sim.cost.fit import correction_of, fit_weights, left_out, relative_shift
 from lockstep.sim.cost.tables import BaseModel, MeasuredModel, OperatorTables
-from lockstep.sim.host import extend_shape_of
 from lockstep.sim.serving_points import CLIENTS, Played, ServingPoint, parts_of, play
 
 Float64s = NDArray[np.float64]
@@ -198,71 +195,95 @@ def calibration_of_points(
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- journals
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 @dataclass(frozen=True, eq=False)
 class TimedBatches:
-    """The batches of a run whose times the host reported, in the order of their ends."""
+    """Batches whose times are known, with the parts that a correction weighs, in the order of their ends."""
 
+    batches: Sequence[BatchTime]
     parts: Float64s  # float64 [batches, 5], in the order of FEATURES
     took_us: Float64s
     left_out: int  # batches without times, or sampled apart from their forward pass
 
+    @property
+    def uncorrected_us(self) -> Float64s:
+        """What is predicted without a correction."""
+        uncorrected: Float64s = self.parts @ np.array(Correction().weights)
+        return uncorrected
 
-def timed_batches(folder: Path, base: BaseModel) -> TimedBatches:
-    """Fold a run's journal and pair every batch's shape with the time it took.
 
-    A batch launched behind another one begins when that one ends: its time is what the device needed, not how long it
-    waited. Raises: JournalError, Divergence; CalibrationError if too few batches carry times.
-    """
-    parts: list[Float64s] = []
-    took_us: list[float] = []
-    running: dict[int, Float64s] = {}
-    skipped = 0
-    free_us = 0
-    for event, step in fold(folder):
-        if type(event) is BatchFinished:
-            batch = running.pop(event.batch_id, None)
-            began_us = max(event.started_us, free_us)
-            if batch is None or event.finished_us <= began_us:
-                skipped += 1
-            else:
-                parts.append(batch)
-                took_us.append(event.finished_us - began_us)
-            free_us = max(free_us, event.finished_us)
-        plan = step.launched()
-        if plan is not None and plan.sample_after is None:
-            shape = extend_shape_of(plan)
-            shapes = [
-                replace(shape, decode_context_tokens=shape.decode_context_tokens + further * shape.decode_rows)
-                for further in range(plan.steps)
-            ]
-            running[plan.batch_id] = parts_of(base, shapes).sum(axis=0)
-    if len(took_us) < BATCHES_MIN:
+def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatches:
+    """Take every batch apart. Raises: CalibrationError if there are too few; `where` they are from."""
+    if len(times.batches) < BATCHES_MIN:
         raise CalibrationError(
-            f"{folder}: {len(took_us)} batches carry times, a calibration needs {BATCHES_MIN}\n"
+            f"{where}: {len(times.batches)} batches carry times, a calibration needs {BATCHES_MIN}\n"
             "hint: `started_us` and `finished_us` of BatchFinished are the host's to report"
         )
-    return TimedBatches(np.array(parts), np.array(took_us), skipped)
+    parts = np.array([parts_of(base, batch.passes).sum(axis=0) for batch in times.batches])
+    took_us = np.array([batch.took_us for batch in times.batches], np.float64)
+    return TimedBatches(times.batches, parts, took_us, times.left_out)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Each tenth of a run, predicted by a fit of the other nine."""
+
+    batches: Sequence[BatchTime]
+    took_us: Float64s
+    before_us: Float64s  # without a correction
+    after_us: Float64s  # by the fit that had not seen this batch's tenth
+    ratios: Sequence[float]  # of each tenth as a whole: measured / predicted
+
+    def rows(self) -> list[tuple[ErrorRow, ErrorRow]]:
+        """Errors before and after, by kind of batch, and of all last."""
+        modes = np.array([batch.mode for batch in self.batches])
+        found = []
+        for mode in [*sorted(set(modes.tolist())), "all"]:
+            picked = np.ones(len(modes), np.bool_) if mode == "all" else modes == mode
+            measured_us = self.took_us[picked]
+            before = error_row(mode, "", measured_us, self.before_us[picked])
+            found.append((before, error_row(mode, "", measured_us, self.after_us[picked])))
+        return found
+
+
+def held_out(timed: TimedBatches) -> HeldOut:
+    """Fit nine tenths of a run, in the order of time, and predict the one left out; in turn."""
+    count = len(timed.took_us)
+    after_us = np.empty(count)
+    ratios = []
+    for mask, _ in left_out((np.arange(count) * BLOCKS // count).tolist()):
+        after_us[mask] = timed.parts[mask] @ fit_weights(timed.parts[~mask], timed.took_us[~mask])
+        ratios.append(float(timed.took_us[mask].sum() / after_us[mask].sum()))
+    return HeldOut(timed.batches, timed.took_us, timed.uncorrected_us, after_us, ratios)
 
 
 def calibration_of_batches(
-    batches: TimedBatches, *, engine: str, engine_version: str, base: BaseModel, date: str, source: Source
+    timed: TimedBatches,
+    held: HeldOut,
+    *,
+    engine: str,
+    engine_version: str,
+    base: BaseModel,
+    date: str,
+    source: Source,
+    notes: Sequence[str] = (),
 ) -> Calibration:
-    """Fit single batches. The systematic error is that of tenths of the run, each predicted by the other nine."""
-    weights = fit_weights(batches.parts, batches.took_us)
-    blocks = np.arange(len(batches.took_us)) * BLOCKS // len(batches.took_us)
-    ratios = []
-    for mask, _ in left_out(blocks.tolist()):
-        others = fit_weights(batches.parts[~mask], batches.took_us[~mask])
-        ratios.append(float(batches.took_us[mask].sum() / (batches.parts[mask] @ others).sum()))
-    single = batches.took_us / (batches.parts @ weights)
+    """Fit single batches. The systematic error is that of tenths of the run, each predicted by the other nine.
+
+    Args:
+        held: of `timed`.
+    """
+    weights = fit_weights(timed.parts, timed.took_us)
+    single = timed.took_us / (timed.parts @ weights)
     # A robust standard deviation: half the distance from the 16th to the 84th percentile.
     spread = float(np.diff(np.quantile(single, [0.16, 0.84]))[0]) / 2.0 / float(np.median(single))
     residuals = [
-        Residuals.of(ratios, metric="time", population="seen", method=f"one of {BLOCKS} parts of the run left out")
+        Residuals.of(held.ratios, metric="time", population="seen", method=f"one of {BLOCKS} parts of the run left out")
     ]
+    before, after = held.rows()[-1]
+    errors = f"median {before.error:.1%} -> {after.error:.1%}, P95 {before.error_p95:.1%} -> {after.error_p95:.1%}"
     return Calibration(
         engine=engine,
         engine_version=engine_version,
@@ -275,7 +296,11 @@ def calibration_of_batches(
         spread=round(min(spread, 0.99), 5),
         residuals=(*residuals, *UNSEEN_MODELS),
         sources=(source,),
-        notes=(f"of one run, on {base.split}: other degrees of parallelism were not seen",),
+        notes=(
+            f"of one run, on {base.split}: other degrees of parallelism were not seen",
+            f"error of held-out batches: {errors}",
+            *notes,
+        ),
     )
 
 

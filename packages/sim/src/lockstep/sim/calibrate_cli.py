@@ -10,18 +10,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from lockstep.sim.cli import refusals
 from lockstep.sim.out_paths import check_file
 
 if TYPE_CHECKING:
+    from lockstep.core.journal import JournalHeader
+    from lockstep.sim.calibrate import HeldOut
     from lockstep.sim.cost import Calibration
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
-@click.group()
-def calibrate() -> None:
+class _Calibrate(click.Group):
+    """`calibrate --from RUN ...` is `calibrate journal RUN ...`, with the options of that."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if not any(word == "--from" or word.startswith("--from=") for word in args):
+            return super().make_context(info_name, args, parent, **extra)
+        rest = [word for arg in args for word in (arg.split("=", 1) if arg.startswith("--from=") else [arg])]
+        rest.remove("--from")
+        return journal.make_context(f"{info_name} --from", rest, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.group(cls=_Calibrate)
+@click.option("--from", "source", metavar="RUN", help="Refresh from a run: --from RUN --help. Same as journal RUN.")
+def calibrate(source: str | None) -> None:
     """Fit the cost model to measurements, and write a calibration file for `lockstep simulate --calibration`."""
 
 
@@ -150,15 +170,15 @@ def points(
 
 @calibrate.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--model", help="what ran  [default: what the journal's header says]")
-@click.option("--gpu", help="where it ran  [default: what the journal's header says]")
-@click.option("--tp", type=click.INT, help="on so many GPUs  [default: what the journal's header says]")
-@click.option("--ep", type=click.INT, help="groups that shared out the experts  [default: what the header says]")
-@click.option("--attention-dp", type=click.INT, help="shards with rows of their own  [default: what the header says]")
+@click.option("--model", help="what ran  [default: what RUN says]")
+@click.option("--gpu", help="where it ran  [default: what RUN says]")
+@click.option("--tp", type=click.INT, help="on so many GPUs  [default: what RUN says]")
+@click.option("--ep", type=click.INT, help="groups that shared out the experts  [default: what RUN says]")
+@click.option("--attention-dp", type=click.INT, help="shards with rows of their own  [default: what RUN says]")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
 @click.option("--engine", default="lockstep", show_default=True, help="what ran it")
-@click.option("--engine-version", default="", help="of the engine  [default: of the core that wrote the journal]")
+@click.option("--engine-version", default="", help="of the engine  [default: of the core that wrote it]")
 @_operators
 @_common
 def journal(
@@ -176,10 +196,15 @@ def journal(
     date: str,
     out: Path,
 ) -> None:
-    """From the journal of a run folder, whose host reported when each batch began and ended."""
+    """From batches that were timed; `lockstep calibrate --from RUN` is the same.
+
+    RUN is the folder of a run whose host reported when each batch began and ended, such as one of `lockstep serve
+    --journal`, or a file of `lockstep replay PLANS --on-hardware`. Says how far predictions are off before and after,
+    for batches that the fit had not seen.
+    """
     with refusals():
-        from lockstep.core.journal import JournalError, read_journal
-        from lockstep.sim.calibrate import calibration_of_batches, sha256_of, timed_batches
+        from lockstep.sim.batch_times import of_journal, read_batch_times
+        from lockstep.sim.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
         from lockstep.sim.cost.calibration import Source
@@ -188,23 +213,30 @@ def journal(
 
         date = _checked_date(date)
         check_file(out)
-        try:
-            header = read_journal(run).header
-        except JournalError as error:
-            parts = sorted(part.parent.name for part in run.glob("engines/*/journal"))
-            place = f"{run}/engines/{parts[0]}: it is a cluster" if parts else "a run folder"
-            raise CalibrationError(f"{error}\nhint: give {place}") from error
-        said = {"model": model or header.host.get("model"), "gpu": gpu or header.host.get("gpu")}
-        for name, value in said.items():
-            if not value:
+        notes: list[str] = []
+        if run.is_file():
+            times, file = read_batch_times(run), run
+            measured = times.measured
+            assert measured is not None, "it is the first line"
+            said: dict[str, Any] = msgspec.structs.asdict(measured)
+            weights_dtype = weights_dtype or measured.weights_dtype or None
+            if measured.device:
+                notes.append(f"measured on {measured.device}")
+            notes += measured.notes
+        else:
+            header = _journal_header(run)
+            said = {**header.host, "engine_version": header.core_version}
+            times, file = None, run / "journal" if (run / "journal").is_dir() else run
+        for name, value in (("model", model), ("gpu", gpu)):
+            if not (value or said.get(name)):
                 raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
         known = [field.name for field in fields(Parallelism)]
-        layout: dict[str, Any] = {name: header.host[name] for name in known if name in header.host}
+        layout: dict[str, Any] = {name: said[name] for name in known if name in said}
         given = {"tp": tp, "ep": ep, "attention_dp": attention_dp}
         split = Parallelism(**layout | {name: value for name, value in given.items() if value is not None})
         base = base_cost_model(
-            load_model(str(said["model"])),
-            load_gpu(str(said["gpu"])),
+            load_model(str(model or said["model"])),
+            load_gpu(str(gpu or said["gpu"])),
             split,
             weights_dtype=weights_dtype,
             kv_dtype=kv_dtype,
@@ -215,25 +247,50 @@ def journal(
                 f"{run}: batches of a run with pp {split.pp} overlap, so what each took alone is not known\n"
                 "hint: calibrate with a run on one stage"
             )
-        batches = timed_batches(run, base)
-        folder = run / "journal" if (run / "journal").is_dir() else run
+        timed = timed_batches(times or of_journal(run), base, run)
         source = Source(
-            kind="journal",
+            kind="journal" if times is None else "batch_times",
             file=run.name,
-            sha256=sha256_of(folder),
-            rows_used=len(batches.took_us),
-            rows_left_out=batches.left_out,
-            why_left_out="no times" if batches.left_out else "",
+            sha256=sha256_of(file),
+            rows_used=len(timed.took_us),
+            rows_left_out=timed.left_out,
+            why_left_out="no times" if timed.left_out else "",
         )
+        held = held_out(timed)
         found = calibration_of_batches(
-            batches,
+            timed,
+            held,
             engine=engine,
-            engine_version=engine_version or header.core_version,
+            engine_version=engine_version or str(said["engine_version"]),
             base=base,
             date=date,
             source=source,
+            notes=notes,
         )
         _write(found, out)
+        _say_held_out(held)
+
+
+def _journal_header(run: Path) -> JournalHeader:
+    from lockstep.core.journal import JournalError, read_journal
+    from lockstep.sim.cost import CalibrationError
+
+    try:
+        return read_journal(run).header
+    except JournalError as error:
+        parts = sorted(part.parent.name for part in run.glob("engines/*/journal"))
+        place = f"{run}/engines/{parts[0]}: it is a cluster" if parts else "a run folder"
+        raise CalibrationError(f"{error}\nhint: give {place}") from error
+
+
+def _say_held_out(held: HeldOut) -> None:
+    """How far off predictions were for batches that the fit had not seen."""
+    click.echo("error of batches that the fit had not seen, each tenth of the run by the other nine: before -> after")
+    for before, after in held.rows():
+        click.echo(
+            f"  {before.mode:7} median {before.error:7.1%} -> {after.error:6.1%}   "
+            f"P95 {before.error_p95:7.1%} -> {after.error_p95:6.1%}   ({before.batches:,} batches)"
+        )
 
 
 @calibrate.command()

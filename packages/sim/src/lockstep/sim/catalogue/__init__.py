@@ -1,8 +1,8 @@
 """The catalogue: public models, GPUs and calibrations by name, each number with its source.
 
 `models/<name>.json` holds the fields of a Hugging Face config.json; `gpus/<name>.json` holds data-sheet peaks, measured
-medians and prices; `calibrations/<name>.json` holds what public serving points said about an engine. Anything else is a
-path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
+medians and prices, `cpus/` the same of a processor; `calibrations/<name>.json` holds what public serving points said
+about an engine. Anything else is a path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def load_model(name_or_path: str) -> ModelSpec:
 def load_gpu(name_or_path: str) -> GpuSpec:
     """Return a GPU by catalogue name or alias, in any case, or by the path of a JSON file like those in `gpus/`.
 
+    `cpu-core`, or `cpu`, is no GPU and stands in no list of them: what a processor is taken for until it is calibrated.
     Raises: CatalogueError if it is unknown or malformed.
     """
     path = _local(name_or_path, "gpu.json")
     if path is not None:
         return gpu_from_json(_read(path), str(path))
     wanted = _gpu_key(name_or_path)
-    entry = _gpus().get(wanted)
+    entry = _gpus().get(wanted) or _named(_entries("cpus")).get(wanted)
     if entry is not None:
         return gpu_from_json(entry, f"catalogue GPU {entry['name']}")
     close_to = {alias: str(entry["name"]) for alias, entry in _gpus().items()}
@@ -120,8 +121,12 @@ def _entries(folder: str) -> dict[str, Traversable]:
 @cache
 def _gpus() -> dict[str, dict[str, Any]]:
     """Every GPU under its name and each alias, in the form of `_gpu_key`."""
+    return _named(_entries("gpus"))
+
+
+def _named(entries: dict[str, Traversable]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for file in _entries("gpus").values():
+    for file in entries.values():
         entry = _read(file)
         for alias in (entry["name"], *entry.get("aliases", ())):
             found[_gpu_key(alias)] = entry

@@ -142,7 +142,7 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file that a calibration was made of."""
 
-    kind: Literal["serving_points", "operator_tables", "journal"]
+    kind: Literal["serving_points", "operator_tables", "journal", "batch_times"]
     file: str  # its name, without the folder
     sha256: str
     rows_used: int

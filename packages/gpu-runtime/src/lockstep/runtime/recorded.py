@@ -1,0 +1,135 @@
+"""A model with its executor for the plans of a journal, whoever made them: `lockstep.host.recorded` runs them on it.
+
+The scheduler's settings are the journal's; the pool has as many pages as its plans name, and not more, so that a run of
+a large simulated device may fit a small one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lockstep.core.commands import BatchPlan
+from lockstep.core.config import SchedConfig
+from lockstep.core.errors import ConfigError
+from lockstep.host.loop import HostClock
+from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name
+from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.llm import demo_folder, model_name
+from lockstep.runtime.memory import MIB
+from lockstep.runtime.models import read_settings
+from lockstep.runtime.models.settings import DTYPES
+from lockstep.runtime.pooling import choose_pooling
+from lockstep.runtime.rank_wire import RankSettings
+from lockstep.runtime.warmup import warm_up
+
+
+@dataclass(slots=True)
+class Extent:
+    """What plans need of a device."""
+
+    batches: int = 0
+    pages: int = 0
+    context_tokens: int = 0  # of the longest request
+
+    def see(self, plan: BatchPlan) -> None:
+        """One more plan."""
+        self.batches += 1
+        if len(plan.deltas.pages):
+            self.pages = max(self.pages, int(plan.deltas.pages.max()) + 1)
+        if len(plan.stops):
+            self.context_tokens = max(self.context_tokens, int(plan.stops.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class PlansRunner:
+    """A model that is ready for a journal's plans."""
+
+    made: Assembled
+    model: str  # `demo`, or the folder's name
+    folder: Path
+    device: str  # as its driver calls it; of a processor `cpu`
+    notes: tuple[str, ...]
+
+
+def make_runner(
+    extent: Extent,
+    config: SchedConfig,
+    *,
+    model: Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention_backend: str = "auto",
+    cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto",
+    random_weights_seed: int | None = None,
+) -> PlansRunner:
+    """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
+
+    Args:
+        config: of the journal. The rest is as in `LLM`.
+    Raises: ConfigError if the model is too short for the journal's requests, or its pool too large for the device.
+    """
+    folder = demo_folder() if model is None else model
+    settings, where = read_settings(folder), choose_device(device)
+    name = model_name(folder)
+    if extent.context_tokens > settings.context_tokens:
+        raise ConfigError(
+            f"`model` {name} takes {settings.context_tokens:,} tokens, but a request of this journal gets to "
+            f"{extent.context_tokens:,}\nhint: give a model with a longer context, or plans of shorter requests"
+        )
+    pages = max(extent.pages, -(-min(config.request_tokens_max, settings.context_tokens) // config.page_size))
+    pages = min(pages, config.pages)
+    wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else settings.dtype)
+    page_bytes = KvPool.bytes_per_page(settings.layers, config.page_size, settings.kv_heads, settings.head_dim, wanted)
+    free_bytes = _free_bytes(where)
+    if free_bytes is not None and (pages + 1) * page_bytes > free_bytes:
+        raise ConfigError(
+            f"the plans of this journal name {pages:,} pages of {config.page_size} tokens, "
+            f"{pages * page_bytes / MIB:,.0f} MiB of KV with {name}, but {where} has {free_bytes / MIB:,.0f} MiB free\n"
+            "hint: a smaller model, or plans of a run with fewer `pages`"
+        )
+    sched = {one: getattr(config, one) for one in config.__struct_fields__}
+    sched |= {"pages": pages, "context_tokens_max": min(config.context_tokens_max, settings.context_tokens)}
+    clock = HostClock()
+    made = assemble(
+        RankSettings(
+            model=str(folder.resolve()),
+            dtype=dtype,
+            attention_backend=attention_backend,
+            numerics="fast",
+            random_weights_seed=random_weights_seed,
+            mem_fraction=0.9,
+            cuda_graphs=cuda_graphs,
+            cuda_graph_max_batch=None,
+            logit_processors=(),
+            pooling=choose_pooling(folder),
+            debug=False,
+            sched=sched,
+        ),
+        where,
+        clock,
+    )
+    if made.model.settings.generates:
+        warm_up(made.executor, made.config, clock, made.model.settings.vocab)
+    notes = (
+        f"{str(made.model.dtype).removeprefix('torch.')}, attention by {made.attention_backend}, "
+        f"torch {torch.__version__}" + (f", {torch.get_num_threads()} threads" if where.type == "cpu" else ""),
+    )
+    return PlansRunner(made, name, folder, device_name(where), notes)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Of a device's memory; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    with suppress(OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -1,0 +1,338 @@
+"""`lockstep replay PLANS --on-hardware`: a journal's batches on a device, without a scheduler, and what was predicted.
+
+Plans are run in the order in which they were decided (`lockstep.host.recorded`), each timed by the executor. Beside
+each time stands what the cost model says of such a batch on such a device. `--out` writes all of them to a file, of
+which `lockstep calibrate --from FILE` makes a calibration; with `--calibration` the corrected model predicts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from lockstep.core.errors import ConfigError, LockstepError
+from lockstep.core.journal import CORE_VERSION, read_journal
+from lockstep.core.replay import fold
+from lockstep.sim.batch_times import (
+    OUTLIER,
+    BatchTime,
+    Durations,
+    ErrorRow,
+    Measured,
+    Outlier,
+    batch_time,
+    error_rows,
+    line_of,
+    outliers,
+    predict,
+)
+from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
+from lockstep.sim.cost.tables import base_cost_model
+from lockstep.sim.out_paths import check_file
+from lockstep.sim.report.text import duration
+from lockstep.tools.runs import JSON, RUN, Refused, engine_journal, print_json, refusals
+
+if TYPE_CHECKING:
+    from lockstep.runtime.recorded import Extent, PlansRunner
+
+OUTLIERS_TOLD = 10
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What is held against the times."""
+
+    cost: CostModel
+    model: str
+    gpu: str
+    calibration: Calibration
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        corrected = "not calibrated" if self.calibration.engine == "none" else f"calibration {self.calibration.title}"
+        return f"{self.model} on {self.gpu}, {corrected}"
+
+
+@click.command(context_settings={"max_content_width": 120})
+@RUN
+@click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
+@click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
+@click.option("--cuda-graphs", type=click.Choice(["auto", "on", "off", "eager"]), default="auto", show_default=True)
+@click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
+@click.option(
+    "--gpu", metavar="NAME|FILE", help="What the cost model takes the device for; default: the device's name."
+)
+@click.option("--calibration", metavar="NAME|FILE", help="Corrects the cost model: docs/cost-models.md.")
+@click.option("--batches", type=click.IntRange(1), metavar="N", help="Run the first N; default: all.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write every batch, for lockstep calibrate."
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@JSON
+def on_hardware(
+    run: Path,
+    model: Path | None,
+    device: str,
+    dtype: str,
+    attention_backend: str,
+    cuda_graphs: Any,
+    random_weights: int | None,
+    gpu: str | None,
+    calibration: str | None,
+    batches: int | None,
+    out: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
+    """Run a journal's batches on this machine, and hold their times against the cost model.
+
+    Nothing is scheduled: the plans are those of the journal, simulated or real. Ctrl-C ends it with what there is.
+
+    \b
+    lockstep replay runs/chat --on-hardware --out measured.jsonl
+    lockstep calibrate --from measured.jsonl --date 2026-11-22 --out mine.json
+    lockstep replay runs/other --on-hardware --calibration mine.json
+    """
+    with _refused(), ExitStack() as stack:
+        if out is not None:
+            if out.exists() and not overwrite:
+                raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
+            check_file(out)
+        runner_of = _runtime()
+        journal = engine_journal(run)
+        corrected = UNCALIBRATED if calibration is None else load_calibration(calibration)
+        header = read_journal(journal).header
+        extent = _extent(journal, batches)
+        runner: PlansRunner = runner_of(
+            extent,
+            header.config,
+            model=model,
+            device=device,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            cuda_graphs=cuda_graphs,
+            random_weights_seed=random_weights,
+        )
+        predictor = make_predictor(runner, gpu, corrected)
+        for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth):
+            click.echo(f"note: {doubt}", err=True)
+        write = stack.enter_context(_written(out, _measured(run, runner, predictor, gpu)))
+        advance = stack.enter_context(_progress(extent.batches))
+        times: list[BatchTime] = []
+        interrupted = False
+        try:
+            for one in _timed(journal, runner, predictor, extent.batches):
+                times.append(one)
+                write(one)
+                advance()
+        except KeyboardInterrupt:
+            interrupted = True
+        stack.close()  # the file, the bar
+        _show(times, runner, predictor, interrupted, as_json)
+        if out is not None:
+            click.echo(f"{out} written: lockstep calibrate --from {out} --date YYYY-MM-DD --out FILE", err=True)
+        return INTERRUPTED if interrupted else 0
+
+
+def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibration) -> Predictor:
+    """The cost model of what runs here. Raises ConfigError where the catalogue does not know the device."""
+    card_name = gpu or runner.device
+    try:
+        card = load_gpu(card_name)
+    except CatalogueError as error:
+        if gpu is not None:
+            raise
+        raise ConfigError(
+            f"the catalogue has no entry for this device, `{runner.device}`\n"
+            "hint: --gpu NAME or FILE says what it is like"
+        ) from error
+    spec = load_model(str(runner.folder) if runner.model != "demo" else "demo")
+    base = base_cost_model(spec, card)
+    return Predictor(calibration.cost_model(base), spec.name, card.name, calibration)
+
+
+def _runtime() -> Any:
+    """The runtime, where it is installed."""
+    try:
+        from lockstep.runtime.recorded import make_runner
+    except ImportError as error:
+        raise ConfigError(
+            f"`--on-hardware` needs the package lockstep-runtime with torch: {error}\nhint: install it; a CPU is enough"
+        ) from error
+    return make_runner
+
+
+def _extent(journal: Path, most: int | None) -> Extent:
+    """What the first so many plans need. Raises ConfigError if there is none; Divergence."""
+    from lockstep.runtime.recorded import Extent
+
+    extent = Extent()
+    for _, step in fold(journal):
+        if (plan := step.launched()) is not None:
+            extent.see(plan)
+            if extent.batches == most:
+                break
+    if not extent.batches:
+        raise ConfigError(
+            f"no batch was launched in the journal of `{journal}`\nhint: `lockstep journal info` says more"
+        )
+    return extent
+
+
+def _timed(journal: Path, runner: PlansRunner, predictor: Predictor, most: int) -> Iterator[BatchTime]:
+    """Run the plans. One that failed when it was recorded, or waited to be sampled, has no time."""
+    from lockstep.host.recorded import run_recorded
+
+    durations = Durations()
+    vocab = runner.made.model.settings.vocab
+    for number, (event, result) in enumerate(run_recorded(journal, runner.made.executor, vocab), start=1):
+        plan = result.plan
+        took_us = durations.took_us(result.started_us, result.finished_us)
+        if took_us and not event.error and not result.error and plan.sample_after is None:
+            one = batch_time(plan, took_us)
+            if one.size:
+                (predicted_us,) = predict(predictor.cost, [one])
+                yield msgspec.structs.replace(one, predicted_us=round(float(predicted_us), 1))
+        if number >= most:
+            return
+
+
+def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | None) -> Measured:
+    """The first line of the file."""
+    return Measured(
+        model="demo" if runner.model == "demo" else str(runner.folder.resolve()),
+        gpu=str(Path(gpu).resolve()) if gpu is not None and Path(gpu).is_file() else predictor.gpu,
+        engine_version=CORE_VERSION,
+        device=runner.device,
+        plans=run.name,
+        calibration="" if predictor.calibration.engine == "none" else predictor.calibration.title,
+        notes=runner.notes,
+    )
+
+
+@contextmanager
+def _written(out: Path | None, measured: Measured) -> Iterator[Callable[[BatchTime], object]]:
+    """Writes each batch as it comes, so that nothing is lost with the process."""
+    if out is None:
+        yield lambda _: None
+        return
+    with out.open("wb", buffering=0) as file:
+        file.write(line_of(measured))
+        yield lambda one: file.write(line_of(one))
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("batches", total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Errors that are made for people as one message."""
+    try:
+        with refusals():
+            yield
+    except (CalibrationError, CatalogueError, LockstepError) as error:
+        raise Refused(error) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- telling
+
+
+def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interrupted: bool, as_json: bool) -> None:
+    import numpy as np
+
+    predicted_us = np.array([one.predicted_us for one in times])
+    rows, unusual = error_rows(times, predicted_us), outliers(times, predicted_us)
+    if as_json:
+        print_json(
+            {
+                "model": runner.model,
+                "device": runner.device,
+                "notes": list(runner.notes),
+                "predicted_by": by.title,
+                "interrupted": interrupted,
+                "batches": len(times),
+                "errors": [_described(row) for row in rows],
+                "outliers": [
+                    {"batch": msgspec.to_builtins(one.batch), "times": round(one.times, 3)} for one in unusual
+                ],
+            }
+        )
+        return
+    for line in told_lines(times, rows, unusual, interrupted):
+        click.echo(line)
+    click.echo(f"ran     {runner.model} on {runner.device}: {'; '.join(runner.notes)}")
+    click.echo(f"by      {by.title}")
+
+
+def told_lines(
+    times: Sequence[BatchTime], rows: Sequence[ErrorRow], unusual: Sequence[Outlier], interrupted: bool
+) -> list[str]:
+    """For a terminal."""
+    lines = ["interrupted: the figures are those until then"] if interrupted else []
+    if not times:
+        return [*lines, "no batch was timed"]
+    lines.append(
+        f"{'batches':<25}{'count':>7}{'measured':>10}{'predicted':>10}{'ratio':>7}{'error':>9}{'error p95':>11}"
+    )
+    for row in rows:
+        name = row.mode if not row.sizes else f"{row.mode} {row.sizes}"
+        lines.append(
+            f"{name:<25}{row.batches:>7,}{duration(row.measured_us):>10}{duration(row.predicted_us):>10}"
+            f"{row.ratio:>7.2f}{row.error:>9.1%}{row.error_p95:>11.1%}"
+        )
+    lines.append("medians; ratio is measured / predicted, error is |predicted / measured - 1|")
+    if unusual:
+        lines.append(
+            f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as others of their kind and "
+            "size, or less than half"
+        )
+        for one in unusual[:OUTLIERS_TOLD]:
+            batch = one.batch
+            lines.append(
+                f"  b{batch.batch_id} {batch.mode} of {batch.size:,} {_unit(batch)}: "
+                f"{duration(batch.took_us)}, {one.times:.2f} times what was to be expected"
+            )
+        if len(unusual) > OUTLIERS_TOLD:
+            lines.append(f"  and {len(unusual) - OUTLIERS_TOLD:,} more: --json lists all")
+    return lines
+
+
+def _unit(batch: BatchTime) -> str:
+    return ("row" if batch.mode == "decode" else "token") + "s" * (batch.size > 1)
+
+
+def _described(row: ErrorRow) -> dict[str, Any]:
+    return {
+        "mode": row.mode,
+        "sizes": row.sizes,
+        "batches": row.batches,
+        "measured_us": round(row.measured_us, 1),
+        "predicted_us": round(row.predicted_us, 1),
+        "measured_over_predicted": round(row.ratio, 4),
+        "error": round(row.error, 4),
+        "error_p95": round(row.error_p95, 4),
+    }
