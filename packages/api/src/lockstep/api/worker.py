@@ -27,6 +27,7 @@ from lockstep.api.keys import read_keys
 from lockstep.api.metrics import Metrics
 from lockstep.api.server import Server
 from lockstep.api.settings import ServeSettings
+from lockstep.api.usage import Usage
 from lockstep.core.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")
@@ -73,7 +74,10 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     text = text_of(settings)
     keys = read_keys(Path(settings.api_keys)) if settings.api_keys is not None else None
     bridge = Bridge(folder, number)
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat))
+    usage = (
+        None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
+    )
+    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage)
     servers = [(_http(make_app(server), settings), socket.socket(fileno=listener))]
     if admin is not None:
         servers.append((_http(make_app(server, ADMIN_ROUTES), settings), socket.socket(fileno=admin)))
