@@ -209,7 +209,8 @@ def test_slowing_down_is_slower(operator: Post, alice: Any) -> None:
 
     stream = alice.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True})
     with stream as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: to let go of it is to leave
+        next(lines)
         assert operator("/slow_down", {"forward_sleep_time": 0.1})[0] == 200
         assert launches() <= 12
         assert operator("/slow_down")[0] == 200
@@ -246,7 +247,8 @@ def test_health_asks_only_an_engine_that_has_nothing_to_do(server: LiveServer, o
     assert [server.status_of("/health_generate") for _ in range(5)] == [200] * 5
     assert before < admitted() <= before + 2  # an outcome holds for a second
     with alice.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: to let go of it is to leave
+        next(lines)
         before = admitted()
         assert [server.status_of("/health_generate") for _ in range(20)] == [200] * 20
         assert admitted() == before

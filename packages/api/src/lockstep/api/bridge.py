@@ -115,7 +115,8 @@ class Bridge:
         self.gone = ""  # why the engine takes nothing any more
         self.tickets: dict[int, Ticket] = {}  # that are open
         self.open_answers = 0  # in all of them
-        self.waiting_tokens = 0  # of prompts of which nothing came back yet
+        self.waiting_answers = 0  # of which nothing came back yet,
+        self.waiting_tokens = 0  # and the tokens of their prompts
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
         self.welcome: Callable[[About], object] | None = None  # told when the engine is there
         self._asked: dict[int, asyncio.Future[Answered]] = {}
@@ -162,6 +163,7 @@ class Bridge:
         waiting_tokens = prompt_length(request.prompt)
         ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens)
         self._send(Submit(self.worker, number, request, _ns(start_by_s), _ns(finish_by_s)))
+        self.waiting_answers += len(ticket.replies)
         self.waiting_tokens += waiting_tokens
         self.tickets[number] = ticket
         self.open_answers += len(ticket.replies)
@@ -205,8 +207,10 @@ class Bridge:
         return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
 
     def _began(self, ticket: Ticket) -> None:
-        self.waiting_tokens -= ticket.waiting_tokens
-        ticket.waiting_tokens = 0
+        if ticket.waiting_tokens:
+            self.waiting_answers -= len(ticket.replies)
+            self.waiting_tokens -= ticket.waiting_tokens
+            ticket.waiting_tokens = 0
 
     def _forget(self, ticket: Ticket) -> None:
         self._began(ticket)
@@ -261,8 +265,7 @@ class Bridge:
             count = counts[entry]
             ticket = self.tickets.get(number)
             if ticket is not None:
-                if ticket.waiting_tokens:
-                    self._began(ticket)
+                self._began(ticket)
                 reply = ticket.replies[samples[entry]]
                 repeats = reply.put(offsets[entry], tokens[first : first + count], self.heard_s)
                 if entry in logprobs:
@@ -292,7 +295,7 @@ class Bridge:
                 if reply.ended is None:
                     reply.end(Ended(ticket.number, sample, "engine", error=message.message))
         self.tickets.clear()
-        self.open_answers = self.waiting_tokens = 0
+        self.open_answers = self.waiting_answers = self.waiting_tokens = 0
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(message.message))

@@ -332,6 +332,9 @@ class Generation:
         if self.bridge.open_answers + coming > limits.requests_max:
             raise ApiError(503, f"the server has {self.bridge.open_answers} answers open, which is all that it takes")
         prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        waiting = self.bridge.waiting_answers
+        if waiting and waiting + coming > limits.waiting_max:
+            raise ApiError(503, f"{waiting} answers wait for their turn already, and the server takes no more")
         waiting = self.bridge.waiting_tokens
         if waiting and waiting + prompt_tokens > limits.waiting_tokens_max:
             raise ApiError(503, f"{waiting} tokens of prompts wait already, and the server takes no more")

@@ -273,6 +273,7 @@ async def load(server: Server, call: Call[None]) -> Response:
     """How much there is to do, as the engine last said; it is not asked."""
     gauges, open_answers = server.bridge.gauges, server.bridge.open_answers
     said = {"server_load": open_answers, "waiting_prompt_tokens": server.bridge.waiting_tokens}
+    said["waiting_answers"] = server.bridge.waiting_answers
     if gauges is not None:
         said |= {"num_reqs": gauges.running + gauges.waiting, "num_waiting_reqs": gauges.waiting}
     return JsonResponse(said)

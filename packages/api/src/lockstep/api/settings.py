@@ -34,7 +34,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     allowed_tokens_max: int = 65536
     processors_max: int = 16
     requests_max: int = 4096  # answers that one worker has open
-    waiting_tokens_max: int = 4 * 2**20  # prompt tokens that one worker has sent of which nothing came back yet
+    waiting_max: int = 2048  # answers that one worker has asked for of which nothing came back yet,
+    waiting_tokens_max: int = 4 * 2**20  # and the tokens of their prompts
     connections_max: int = 8192  # that one worker has open, requests on them or not
     head_s: float = 10.0  # from a connection's first byte, or the answer before, to the end of the headers
     body_s: float = 60.0  # from there to the end of the body
