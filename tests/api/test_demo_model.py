@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import socket
+import os
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,22 @@ openai = pytest.importorskip("openai", reason="the OpenAI client is not installe
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
-from tests.support.live_server import LiveServer, serving  # noqa: E402
+from tests.support.live_server import LiveServer, ask_operator, serving  # noqa: E402
 
+ONLY = """
+class Only:
+    def __init__(self, vocab, device):
+        pass
+
+    def check(self, arguments):
+        if set(arguments) != {"token"}:
+            raise ValueError("it needs a token")
+
+    def __call__(self, logits, rows, positions, arguments):
+        for i, one in enumerate(arguments):
+            logits[i, one["token"]] = 1e9
+        return logits
+"""
 HELLO = [{"role": "user", "content": "What does len do?"}]
 KEY = "sk-a-key-of-an-operator"
 OTHER_KEY = "sk-a-key-of-somebody-else"
@@ -29,10 +44,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     (folder / "keys.toml").write_text(
         f"[[keys]]\ntenant = 'tests'\nkey = '{KEY}'\nadmin = true\n[[keys]]\ntenant = 'others'\nkey = '{OTHER_KEY}'\n"
     )
+    (folder / "only.py").write_text(ONLY)
+    about = folder / "only-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: only\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[lockstep.logit_processors]\nonly = only:Only\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield from started(folder)
+
+
+def started(folder: Path) -> Iterator[LiveServer]:
     with serving(
         folder / "log",
+        *("--logit-processor", "only"),
         *("--journal", str(folder / "run"), "--api-keys", str(folder / "keys.toml")),
         *("--admin-socket", str(folder / "admin"), "--metrics-compat", "vllm", "--metrics-compat", "sglang"),
+        *("--profile-dir", str(folder / "traces"), "--batch-timeout-s", "200"),
     ) as made:
         yield made
 
@@ -104,6 +132,118 @@ def test_logprobs_of_a_completion_and_its_prompt(client: Any, llm: LLM) -> None:
     assert "".join(echoed.logprobs.tokens) == echoed.text == "Return the number" + said.text
 
 
+def test_logprobs_of_a_prompt_with_the_likeliest_in_its_place(client: Any, llm: LLM) -> None:
+    (expected,) = llm.generate(["Return the number"], Params(max_new_tokens=1, prompt_logprobs=2))
+    asked = {"model": "demo", "max_tokens": 1, "temperature": 0, "extra_body": {"prompt_logprobs": 2}}
+    choice = client.completions.create(prompt="Return the number", **asked).choices[0].model_dump()
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    ids = expected.prompt_token_ids
+    assert len(others) == len(ids) - 1
+    for position, said in enumerate(others, 1):
+        tops = expected.prompt_top_logprobs[position]
+        assert {int(token): one["logprob"] for token, one in said.items() if one["rank"]} == pytest.approx(
+            tops, abs=1e-4
+        )
+        own = said[str(ids[position])]
+        assert own["logprob"] == pytest.approx(expected.prompt_logprobs[position], abs=1e-4)
+        ranks = sorted(one["rank"] for one in said.values() if one["rank"])
+        assert ranks == [1, 2]
+        assert own["rank"] is None or said[str(ids[position])]["logprob"] == tops[ids[position]]
+    chat = client.chat.completions.create(messages=HELLO, **asked).model_dump()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    generated = native(
+        client,
+        "/generate",
+        {
+            "text": "Return the number",
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        },
+    )
+    about = generated["meta_info"]
+    assert [value for value, _, _ in about["input_token_logprobs"][1:]] == pytest.approx(
+        list(expected.prompt_logprobs.values()), abs=1e-4
+    )
+    assert [len(one or ()) for one in about["input_top_logprobs"]] == [0] + [2] * len(others)
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+        client.completions.create(prompt="a", stream=True, **asked)
+
+
+def native(client: Any, path: str, body: dict[str, Any]) -> Any:
+    import httpx2
+
+    url = str(client.base_url).removesuffix("/v1/") + path
+    answer = httpx2.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_only_allowed_tokens_are_said(client: Any, llm: LLM) -> None:
+    allowed = [300, 301, 302, 7]
+    drawn = Params(max_new_tokens=12, temperature=1.0, seed=3, allowed_token_ids=allowed, ignore_eos=True)
+    (expected,) = llm.generate(["Return the"], drawn)
+    more = {"allowed_token_ids": allowed, "ignore_eos": True, "return_token_ids": True}
+    asked: dict[str, Any] = {"model": "demo", "prompt": "Return the", "max_tokens": 12, "seed": 3}
+    said = client.completions.create(**asked, extra_body=more).choices[0].model_dump()
+    assert said["token_ids"] == expected.token_ids
+    assert set(said["token_ids"]) <= set(allowed)
+    for bad in ([], [10**6], [-1], [1] * 65537):
+        with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+            client.completions.create(**asked, extra_body={"allowed_token_ids": bad})
+    with pytest.raises(openai.BadRequestError, match=r"`logit_processors` names 'mine', .* enabled: only"):
+        client.completions.create(**asked, extra_body={"logit_processors": {"mine": {}}})
+
+
+def test_a_processor_of_an_installed_package(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": "Return the", "max_tokens": 4, "temperature": 0}
+    more = {"logit_processors": {"only": {"token": 300}}, "return_token_ids": True, "ignore_eos": True}
+    assert client.completions.create(**asked, extra_body=more).choices[0].model_dump()["token_ids"] == [300] * 4
+    with pytest.raises(openai.BadRequestError, match="`only` refuses its arguments: it needs a token"):
+        client.completions.create(**asked, extra_body={"logit_processors": {"only": {}}})
+
+
+def test_embeddings_are_those_of_the_model(client: Any, llm: LLM) -> None:
+    texts = ["Return the number", "of all files"]
+    expected = [one.vector for one in llm.embed(texts)]
+    said = client.embeddings.create(model="demo", input=texts)  # by itself the client asks for base64
+    assert [one.index for one in said.data] == [0, 1]
+    assert [one.object for one in said.data] == ["embedding"] * 2
+    for one, vector in zip(said.data, expected, strict=True):
+        assert one.embedding == pytest.approx(vector.tolist(), abs=1e-5)
+    ids = [llm.embed([text])[0].prompt_token_ids for text in texts]
+    assert said.usage.prompt_tokens == said.usage.total_tokens == sum(map(len, ids))
+    for given, vectors in ((texts[0], expected[:1]), (ids[1], expected[1:]), (ids, expected)):
+        floats = client.embeddings.create(model="demo", input=given, encoding_format="float")
+        assert [one.embedding for one in floats.data] == [pytest.approx(v.tolist(), abs=1e-5) for v in vectors]
+    size = len(expected[0])
+    assert len(client.embeddings.create(model="demo", input="a", dimensions=size).data[0].embedding) == size
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [10**6]}, "input"),
+        ({"input": ["a"] * 257}, "input"),
+        ({"input": "a", "dimensions": 3}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": list(range(100)) * 100}, "input"),
+        ({"input": "a", "extra_body": {"truncate_prompt_tokens": 3}}, "truncate_prompt_tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_embeddings_that_cannot_be(client: Any, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="demo", **asked)
+    assert caught.value.body["param"].startswith(param)
+
+
 def test_a_key_is_needed(server: LiveServer) -> None:
     stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
@@ -158,14 +298,7 @@ def test_an_operator_has_a_socket_of_his_own(server: LiveServer) -> None:
     path = server.log.parent / "admin"
     assert path.stat().st_mode & 0o777 == 0o600
 
-    def post(where: str, key: str) -> tuple[int, Any]:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(path))
-            head = f"POST {where} HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"
-            connection.sendall(head.encode())
-            raw = b"".join(iter(lambda: connection.recv(65536), b""))
-        status, _, body = raw.partition(b"\r\n\r\n")
-        return int(status.split()[1]), json.loads(body)
+    post = partial(ask_operator, path)
 
     assert post("/flush_cache", "wrong")[0] == 401
     assert post("/flush_cache", KEY) == (200, {"success": True, "message": ""})
@@ -174,6 +307,20 @@ def test_an_operator_has_a_socket_of_his_own(server: LiveServer) -> None:
     assert post("/pause", KEY)[0] == post("/resume", KEY)[0] == 200
     assert post("/v1/completions", KEY)[0] == 404
     assert server.status_of("/flush_cache") == 404
+
+
+def test_an_operator_takes_a_profile(client: Any, server: LiveServer) -> None:
+    post = partial(ask_operator, server.log.parent / "admin")
+    assert post("/stop_profile", KEY)[0] == 400
+    assert post("/start_profile", KEY, {"output_dir": "/tmp"})[1]["error"]["param"] == "output_dir"
+    assert post("/start_profile", KEY, {"activities": ["GPU"]})[0] == 400
+    assert post("/start_profile", KEY, {"num_steps": 3})[0] == 200
+    assert post("/start_profile", KEY)[0] == 400  # one is on
+    client.completions.create(model="demo", prompt="a", max_tokens=8, extra_body={"ignore_eos": True})
+    status, said = post("/stop_profile", KEY)
+    assert (status, said["message"]) == (200, "written: trace-01.json.gz")
+    assert (server.log.parent / "traces" / "trace-01.json.gz").stat().st_size > 1000
+    assert post("/start_profile", KEY)[0] == post("/stop_profile", KEY)[0] == 200
 
 
 def test_at_last_the_journal_replays(server: LiveServer) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from tests.support.live_server import LiveServer, until  # noqa: E402
+from tests.support.live_server import LiveServer, running, until  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +64,12 @@ def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until(lambda: "running" in running(client))
+    until(lambda: running(emulated) == 1)
     assert client.post("/abort_request", json={"rid": "somebody else's"}).status_code == 200
     assert thread.is_alive()
     client.post("/abort_request", json={"rid": "mine"})
     thread.join(10)
     assert said[0]["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-def running(client: Any) -> str:
-    lines = client.get("/metrics").text.splitlines()
-    (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith("lockstep_num_requests_running{")]
-    return "running" if float(value) else ""
 
 
 def test_what_cannot_be(client: Any) -> None:

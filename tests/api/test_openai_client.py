@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
-from tests.support.live_server import LiveServer, until  # noqa: E402
+from tests.support.live_server import LiveServer, metric, until  # noqa: E402
 
 MODEL = "qwen3-0.6b"
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
@@ -24,14 +24,6 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 def client(emulated: LiveServer) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{emulated.url}/v1", api_key="nothing", max_retries=0) as made:
         yield made
-
-
-def metric(server: LiveServer, name: str) -> float:
-    """A figure, over all its labels."""
-    import httpx2
-
-    text = httpx2.get(f"{server.url}/metrics").text
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}(\{{| |\}})", line))
 
 
 def test_models(client: Any) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 zmq = pytest.importorskip("zmq", reason="the server is not installed")
 
-from tests.support.live_server import EMULATED, LiveServer, serving, until  # noqa: E402
+from tests.support.live_server import EMULATED, LiveServer, running, serving, until  # noqa: E402
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 pytestmark = linux
@@ -146,12 +146,6 @@ def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_again(tmp_path
             assert refused.json()["error"]["type"] == "ServiceUnavailableError"
         assert running(server) == 2
         assert server.status_of("/health") == server.status_of("/ready") == 200
-
-
-def running(server: LiveServer) -> float:
-    """How many requests the engine has."""
-    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("lockstep_num_requests_running{"))
 
 
 def _age_s(pid: int) -> float:

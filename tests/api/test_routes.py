@@ -12,12 +12,13 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.api.app import ADMIN_ROUTES, ROUTES, Route, make_app, refuse_undeclared  # noqa: E402
-from lockstep.api.bridge import Bridge  # noqa: E402
+from lockstep.api.bridge import Bridge, Ticket  # noqa: E402
 from lockstep.api.keys import Key, Keys, read_keys  # noqa: E402
 from lockstep.api.metrics import Metrics  # noqa: E402
 from lockstep.api.plain_text import PlainText  # noqa: E402
 from lockstep.api.server import Server  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
+from lockstep.api.usage import Usage  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from tests.api.test_wire import ABOUT  # noqa: E402
 
@@ -42,13 +43,27 @@ EXPECTED = {
     ("POST", "/detokenize"): (401, 415, 415),
     ("GET", "/get_model_info"): (401, 200, 200),
     ("GET", "/model_info"): (401, 200, 200),
+    ("GET", "/health_generate"): (200, 200, 200),
+    ("POST", "/v1/embeddings"): (401, 415, 415),
+    ("POST", "/v1/responses"): (401, 415, 415),
+    ("POST", "/v1/messages"): (401, 415, 415),
+    ("POST", "/v1/messages/count_tokens"): (401, 415, 415),
+    ("POST", "/open_session"): (401, 415, 415),
+    ("POST", "/close_session"): (401, 415, 415),
+    ("GET", "/load"): (401, 200, 200),
+    ("GET", "/get_load"): (401, 200, 200),
+    ("GET", "/usage"): (401, 200, 200),
+    **{("POST", path): (401, 501, 501) for path in ("/score", "/v1/score", "/rerank", "/v1/rerank")},
+    **{("POST", path): (401, 501, 501) for path in ("/pooling", "/classify", "/v1/moderations")},
 }
+STANDS = "/flush_cache /reset_prefix_cache /pause /pause_generation /resume /continue_generation /is_paused /drain"
+STANDS += " /abort_all /get_server_info /server_info /slow_down /freeze_gc /start_profile /stop_profile"
+NO_HANDS = "/load_lora_adapter /unload_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter"
+NO_HANDS += " /update_weights_from_disk /release_memory_occupation /resume_memory_occupation /sleep /wake_up"
 EXPECTED_ADMIN = {
-    ("POST", "/flush_cache"): (401, 401, 503),
-    ("POST", "/pause"): (401, 401, 503),
-    ("POST", "/resume"): (401, 401, 503),
-    ("POST", "/drain"): (401, 401, 503),
-    ("POST", "/get_server_info"): (401, 401, 503),
+    **{("POST", path): (401, 401, 503) for path in STANDS.split()},  # there is no engine to ask
+    **{("POST", path): (401, 401, 501) for path in NO_HANDS.split()},
+    ("POST", "/set_internal_state"): (401, 401, 415),
     ("GET", "/openapi.json"): (401, 401, 200),
 }
 
@@ -59,8 +74,10 @@ def in_process(folder: Path, routes: tuple[Route, ...], what: Any, **settings: A
     async def run() -> Any:
         bridge = Bridge(folder, 0)
         bridge.about = ABOUT
+        bridge.tickets[-1] = Ticket(-1, [])  # so /health_generate does not wait for a token
         keys = settings.pop("keys", KEYS)
-        server = Server(ServeSettings(emulate="qwen3-0.6b@h200", **settings), bridge, PlainText(), keys, Metrics())
+        settings_of = ServeSettings(emulate="qwen3-0.6b@h200", **settings)
+        server = Server(settings_of, bridge, PlainText(), keys, Metrics(), Usage(folder / "usage"))
         if routes is ADMIN_ROUTES:
             bridge.gone = "it was switched off"
         app = make_app(server, routes)

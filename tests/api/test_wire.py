@@ -36,10 +36,12 @@ REQUEST = RequestArrived(
 )
 TO_ENGINE = [
     wire.Hello(0, 1),
-    wire.Submit(1, 7, REQUEST),
+    wire.Submit(1, 7, REQUEST, 5, 6),
     wire.Cancel(1, 7),
     wire.CancelLabel(1, "label", "tenant"),
     wire.Ask(1, 8, GetState()),
+    wire.Trace(1, 9, {"steps": 3, "with_stack": True, "activities": ("cpu",)}),
+    wire.Trace(1, 10, None),
     wire.WorkerGone(1),
     wire.Stop(0),
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 EMULATED = ("--emulate", "qwen3-0.6b@h200")
@@ -111,6 +114,31 @@ def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
         yield server.wait_ready()
     finally:
         server.end()
+
+
+def metric(server: LiveServer, name: str) -> float:
+    """A figure of /metrics, over all labels. `name` may be a regular expression."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}(\{{| |\}})", line))
+
+
+def running(server: LiveServer) -> float:
+    """How many requests the engine says that it runs."""
+    return metric(server, "lockstep_num_requests_running")
+
+
+def ask_operator(path: Path, where: str, key: str, body: Any = None) -> tuple[int, Any]:
+    """Status and answer of a POST to the operator's socket."""
+    sent = b"" if body is None else json.dumps(body).encode()
+    about = f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n" if sent else ""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        head = f"POST {where} HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{about}\r\n"
+        connection.sendall(head.encode() + sent)
+        raw = b"".join(iter(lambda: connection.recv(65536), b""))
+    status, _, answer = raw.partition(b"\r\n\r\n")
+    return int(status.split()[1]), json.loads(answer)
 
 
 def until(true: object, seconds: float = 30.0) -> None:

@@ -23,7 +23,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
-from lockstep.api import native_api, openai_api, schemas
+from lockstep.api import (
+    control_api,
+    embeddings_api,
+    messages_api,
+    native_api,
+    openai_api,
+    responses_api,
+    schemas,
+)
 from lockstep.api.errors import CLIENT_LEFT, ApiError
 from lockstep.api.http import ClientLeft, EventStream, error_response, read_body
 from lockstep.api.schemas import Body
@@ -47,10 +55,13 @@ class Route:
     access: Access
     handler: Handler
     body: type[Body] | None = None
+    optional: bool = False  # a request without a body is one with all defaults
+    errors: Literal["openai", "anthropic"] = "openai"  # how they look
 
 
 ROUTES = (
     Route("GET", "/health", "public", native_api.health),
+    Route("GET", "/health_generate", "public", native_api.health_generate),
     Route("GET", "/ready", "public", native_api.ready),
     Route("GET", "/ping", "public", native_api.health),
     Route("GET", "/version", "user", native_api.about_server),
@@ -59,19 +70,61 @@ ROUTES = (
     Route("GET", "/v1/models/{name:path}", "user", openai_api.model),
     Route("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
     Route("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
+    Route("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
+    Route("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
+    Route("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
+    Route(
+        *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
+        errors="anthropic",
+    ),
+    *(
+        Route("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
+        for path in ("/score", "/v1/score", "/rerank", "/v1/rerank", "/pooling", "/classify", "/v1/moderations")
+    ),
     Route("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
     Route("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
     Route("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
     Route("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
     Route("GET", "/get_model_info", "user", native_api.model_info),
     Route("GET", "/model_info", "user", native_api.model_info),
+    Route("GET", "/load", "user", native_api.load),
+    Route("GET", "/get_load", "user", native_api.load),
+    Route("GET", "/usage", "user", native_api.usage),
+    Route("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
+    Route("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
 )
+
+
+def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optional: bool = True) -> Route:
+    return Route("POST", path, "admin", handler, body, optional)
+
+
 ADMIN_ROUTES = (
-    Route("POST", "/flush_cache", "admin", native_api.flush_cache),
-    Route("POST", "/pause", "admin", native_api.pause),
-    Route("POST", "/resume", "admin", native_api.resume),
-    Route("POST", "/drain", "admin", native_api.drain),
-    Route("POST", "/get_server_info", "admin", native_api.server_info),
+    _admin("/flush_cache", control_api.flush_cache),
+    _admin("/reset_prefix_cache", control_api.flush_cache),
+    _admin("/pause", control_api.pause, schemas.PauseBody),
+    _admin("/pause_generation", control_api.pause, schemas.PauseBody),
+    _admin("/resume", control_api.resume),
+    _admin("/continue_generation", control_api.resume),
+    _admin("/is_paused", control_api.is_paused),
+    _admin("/drain", control_api.drain),
+    _admin("/abort_all", control_api.abort_all),
+    _admin("/get_server_info", control_api.server_info),
+    _admin("/server_info", control_api.server_info),
+    _admin("/set_internal_state", control_api.set_internal_state, schemas.StateBody, optional=False),
+    _admin("/slow_down", control_api.slow_down, schemas.SlowDownBody),
+    _admin("/freeze_gc", control_api.freeze_gc),
+    _admin("/start_profile", control_api.start_profile, schemas.ProfileBody),
+    _admin("/stop_profile", control_api.stop_profile),
+    _admin("/load_lora_adapter", control_api.load_adapter, schemas.AnyBody),
+    _admin("/unload_lora_adapter", control_api.load_adapter, schemas.AnyBody),
+    _admin("/v1/load_lora_adapter", control_api.load_adapter, schemas.AnyBody),
+    _admin("/v1/unload_lora_adapter", control_api.load_adapter, schemas.AnyBody),
+    _admin("/update_weights_from_disk", control_api.update_weights, schemas.AnyBody),
+    _admin("/release_memory_occupation", control_api.switch_memory, schemas.AnyBody),
+    _admin("/resume_memory_occupation", control_api.switch_memory, schemas.AnyBody),
+    _admin("/sleep", control_api.switch_memory, schemas.AnyBody),
+    _admin("/wake_up", control_api.switch_memory, schemas.AnyBody),
 )
 
 
@@ -127,17 +180,22 @@ def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Res
             body = None
             if route.body is not None:
                 body = await read_body(
-                    request, route.body, bytes_max=server.limits.body_bytes_max, strict=server.settings.strict
+                    request,
+                    route.body,
+                    bytes_max=server.limits.body_bytes_max,
+                    seconds=server.limits.body_s,
+                    strict=server.settings.strict,
+                    optional=route.optional,
                 )
             response = await route.handler(server, Call(request, body, tenant, came_s))
             status = response.status_code
         except ApiError as error:
-            response, status = error_response(error), error.status
+            response, status = error_response(error, route.errors), error.status
         except ClientLeft:
             response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
         except Exception:  # of one request, which is answered; the others go on
             log.exception("%s %s failed, request %s", route.method, route.path, label)
-            response = error_response(ApiError(500, "the server failed; its log says how"))
+            response = error_response(ApiError(500, "the server failed; its log says how"), route.errors)
         response.headers["X-Request-Id"] = label
 
         def answered(status: int) -> None:
@@ -162,7 +220,10 @@ def let_in(server: Server, access: Access, request: Request) -> str:
         return ""
     tenant = None
     if server.keys is not None:
-        tenant = server.keys.tenant_of(request.headers.get("authorization"), admin=access == "admin")
+        given = request.headers.get("authorization")
+        if given is None and "x-api-key" in request.headers:  # as clients of Anthropic's API send it
+            given = f"Bearer {request.headers['x-api-key']}"
+        tenant = server.keys.tenant_of(given, admin=access == "admin")
     if tenant is None:
         raise ApiError(401, "Unauthorized: send the header `Authorization: Bearer KEY` with a key that opens this")
     return tenant

@@ -36,6 +36,7 @@ from lockstep.api.wire import (
     StepAnswers,
     Submit,
     ToEngine,
+    Trace,
     Welcome,
     WireError,
     WorkerMessage,
@@ -44,6 +45,7 @@ from lockstep.api.wire import (
 )
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import Control, RequestArrived
+from lockstep.core.requests import prompt_length
 
 log = logging.getLogger("lockstep.worker")
 
@@ -84,10 +86,14 @@ class Reply:
 
 
 class Ticket:
-    """A request on its way."""
+    """A request on its way.
 
-    def __init__(self, number: int, replies: list[Reply]) -> None:
-        self.number, self.replies = number, replies
+    Args:
+        waiting_tokens: of its prompt, until the first answer came.
+    """
+
+    def __init__(self, number: int, replies: list[Reply], waiting_tokens: int = 0) -> None:
+        self.number, self.replies, self.waiting_tokens = number, replies, waiting_tokens
 
     @property
     def open(self) -> bool:
@@ -109,6 +115,8 @@ class Bridge:
         self.gone = ""  # why the engine takes nothing any more
         self.tickets: dict[int, Ticket] = {}  # that are open
         self.open_answers = 0  # in all of them
+        self.waiting_answers = 0  # of which nothing came back yet,
+        self.waiting_tokens = 0  # and the tokens of their prompts
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
         self.welcome: Callable[[About], object] | None = None  # told when the engine is there
         self._asked: dict[int, asyncio.Future[Answered]] = {}
@@ -134,15 +142,29 @@ class Bridge:
 
     # -------------------------------------------------------------------------------------------------------- questions
 
-    def submit(self, request: RequestArrived, changed: asyncio.Event) -> Ticket:
-        """Send a request; `changed` is set whenever something of it came. Raises EngineUnavailable."""
+    def submit(
+        self,
+        request: RequestArrived,
+        changed: asyncio.Event,
+        start_by_s: float | None = None,
+        finish_by_s: float | None = None,
+    ) -> Ticket:
+        """Send a request; `changed` is set whenever something of it came.
+
+        Args:
+            start_by_s, finish_by_s: by time.monotonic, when it must have begun to run, or ended.
+        Raises: EngineUnavailable.
+        """
         self._needs_engine()
         if not self.tickets:
             self.heard_s = time.monotonic()
         number = self._next_ticket
         self._next_ticket += 1
-        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)])
-        self._send(Submit(self.worker, number, request))
+        waiting_tokens = prompt_length(request.prompt)
+        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens)
+        self._send(Submit(self.worker, number, request, _ns(start_by_s), _ns(finish_by_s)))
+        self.waiting_answers += len(ticket.replies)
+        self.waiting_tokens += waiting_tokens
         self.tickets[number] = ticket
         self.open_answers += len(ticket.replies)
         return ticket
@@ -165,19 +187,33 @@ class Bridge:
 
     async def ask(self, control: Control) -> Answered:
         """Ask for something other than tokens. Raises EngineUnavailable."""
+        return await self._answer(lambda number: Ask(self.worker, number, control))
+
+    async def trace(self, options: dict[str, Any] | None) -> Answered:
+        """Begin a profile of the device, or end it. Raises EngineUnavailable."""
+        return await self._answer(lambda number: Trace(self.worker, number, options))
+
+    async def _answer(self, question: Callable[[int], ToEngine]) -> Answered:
         self._needs_engine()
         number = self._next_ticket
         self._next_ticket += 1
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._send(Ask(self.worker, number, control))
+        self._send(question(number))
         return await future
 
     def stalled(self, after_s: float) -> bool:
         """Whether there is something to do, and the engine has said nothing for so long."""
         return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
 
+    def _began(self, ticket: Ticket) -> None:
+        if ticket.waiting_tokens:
+            self.waiting_answers -= len(ticket.replies)
+            self.waiting_tokens -= ticket.waiting_tokens
+            ticket.waiting_tokens = 0
+
     def _forget(self, ticket: Ticket) -> None:
+        self._began(ticket)
         del self.tickets[ticket.number]
         self.open_answers -= len(ticket.replies)
 
@@ -229,6 +265,7 @@ class Bridge:
             count = counts[entry]
             ticket = self.tickets.get(number)
             if ticket is not None:
+                self._began(ticket)
                 reply = ticket.replies[samples[entry]]
                 repeats = reply.put(offsets[entry], tokens[first : first + count], self.heard_s)
                 if entry in logprobs:
@@ -258,7 +295,7 @@ class Bridge:
                 if reply.ended is None:
                     reply.end(Ended(ticket.number, sample, "engine", error=message.message))
         self.tickets.clear()
-        self.open_answers = 0
+        self.open_answers = self.waiting_answers = self.waiting_tokens = 0
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(message.message))
@@ -271,6 +308,10 @@ HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
     Answered: Bridge.answered,
     EngineGone: Bridge.engine_gone,
 }
+
+
+def _ns(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e9)
 
 
 def fresh_seed() -> int:

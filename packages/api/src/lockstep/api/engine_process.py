@@ -11,13 +11,16 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from lockstep.api import children
@@ -35,13 +38,15 @@ from lockstep.api.wire import (
     Hello,
     Stop,
     Submit,
+    Trace,
     Welcome,
     WireError,
     WorkerGone,
     read_by_engine,
 )
 from lockstep.core.commands import ControlAnswered
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import ConfigError, LockstepError
+from lockstep.core.events import GetState
 from lockstep.core.support import samples_asked
 from lockstep.host.errors import EngineStopped
 
@@ -109,9 +114,14 @@ class EngineProcess:
 
     def submit(self, message: Submit) -> None:
         """A request."""
-        samples = samples_asked(message.request)
+        request, clock = message.request, self.host.clock
+        if message.start_by_ns is not None:
+            request = msgspec.structs.replace(request, deadline_us=max(0, clock.at(message.start_by_ns)))
+        if message.finish_by_ns is not None:
+            request = msgspec.structs.replace(request, finish_by_us=max(0, clock.at(message.finish_by_ns)))
+        samples = samples_asked(request)
         key = (message.worker, message.ticket)
-        ticket = self._open[key] = _Open(samples, message.request.label, message.request.tenant)
+        ticket = self._open[key] = _Open(samples, request.label, request.tenant)
         left = [samples]
 
         def over() -> None:  # in the host's thread
@@ -120,7 +130,7 @@ class EngineProcess:
                 self._open.pop(key, None)
 
         sinks = [SampleSink(self.outbox, message.worker, message.ticket, sample, over) for sample in range(samples)]
-        ticket.first_id = self.host.submit(message.request, *sinks)
+        ticket.first_id = self.host.submit(request, *sinks)
 
     def cancel(self, message: Cancel) -> None:
         """A client left."""
@@ -134,8 +144,11 @@ class EngineProcess:
 
     def ask(self, message: Ask) -> None:
         """A control request; it is answered when the engine has an answer."""
-        future = self.host.ask(message.control)
-        future.add_done_callback(partial(self._answer, message.worker, message.ticket))
+        self.host.ask(message.control, partial(self._answer, message.worker, message.ticket))
+
+    def trace(self, message: Trace) -> None:
+        """A profile; in a thread of its own, since it waits for the engine."""
+        threading.Thread(target=self._trace, args=(message,), daemon=True).start()
 
     def worker_gone(self, message: WorkerGone) -> None:
         """Nobody reads what this worker asked for."""
@@ -160,6 +173,17 @@ class EngineProcess:
             for sample in range(opened.samples):
                 self.host.cancel(opened.first_id + sample)
 
+    def _trace(self, message: Trace) -> None:
+        try:
+            if self.unit.trace is None:
+                raise ConfigError("this engine has no device to look at")
+            said, ok = self.unit.trace(message.options), True
+        except LockstepError as error:
+            said, ok = str(error).partition("\nhint: ")[0], False
+        answer = Answered(message.worker, message.ticket, ok, said)
+        with suppress(EngineStopped):  # then everybody is told so
+            self.host.ask(GetState(), lambda _: self.outbox.answer(answer))  # in its thread, whose outbox it is
+
     def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
         """In the host's thread, whose sockets are those of the outbox."""
         if future.exception() is not None:
@@ -175,6 +199,7 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     Cancel: EngineProcess.cancel,
     CancelLabel: EngineProcess.cancel_label,
     Ask: EngineProcess.ask,
+    Trace: EngineProcess.trace,
     WorkerGone: EngineProcess.worker_gone,
     Stop: EngineProcess.stop,
 }

@@ -42,6 +42,7 @@ class EngineUnit:
         drift: how far predictions of batches were off so far; nothing without a calibration.
         start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
         close: ends it.
+        trace: begins (with options) or ends a profile of its device. It waits for the engine. Raises ConfigError.
     """
 
     host: RuntimeHost
@@ -50,6 +51,7 @@ class EngineUnit:
     start: Callable[[], object]
     close: Callable[[], None]
     drift: Callable[[], tuple[BatchDrift, ...]] = tuple
+    trace: Callable[[dict[str, Any] | None], str] | None = None
 
 
 def build_engine(settings: ServeSettings) -> EngineUnit:
@@ -160,6 +162,8 @@ def _model(settings: ServeSettings) -> EngineUnit:
         tensor_parallel=settings.tp,
         seed=settings.seed,
         journal=settings.journal,
+        logit_processors=settings.logit_processors,
+        batch_timeout_s=settings.batch_timeout_s,
         **scheduler,
     )
     demo = settings.model is None
@@ -168,10 +172,25 @@ def _model(settings: ServeSettings) -> EngineUnit:
         model="demo" if demo else folder.resolve().name,
         kind="model",
         vocabulary=llm.model.settings.vocab,
-        logprobs=True,
+        logprobs=llm.model.settings.generates,
         device=f"{settings.tp} x {llm.model.device}" if settings.tp > 1 else str(llm.model.device),
+        generates=llm.model.settings.generates,
+        vector_size=llm.model.settings.hidden,
+        matryoshka=_matryoshka(folder),
+        logit_processors=settings.logit_processors,
+        able=() if settings.profile_dir is None else ("profile",),
     )
-    unit = EngineUnit(host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close)
+
+    def trace(options: dict[str, Any] | None) -> str:
+        """Begin a profile with these options, or end the one there is; says where its files are. Raises ConfigError."""
+        if options is not None:
+            llm.start_profile(str(settings.profile_dir), **options)
+            return f"traces go to {settings.profile_dir}"
+        return "written: " + (", ".join(path.name for path in llm.stop_profile()) or "nothing, as nothing was launched")
+
+    unit = EngineUnit(
+        host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close, trace=trace
+    )
     if meter is None:
         return unit
     llm.host.observe = _both(llm.host.observe, meter.fold)
@@ -216,6 +235,18 @@ def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
     for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1):
         log.warning("%s", doubt)
     return DriftMeter(cost)
+
+
+def _matryoshka(folder: Path) -> tuple[int, ...] | None:
+    """The shorter sizes of embeddings that a model was trained for, as its config.json says; () for any."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"`model`: {folder / 'config.json'} cannot be read: {error}") from error
+    sizes = config.get("matryoshka_dimensions") if isinstance(config, dict) else None
+    if isinstance(sizes, list) and all(isinstance(one, int) for one in sizes):
+        return tuple(sizes)
+    return () if isinstance(config, dict) and config.get("is_matryoshka") is True else None
 
 
 # --------------------------------------------------------------------------------------------------------- emulated one
@@ -268,6 +299,9 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
             raise ConfigError(f"`kind` is {request.kind}, but an emulated engine has no hidden states")
         if request.logprob_start is not None or (request.sampling is not None and request.sampling.top_logprobs):
             raise ConfigError("`logprobs` are asked for, but an emulated engine has no logits")
+        if request.sampling is not None and (request.sampling.allowed_token_ids or request.sampling.logit_processors):
+            name = "allowed_token_ids" if request.sampling.allowed_token_ids else "logit_processors"
+            raise ConfigError(f"`{name}` is asked for, but an emulated engine has no logits")
 
     def watch(request: RequestArrived) -> StopTexts:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import re
+from hashlib import sha256
+from math import ceil
 from typing import Any
 
 from lockstep.api.wire import Ended
@@ -24,10 +27,17 @@ TYPES = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
+ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 CLIENT_LEFT = 499
 """In the log and in metrics only: there is nobody to tell."""
-
-RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
@@ -35,20 +45,26 @@ class ApiError(Exception):
 
     Args:
         param: the field that is wrong, if it is one.
+        retry_after_s: when to come again, where that is known.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.retry_after_s = status, message, param, retry_after_s
 
     def body(self) -> dict[str, Any]:
         """As JSON has it."""
         kind = TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
+    def anthropic(self) -> dict[str, Any]:
+        """As clients of Anthropic's API read it."""
+        kind = ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
     def headers(self) -> dict[str, str]:
         """What goes with it: when to come again."""
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        return {"Retry-After": str(max(1, ceil(self.retry_after_s)))} if self.status in (429, 503) else {}
 
 
 REJECTED = {
@@ -88,4 +104,19 @@ def failure(ended: Ended) -> ApiError | None:
     status = REJECTED.get(ended.reason, 400) if ended.rejected else FAILED.get(ended.reason)
     if status is None:
         return None
-    return ApiError(status, ended.error or SENTENCES.get(ended.reason, ended.reason))
+    return ApiError(status, for_clients(ended.error or SENTENCES.get(ended.reason, ended.reason)))
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+TENANT_MARK = re.compile(r"(?<=['\"])[0-9a-f]{16} ")
+
+
+def session_name(tenant: str, given: str) -> str:
+    """What the engine calls a tenant's session: another tenant's of the same name is another one."""
+    return f"{sha256(tenant.encode('utf-8', 'surrogatepass')).hexdigest()[:16]} {given}"
+
+
+def for_clients(message: str) -> str:
+    """A message of the engine, with sessions as clients call them."""
+    return TENANT_MARK.sub("", message)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Sampling
 from lockstep.api.settings import Limits
 from lockstep.api.wire import About, Ended
-from lockstep.core.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.events import RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.support import STOP_TOKENS_MAX
 
 AT_ONCE_CHARACTERS = 4096
@@ -62,6 +64,11 @@ class Wanted:
     salt: str = ""
     priority: int | None = None
     max_tokens_field: str = "max_tokens"
+    prompt_field: str = "prompt"
+    kind: RequestKind = "generate"
+    prompt_tops: int = 0  # with logprobs of the prompt, so many of the likeliest
+    session: str = ""
+    session_start: int | None = None  # tokens of the session that stay in front of the prompt; None: all
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -76,11 +83,20 @@ async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
     return await asyncio.to_thread(text.encode, prompt, special=special)
 
 
-def check_sampling(sampling: Sampling, about: About, limits: Limits) -> None:
+def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]:
+    """One prompt or several, as several. Raises ApiError for none."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    if not given:
+        raise ApiError(400, f"`{field_name}` is empty", field_name)
+    return given
+
+
+def check_sampling(sampling: Sampling, about: About, limits: Limits, *, stop_field: str = "stop") -> None:
     """Refuse what is too much, before anything is made of it. Raises ApiError."""
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
-    _at_most("stop", "texts", len(stops), limits.stops_max)
-    _at_most("stop", "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
+    _at_most(stop_field, "texts", len(stops), limits.stops_max)
+    _at_most(stop_field, "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
     _at_most("stop_token_ids", "ids", len(sampling.stop_token_ids or ()), STOP_TOKENS_MAX)
     _at_most("logit_bias", "entries", len(sampling.logit_bias or ()), limits.logit_bias_max)
     for token in sampling.stop_token_ids or ():
@@ -92,15 +108,39 @@ def check_sampling(sampling: Sampling, about: About, limits: Limits) -> None:
             message = f"`logit_bias` holds {name[:20]!r}, which is no token id (0 to {about.vocabulary - 1})"
             raise ApiError(400, message, "logit_bias")
 
+    _check_draws(sampling, about, limits)
+
+
+def _check_draws(sampling: Sampling, about: About, limits: Limits) -> None:
+    """Which tokens may be drawn at all, and what else has a say in it."""
+    allowed, asked = sampling.allowed_token_ids, sampling.logit_processors
+    for name, value in (("allowed_token_ids", allowed), ("logit_processors", asked)):
+        if value and not about.logprobs:
+            raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
+    if allowed is not None:
+        if not allowed:
+            message = "`allowed_token_ids` is empty, so that nothing could be said; leave it out to allow every token"
+            raise ApiError(400, message, "allowed_token_ids")
+        _at_most("allowed_token_ids", "ids", len(allowed), limits.allowed_tokens_max)
+        if max(allowed) >= about.vocabulary:
+            message = f"`allowed_token_ids` holds {max(allowed)}, but the model has {about.vocabulary} tokens"
+            raise ApiError(400, message, "allowed_token_ids")
+    _at_most("logit_processors", "names", len(asked or ()), limits.processors_max)
+    for name in asked or ():
+        if name not in about.logit_processors:
+            enabled = ", ".join(about.logit_processors) or "none"
+            message = f"`logit_processors` names {name[:60]!r}, which is not enabled here; enabled: {enabled}"
+            raise ApiError(400, message, "logit_processors")
+
 
 def _at_most(field_name: str, what: str, given: int, most: int) -> None:
     if given > most:
         raise ApiError(400, f"`{field_name}` has {given} {what}, at most {most} are allowed", field_name)
 
 
-def check_answers(prompts: int, samples: int, limits: Limits) -> None:
+def check_answers(prompts: int, samples: int, limits: Limits, field_name: str = "prompt") -> None:
     """Refuse more prompts or samples than one request may have. Raises ApiError."""
-    _at_most("prompt", "prompts", prompts, limits.prompts_max)
+    _at_most(field_name, "prompts", prompts, limits.prompts_max)
     if samples > limits.samples_max:
         raise ApiError(400, f"`n` is {samples}, at most {limits.samples_max} are allowed", "n")
     if prompts * samples > limits.answers_max:
@@ -118,20 +158,23 @@ def check_logprobs(tops: int, name: str, about: About, limits: Limits) -> None:
 
 def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     """The engine's request for one prompt. Raises ApiError for what can never run."""
-    ids, length = prompt.ids, len(prompt.ids)
+    ids, length, prompt_field = prompt.ids, len(prompt.ids), wanted.prompt_field
+    if wanted.kind == "generate" and not about.generates:
+        raise ApiError(400, "this model gives vectors, by /v1/embeddings, and has no head that says tokens", "model")
     if not length:
-        raise ApiError(400, "`prompt` is empty; it must have at least one token", "prompt")
+        raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
     if max(ids) >= about.vocabulary:
-        raise ApiError(400, f"`prompt` holds token {max(ids)}, but the model has {about.vocabulary} tokens", "prompt")
+        message = f"`{prompt_field}` holds token {max(ids)}, but the model has {about.vocabulary} tokens"
+        raise ApiError(400, message, prompt_field)
     most = wanted.max_tokens
     room = about.request_tokens_max - length
     if length > about.prompt_tokens_max or (most is not None and most > room):
-        asked = f" and {most} in the answer ({wanted.max_tokens_field})" if most is not None else ""
+        asked = f" and {most} in the answer ({wanted.max_tokens_field})" if most else ""
         raise ApiError(
             400,
             f"This model's maximum context length is {about.request_tokens_max} tokens. However, you requested "
             f"{length} tokens in the prompt{asked}. Please reduce the length of either.",
-            "prompt" if length > about.prompt_tokens_max else wanted.max_tokens_field,
+            prompt_field if length > about.prompt_tokens_max else wanted.max_tokens_field,
         )
     max_tokens = room if most is None else most
     if wanted.min_tokens > max_tokens:
@@ -156,6 +199,9 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
         label=wanted.label,
         tenant=wanted.tenant,
         priority=wanted.priority,
+        kind=wanted.kind,
+        session=wanted.session,
+        session_start=wanted.session_start,
         namespace=sha256(wanted.salt.encode()).hexdigest() if wanted.salt else "",
         sampling=SamplingParams(
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
@@ -168,11 +214,20 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
             seed=fresh_seed() if wanted.seed is None else wanted.seed,
             logit_bias=tuple(sorted((int(name), bias) for name, bias in (sampling.logit_bias or {}).items())),
             top_logprobs=wanted.tops or 0,
+            allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
+            logit_processors=_processors(sampling),
+            prompt_top_logprobs=wanted.prompt_tops,
         ),
         stop_texts=wanted.stops,
         parallel_samples=wanted.samples,
         logprob_start=logprob_start,
     )
+
+
+def _processors(sampling: Sampling) -> tuple[tuple[str, str], ...]:
+    """Names and arguments as a journal holds them."""
+    given = sorted((sampling.logit_processors or {}).items())
+    return tuple((name, json.dumps(arguments, sort_keys=True, allow_nan=False)) for name, arguments in given)
 
 
 SEEDS = 2**62
@@ -237,19 +292,36 @@ class Generation:
 
     Args:
         came_s: when it came, for its time to first token.
+        start_by_s, finish_by_s: by time.monotonic, when it must have begun to run, or ended.
+        over: told at its end, however that came, how many tokens it was given.
     """
 
     bridge: Bridge
     metrics: Metrics
     wanted: Wanted
     came_s: float
+    start_by_s: float | None = None
+    finish_by_s: float | None = None
+    over: Callable[[int], object] | None = None
     choices: list[Choice] = field(default_factory=list)
     _tickets: list[Ticket] = field(default_factory=list)
     _prompts: list[Prompt] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self, prompts: Iterable[Prompt], text: Texts | None, limits: Limits) -> None:
-        """Send a request for each prompt. Raises ApiError, with nothing running."""
+    def start(
+        self,
+        prompts: Iterable[Prompt],
+        text: Texts | None,
+        limits: Limits,
+        *,
+        admit: Callable[[int, int], Callable[[int], object]] | None = None,
+    ) -> None:
+        """Send a request for each prompt.
+
+        Args:
+            admit: asked at last, for so many prompt tokens and answers, whether they may be; gives `over`.
+        Raises: ApiError, with nothing running.
+        """
         if self.bridge.about is None:
             raise unavailable(EngineUnavailable(self.bridge.gone or "the engine is starting"))
         self._prompts = list(prompts)
@@ -259,9 +331,18 @@ class Generation:
         coming = sum(request.parallel_samples for request in requests)
         if self.bridge.open_answers + coming > limits.requests_max:
             raise ApiError(503, f"the server has {self.bridge.open_answers} answers open, which is all that it takes")
+        prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        waiting = self.bridge.waiting_answers
+        if waiting and waiting + coming > limits.waiting_max:
+            raise ApiError(503, f"{waiting} answers wait for their turn already, and the server takes no more")
+        waiting = self.bridge.waiting_tokens
+        if waiting and waiting + prompt_tokens > limits.waiting_tokens_max:
+            raise ApiError(503, f"{waiting} tokens of prompts wait already, and the server takes no more")
+        if admit is not None:
+            self.over = admit(prompt_tokens, coming)
         try:
             for request, prompt in zip(requests, self._prompts, strict=True):
-                ticket = self.bridge.submit(request, self._changed)
+                ticket = self.bridge.submit(request, self._changed, self.start_by_s, self.finish_by_s)
                 self._tickets.append(ticket)
                 for reply in ticket.replies:
                     answer = AnswerText(
@@ -295,6 +376,9 @@ class Generation:
         """Nobody wants the rest. To be called however it ended; where all of it came, nothing happens."""
         for ticket in self._tickets:
             self.bridge.cancel(ticket)
+        over, self.over = self.over, None
+        if over is not None:
+            over(sum(len(choice.reply.tokens) for choice in self.choices))
         for choice in self.choices:
             if not choice.over:
                 self.metrics.saw(self, choice)
@@ -325,8 +409,9 @@ class Generation:
     def usage(self) -> Usage:
         """Of what came so far. A prompt counts once, however many samples it has."""
         firsts = [ticket.replies[0].ended for ticket in self._tickets]
+        in_session = [ended.prompt_tokens for ended in firsts if self.wanted.session and ended is not None]
         return Usage(
-            sum(len(prompt.ids) for prompt in self._prompts),
+            sum(in_session) or sum(len(prompt.ids) for prompt in self._prompts),
             sum(len(choice.reply.tokens) for choice in self.choices),
             sum(ended.cached_tokens for ended in firsts if ended is not None),
         )

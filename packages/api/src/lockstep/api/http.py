@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.api.errors import ApiError
-from lockstep.api.schemas import Body, empty
+from lockstep.api.schemas import WHY, Body, empty
 
 log = logging.getLogger("lockstep.http")
 
@@ -38,20 +38,29 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    """An error as an answer."""
-    return JsonResponse(error.body(), status_code=error.status, headers=error.headers())
+def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "openai") -> JsonResponse:
+    """An error as an answer, in the shape that clients of this API read."""
+    body = error.anthropic() if kind == "anthropic" else error.body()
+    return JsonResponse(body, status_code=error.status, headers=error.headers())
 
 
 # ------------------------------------------------------------------------------------------------------------ coming in
 
 
-async def read_body(request: Request, schema: type[BodyType], *, bytes_max: int, strict: bool) -> BodyType:
-    """The body of a request. Raises ApiError: 413, 415, 400 with the field that is wrong; ClientLeft."""
+async def read_body(
+    request: Request, schema: type[BodyType], *, bytes_max: int, seconds: float, strict: bool, optional: bool = False
+) -> BodyType:
+    """The body of a request. Raises ApiError: 408, 413, 415, 400 with the field that is wrong; ClientLeft."""
+    if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return schema()
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"the body must be application/json, got {kind[:60] or 'no Content-Type'!r}")
-    raw = await _read(request, bytes_max)
+    try:
+        async with asyncio.timeout(seconds):
+            raw = await _read(request, bytes_max)
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than the {seconds:g} s that are given to it") from None
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -98,7 +107,8 @@ def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
         where = f"{inside}{name[:60]}"
         if known is not None:
             if not empty(value) and value not in known:
-                raise ApiError(400, f"`{where}` is not supported by this server; leave it out", where)
+                why = WHY.get(name, "is not supported by this server; leave it out")
+                raise ApiError(400, f"`{where}` {why}", where)
         elif strict:
             raise ApiError(400, f"`{where}` is no field of this request, and the server is strict", where)
         else:
@@ -137,6 +147,11 @@ async def _left(receive: Receive) -> None:
 def event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """One server-sent event that is called what its type says."""
+    return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
 DONE = b"data: [DONE]\n\n"

@@ -9,13 +9,25 @@
     key = "..."
     admin = true            # opens the operator's routes, and those of users as well
 
+    [[keys]]
+    tenant = "bob"
+    key = "sk-..."
+    requests_per_minute = 600     # each of these may be left out; they hold for the tenant, whatever key it uses
+    tokens_per_minute = 1_000_000
+    tokens_per_day = 50_000_000
+    answers_max = 64              # open at once, in one worker
+
+The file is read again when it changed. One that cannot be read leaves those before in place, and the log says so.
 Prefixes in the radix cache are not shared between tenants, unless `isolate_tenants` of the scheduler is set to false.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
+import time
 import tomllib
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,7 +35,22 @@ import msgspec
 
 from lockstep.core.errors import ConfigError
 
+log = logging.getLogger("lockstep.worker")
+
 KEY_CHARACTERS_MIN = 16
+LOOK_S = 1.0  # how often to see whether the file changed
+
+
+class Allowance(msgspec.Struct, frozen=True):
+    """What a tenant may use; None: as much as it wants."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    answers_max: int | None = None
+
+
+UNLIMITED = Allowance()
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +59,15 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: str
     key: str
     admin: bool = False
+    requests_per_minute: float | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    answers_max: int | None = None
+
+    @property
+    def allowance(self) -> Allowance:
+        """What it says of its tenant."""
+        return Allowance(*(getattr(self, name) for name in Allowance.__struct_fields__))
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,16 +75,55 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Keys:
-    """The keys of a file. Only their digests are kept."""
+    """The keys of a file. Only their digests are kept.
 
-    def __init__(self, keys: list[Key]) -> None:
+    Args:
+        file: where they came from, to be read again when it changed.
+        stamp: of the file, when they were read.
+        now_s: a clock that does not go back.
+    """
+
+    def __init__(
+        self,
+        keys: list[Key],
+        file: Path | None = None,
+        stamp: tuple[int, ...] = (),
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file, self._stamp, self._now_s = file, stamp, now_s
+        self._looked_s = now_s()
+        self._take(keys)
+
+    def _take(self, keys: list[Key]) -> None:
         self._known = [(_digest(one.key), one.tenant, one.admin) for one in keys]
+        self._allowed = {one.tenant: one.allowance for one in keys if one.allowance != UNLIMITED}
+
+    def allowance(self, tenant: str) -> Allowance:
+        """What a tenant may use."""
+        return self._allowed.get(tenant, UNLIMITED)
+
+    def _look(self) -> None:
+        """Read the file again if it changed."""
+        if self._file is None or self._now_s() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = self._now_s()
+        stamp = _stamp(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._take(_read(self._file))
+        except ConfigError as error:
+            log.error("%s; the keys before stay", error)
+        else:
+            log.info("the keys were read again: %d", len(self._known))
 
     def tenant_of(self, authorization: str | None, *, admin: bool = False) -> str | None:
         """Whom an Authorization header stands for; None for nobody, or nobody who may do this.
 
         All keys are compared, each in the same time, whatever is given.
         """
+        self._look()
         scheme, _, given = (authorization or "").partition(" ")
         digest, found = _digest(given.strip()), None
         for known, tenant, may_all in self._known:
@@ -58,7 +133,12 @@ class Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys of a file. Raises ConfigError, which never shows a key."""
+    """The keys of a file, now and later. Raises ConfigError, which never shows a key."""
+    stamp = _stamp(path)  # before, so that no change is missed
+    return Keys(_read(path), path, stamp)
+
+
+def _read(path: Path) -> list[Key]:
     try:
         file = msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -72,7 +152,27 @@ def read_keys(path: Path) -> Keys:
             raise ConfigError(f"`api_keys`: key {number} of {path} has less than {KEY_CHARACTERS_MIN} characters")
         if not one.tenant or "\0" in one.tenant:
             raise ConfigError(f"`api_keys`: key {number} of {path} needs a tenant")
-    return Keys(file.keys)
+        for name in Allowance.__struct_fields__:
+            value = getattr(one, name)
+            if value is not None and not 0 < value < 1e15:
+                raise ConfigError(f"`api_keys`: `{name}` of key {number} of {path} must be above 0, got `{value}`")
+    said: dict[str, Allowance] = {}
+    for number, one in enumerate(file.keys, 1):
+        if one.allowance != UNLIMITED and said.setdefault(one.tenant, one.allowance) != one.allowance:
+            raise ConfigError(
+                f"`api_keys`: key {number} of {path} gives its tenant other limits than a key before\n"
+                "hint: they hold for the tenant; say them once"
+            )
+    return file.keys
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file does; nothing for one that is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: str) -> bytes:

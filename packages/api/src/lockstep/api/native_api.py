@@ -5,6 +5,7 @@ Streams of /generate are cumulative: every event has the whole text so far.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -15,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 
 from lockstep.api.bridge import EngineUnavailable
-from lockstep.api.errors import ApiError, failure
+from lockstep.api.errors import ApiError, failure, session_name
 from lockstep.api.generation import (
     Choice,
     Generation,
@@ -29,10 +30,13 @@ from lockstep.api.generation import (
     unavailable,
 )
 from lockstep.api.http import DONE, JsonResponse, event, unless_left
-from lockstep.api.openai_api import conversation, prompt_logprobs, streamed
-from lockstep.api.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
+from lockstep.api.openai_api import conversation, prompt_logprobs, prompt_top_logprobs, streamed
+from lockstep.api.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
 from lockstep.api.server import Call, Server
-from lockstep.core.events import Control, Drain, Flush, GetState, Pause, Resume
+from lockstep.core.events import RequestKind
+
+PROBE_S = 20.0  # a token that takes longer does not come
+PROBE_HOLDS_S = 1.0
 
 # ------------------------------------------------------------------------------------------------------------ /generate
 
@@ -52,6 +56,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         name = "top_logprobs_num" if body.top_logprobs_num else "logprob_start_len"
         raise ApiError(400, f"`{name}` needs `return_logprob` to be true", name)
     start = body.logprob_start_len
+    session, session_start = _session(body, call.tenant)
     prompts = [
         Prompt(await encode(server.needs_text("`text`"), one, special=True), one)
         if isinstance(one, str)
@@ -69,6 +74,9 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         samples=params.n,
         tops=body.top_logprobs_num if body.return_logprob else None,
         prompt_logprobs_from=start if start is not None and start >= 0 else None,
+        prompt_tops=body.top_logprobs_num if start is not None and start >= 0 else 0,
+        session=session,
+        session_start=session_start,
         seed=None if seed is None else seed_of(seed),
         stream=body.stream,
         label=body.rid or secrets.token_hex(16),
@@ -85,6 +93,21 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         generation.cancel()
     said = [_said(generation, body, choice, text) for choice, text in texts]
     return JsonResponse(said if several else said[0])
+
+
+def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
+    """The session whose next turn this is, if any, and how much of it stays. Raises ApiError."""
+    params = body.session_params
+    if params is None:
+        return "", None
+    several = isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[:1], list))
+    if body.sampling_params.n > 1 or (several and len(_prompts(body)[0]) > 1):
+        raise ApiError(400, "`session_params`: a turn of a session has one prompt and one answer", "session_params")
+    if body.logprob_start_len not in (None, -1):
+        message = "`logprob_start_len` counts from the front of the session, whose tokens are not sent; leave it out"
+        raise ApiError(400, message, "logprob_start_len")
+    offset = params.offset
+    return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
@@ -118,7 +141,7 @@ def _said(generation: Generation, body: GenerateBody, choice: Choice, text: str)
     reply, ended = choice.reply, choice.reply.ended
     about: dict[str, Any] = {
         "id": generation.wanted.label,
-        "prompt_tokens": len(choice.prompt.ids),
+        "prompt_tokens": len(choice.prompt.ids) if ended is None or ended.rejected else ended.prompt_tokens,
         "completion_tokens": choice.taken,
         "cached_tokens": ended.cached_tokens if ended is not None else 0,
         "finish_reason": None,
@@ -140,6 +163,10 @@ def _said(generation: Generation, body: GenerateBody, choice: Choice, text: str)
             pairs = zip(prompt_logprobs(choice), choice.prompt.ids, strict=True)
             front = generation.wanted.prompt_logprobs_from
             about["input_token_logprobs"] = [[value, token, None] for value, token in pairs][front:]
+            if body.top_logprobs_num:
+                about["input_top_logprobs"] = [
+                    [[value, token, None] for token, value in tops] or None for tops in prompt_top_logprobs(choice)
+                ][front:]
     return {"text": text, "output_ids": reply.tokens[: choice.taken], "meta_info": about}
 
 
@@ -211,6 +238,70 @@ async def ready(server: Server, call: Call[None]) -> Response:
     return Response(status_code=200 if able else 503)
 
 
+async def health_generate(server: Server, call: Call[None]) -> Response:
+    """200 when a token came from the engine. One that is busy shows by its answers that it is well, and is not asked.
+
+    However many ask, there is one such request at a time, and its outcome holds for a second.
+    """
+    bridge = server.bridge
+    if bridge.tickets or bridge.gone or bridge.about is None:
+        return await health(server, call)
+    if server.probe is None or (server.probe.done() and time.monotonic() - server.probed_s > PROBE_HOLDS_S):
+        server.probe = asyncio.ensure_future(_probe(server))
+    return Response(status_code=200 if await asyncio.shield(server.probe) else 503)
+
+
+async def _probe(server: Server) -> bool:
+    """Whether a token comes."""
+    about = server.about()
+    kind: RequestKind = "generate" if about.generates else "embed"
+    wanted = Wanted(sampling=Sampling(ignore_eos=True), max_tokens=int(about.generates), kind=kind, label="health")
+    generation = Generation(server.bridge, server.metrics, wanted, time.monotonic())
+    try:
+        generation.start([Prompt([0])], None, server.limits)
+        async with asyncio.timeout(PROBE_S):
+            await generation.whole()
+    except (ApiError, TimeoutError):
+        return False
+    finally:
+        generation.cancel()
+        server.probed_s = time.monotonic()
+    return True
+
+
+async def load(server: Server, call: Call[None]) -> Response:
+    """How much there is to do, as the engine last said; it is not asked."""
+    gauges, open_answers = server.bridge.gauges, server.bridge.open_answers
+    said = {"server_load": open_answers, "waiting_prompt_tokens": server.bridge.waiting_tokens}
+    said["waiting_answers"] = server.bridge.waiting_answers
+    if gauges is not None:
+        said |= {"num_reqs": gauges.running + gauges.waiting, "num_waiting_reqs": gauges.waiting}
+    return JsonResponse(said)
+
+
+async def usage(server: Server, call: Call[None]) -> Response:
+    """What this key's tenant has used, and what it may."""
+    if server.usage is None or server.keys is None:
+        raise ApiError(404, "this server has no keys, so nobody's tokens are counted apart; see /metrics")
+    allowance = server.keys.allowance(call.tenant)
+    used = server.usage.read(call.tenant, allowance)
+    return JsonResponse(
+        {
+            "tenant": call.tenant,
+            "requests": used.requests,
+            "prompt_tokens": used.prompt_tokens,
+            "completion_tokens": used.output_tokens,
+            "tokens_today": used.day_tokens,
+            "limits": msgspec.to_builtins(allowance),
+        }
+    )
+
+
+async def not_here(server: Server, call: Call[AnyBody]) -> Response:
+    """Refused: other servers have it, and this one does not."""
+    raise ApiError(501, f"{call.request.scope['path']} is not served here; docs/serving.md lists what is")
+
+
 async def metrics(server: Server, call: Call[None]) -> Response:
     """Figures for Prometheus."""
     text = server.metrics.exposition(server.bridge.gauges)
@@ -237,54 +328,3 @@ async def model_info(server: Server, call: Call[None]) -> Response:
             "device": about.device,
         }
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------- admin
-
-
-async def flush_cache(server: Server, call: Call[None]) -> Response:
-    """Empty the radix cache; refused while anything runs."""
-    return await _told(server, Flush())
-
-
-async def pause(server: Server, call: Call[None]) -> Response:
-    """Stop launching; what runs stays where it is."""
-    return await _told(server, Pause())
-
-
-async def resume(server: Server, call: Call[None]) -> Response:
-    """Go on after a pause or a drain."""
-    return await _told(server, Resume())
-
-
-async def drain(server: Server, call: Call[None]) -> Response:
-    """Take no more requests; answered once all that were accepted have ended."""
-    return await _told(server, Drain())
-
-
-async def server_info(server: Server, call: Call[None]) -> Response:
-    """Settings, and how the engine stands."""
-    answered = await _asked(server, GetState())
-    settings = msgspec.to_builtins(server.settings)
-    return JsonResponse(
-        {
-            "version": version("lockstep-api"),
-            "settings": settings,
-            "scheduler": server.about().settings,
-            "state": msgspec.to_builtins(answered.stats),
-        }
-    )
-
-
-async def _told(server: Server, control: Control) -> Response:
-    answered = await _asked(server, control)
-    if not answered.ok:
-        raise ApiError(400, answered.message)
-    return JsonResponse({"success": True, "message": answered.message})
-
-
-async def _asked(server: Server, control: Control) -> Any:
-    try:
-        return await server.bridge.ask(control)
-    except EngineUnavailable as error:
-        raise unavailable(error) from error

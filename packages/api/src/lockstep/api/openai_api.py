@@ -31,6 +31,7 @@ from lockstep.api.generation import (
     check_sampling,
     encode,
     finish_reason,
+    prompts_of,
     seed_of,
     tokens_of,
 )
@@ -38,6 +39,8 @@ from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_lef
 from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI
 from lockstep.api.server import Call, Server
+from lockstep.api.settings import Limits
+from lockstep.api.wire import About
 from lockstep.core.errors import ConfigError
 
 MARK = "\ue000here\ue000"  # of no model name or id
@@ -79,7 +82,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     samples = body.n or 1
     if body.best_of not in (None, samples):
         raise ApiError(400, f"`best_of` is {body.best_of}, but only as many answers as `n` are made", "best_of")
-    given = _prompts(body.prompt)
+    given = prompts_of(body.prompt, "prompt")
     check_answers(len(given), samples, limits)
     check_sampling(body, about, limits)
     if body.logprobs is not None:
@@ -88,9 +91,11 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         raise ApiError(400, "`logprobs` of an echoed prompt are known at the end, so not in a `stream`", "logprobs")
     if body.echo and body.logprobs:
         raise ApiError(400, "`logprobs` with `echo` must be 0: prompts have no likeliest others", "logprobs")
+    check_prompt_logprobs(body, about, limits)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
         raise ApiError(400, "`max_tokens` is 0, which leaves nothing to answer without `echo`", "max_tokens")
+    judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
     wanted = _wanted(
         body,
         call.tenant,
@@ -98,21 +103,13 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         max_tokens=max_tokens,
         samples=samples,
         tops=body.logprobs,
-        prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
+        prompt_logprobs_from=0 if judged else None,
+        prompt_tops=body.prompt_logprobs or 0,
     )
     prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
     generation = server.generate(call, wanted, prompts)
     shape = CompletionShape(server, body, name, wanted.label)
     return await _answer(server, call, generation, shape)
-
-
-def _prompts(given: str | list[Any]) -> list[str | list[int]]:
-    """One prompt or several, as several."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]
-    if not given:
-        raise ApiError(400, "`prompt` is empty", "prompt")
-    return given
 
 
 async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
@@ -136,6 +133,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         raise ApiError(400, "`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     if body.logprobs:
         check_logprobs(body.top_logprobs or 0, "logprobs", about, limits)
+    check_prompt_logprobs(body, about, limits)
     if body.tool_choice not in (None, "none", "auto"):
         message = "`tool_choice` cannot oblige the model on this server; leave it out, or take auto or none"
         raise ApiError(400, message, "tool_choice")
@@ -149,6 +147,8 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         max_tokens_field="max_tokens" if completion is None else "max_completion_tokens",
         samples=samples,
         tops=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
+        prompt_tops=body.prompt_logprobs or 0,
     )
     if wanted.max_tokens == 0:
         raise ApiError(400, f"`{wanted.max_tokens_field}` must be at least 1, got 0", wanted.max_tokens_field)
@@ -174,16 +174,18 @@ async def conversation(
     *,
     generation_prompt: bool = True,
     go_on: bool = False,
+    field: str = "messages",
 ) -> Prompt:
     """Messages as the model's template writes them, in tokens.
 
     Args:
         go_on: the last message is not over: the answer continues it.
+        field: what the client calls them.
     Raises: ApiError.
     """
     if len(given) > server.limits.messages_max:
-        message = f"`messages` has {len(given)} messages, at most {server.limits.messages_max} are allowed"
-        raise ApiError(400, message, "messages")
+        message = f"`{field}` has {len(given)} messages, at most {server.limits.messages_max} are allowed"
+        raise ApiError(400, message, field)
     if go_on and generation_prompt:
         message = "`continue_final_message` goes on with the last message; set `add_generation_prompt` to false"
         raise ApiError(400, message, "continue_final_message")
@@ -242,6 +244,15 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------ what both share
+
+
+def check_prompt_logprobs(body: OpenAI, about: About, limits: Limits) -> None:
+    """Refuse `prompt_logprobs` where there are none, or too many. Raises ApiError."""
+    if body.prompt_logprobs is None:
+        return
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", about, limits)
+    if body.stream:
+        raise ApiError(400, "`prompt_logprobs` are known at the end, so not in a `stream`", "prompt_logprobs")
 
 
 def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
@@ -372,6 +383,31 @@ class CompletionShape:
         said["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
         if self.body.return_token_ids:
             said |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
+        if self.body.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self.likeliest_of_prompt(choice)
+        return said
+
+    def likeliest_of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """For each token of the prompt its logprob and those of the likeliest in its place, by id, as vLLM has them.
+
+        `rank` is 1 for the likeliest, and null for a token that is not among those asked for.
+        """
+        said: list[dict[str, Any] | None] = []
+        for token, value, tops in zip(
+            choice.prompt.ids, prompt_logprobs(choice), prompt_top_logprobs(choice), strict=True
+        ):
+            if value is None:
+                said.append(None)
+                continue
+            found: dict[int, tuple[float, int | None]]
+            found = {one: (logprob, rank) for rank, (one, logprob) in enumerate(tops, 1)}
+            found.setdefault(token, (value, None))
+            said.append(
+                {
+                    str(one): {"logprob": logprob, "rank": rank, "decoded_token": self.names.of(one)[0]}
+                    for one, (logprob, rank) in found.items()
+                }
+            )
         return said
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
@@ -443,6 +479,13 @@ class ChatShape(CompletionShape):
     KIND = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
+    def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
+        """The answer as one object. The prompt's logprobs stand beside the choices, which share it."""
+        said = super().whole(generation, texts)
+        if self.body.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self.likeliest_of_prompt(texts[0][0])
+        return said
+
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """One whole answer."""
         said = self._end(choice) | {"message": {"role": "assistant", "content": text}}
@@ -491,3 +534,17 @@ def prompt_logprobs(choice: Choice) -> list[float | None]:
     positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
     by_position = dict(zip(positions, np.frombuffer(ended.prompt_logprobs, "<f4").tolist(), strict=True))
     return [by_position.get(position) for position in range(len(choice.prompt.ids))]
+
+
+def prompt_top_logprobs(choice: Choice) -> list[list[tuple[int, float]]]:
+    """The likeliest in the place of each token of the prompt, likeliest first; none for the first token."""
+    ended = choice.reply.ended
+    assert ended is not None
+    positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
+    if not ended.prompt_top_ids:
+        return [[] for _ in choice.prompt.ids]
+    ids = np.frombuffer(ended.prompt_top_ids, "<i4").reshape(len(positions), -1).tolist()
+    values = np.frombuffer(ended.prompt_top_logprobs, "<f4").reshape(len(positions), -1).tolist()
+    pairs = (list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+    by_position = dict(zip(positions, pairs, strict=True))
+    return [by_position.get(position, []) for position in range(len(choice.prompt.ids))]

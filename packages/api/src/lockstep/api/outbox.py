@@ -166,6 +166,8 @@ class SampleSink:
         """Put the end down."""
         positions = sorted(extras.prompt_logprobs)
         logprobs = [extras.prompt_logprobs[position] for position in positions]
+        tops = [list(extras.prompt_top_logprobs.get(position, {}).items()) for position in positions]
+        most = min(map(len, tops), default=0)
         self._end(
             Ended(
                 self._ticket,
@@ -177,6 +179,9 @@ class SampleSink:
                 cached_tokens=end.cached_tokens,
                 prompt_positions=np.array(positions, "<i4").tobytes(),
                 prompt_logprobs=np.array(logprobs, "<f4").tobytes(),
+                prompt_top_ids=np.array([[token for token, _ in one[:most]] for one in tops], "<i4").tobytes(),
+                prompt_top_logprobs=np.array([[value for _, value in one[:most]] for one in tops], "<f4").tobytes(),
+                vector=b"" if extras.pooled is None else _floats(extras.pooled.values),
             )
         )
 

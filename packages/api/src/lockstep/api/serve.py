@@ -18,11 +18,11 @@ DEFAULTS = ServeSettings()
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _option(name: str, kind: Any, about: str, **more: Any) -> Callable[[Command], Command]:
+def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) -> Callable[[Command], Command]:
     """An option whose default is that of the settings, so that a file's value is not hidden by it."""
     default = getattr(DEFAULTS, name)
     shown = f"  [default: {default}]" if default not in (None, (), {}, False) else ""
-    flag = "--" + name.replace("_", "-")
+    flag = flag or "--" + name.replace("_", "-")
     return click.option(flag, name, type=kind, default=None, help=about + shown, **more)
 
 
@@ -36,6 +36,7 @@ def _option(name: str, kind: Any, about: str, **more: Any) -> Callable[[Command]
 @_option("port", int, "Port to listen on; 0 takes a free one.")
 @_option("api_workers", int, "Processes that speak HTTP.")
 @_option("api_keys", click.Path(), "A TOML file of keys and the tenants that they stand for.", metavar="FILE")
+@_option("usage_dir", click.Path(), "Where to keep what tenants used, beyond the server's end.", metavar="DIR")
 @_option("admin_socket", click.Path(), "A Unix socket for an operator's routes; without it there are none.")
 @_option("strict", bool, "Refuse unknown fields.", is_flag=True)
 @_option("metrics_compat", click.Choice(["vllm", "sglang"]), "Figures under their names, too.", multiple=True)
@@ -50,6 +51,15 @@ def _option(name: str, kind: Any, about: str, **more: Any) -> Callable[[Command]
 @_option("cuda_graphs", click.Choice(["auto", "on", "off", "eager"]), "Whether decodes replay CUDA graphs.")
 @_option("cuda_graph_max_batch", int, "Rows of the largest graph.")
 @_option("random_weights", int, "Small random weights; only config.json is read.", metavar="SEED")
+@_option(
+    "logit_processors",
+    str,
+    "Of an installed package: requests may ask for it.",
+    multiple=True,
+    flag="--logit-processor",
+)
+@_option("batch_timeout_s", float, "An engine whose oldest batch stays out for so long has failed; 0: never.")
+@_option("profile_dir", click.Path(), "Where an operator's traces of CPU and GPU go.", metavar="DIR")
 @_option("profile", str, "Emulated: family of scheduler settings: lockstep, sglang, vllm.")
 @_option("calibration", str, "Predict batches by it: /metrics says how far off. Emulated: time them.")
 @_option("speed", float, "Emulated: times faster than real.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
+from math import nan
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
@@ -17,6 +20,7 @@ from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Body
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.token_names import TokenNames
+from lockstep.api.usage import Usage
 from lockstep.api.wire import About
 
 BodyType = TypeVar("BodyType", bound=Body | None)
@@ -41,8 +45,11 @@ class Server:
     text: Texts | None
     keys: Keys | None
     metrics: Metrics
+    usage: Usage | None = None
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    probe: asyncio.Future[bool] | None = None  # of /health_generate, the newest,
+    probed_s: float = 0.0  # and when it ended
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
@@ -84,6 +91,26 @@ class Server:
         """Send what is wanted to the engine. Raises ApiError."""
         if self.draining:
             raise ApiError(503, "the server is about to stop")
-        generation = Generation(self.bridge, self.metrics, wanted, call.came_s)
-        generation.start(prompts, self.text, self.limits)
+        start_by_s = _due(call, "X-Queue-Timeout", "queue_timeout_s")
+        finish_by_s = _due(call, "X-Request-Timeout", "timeout_s")
+        generation = Generation(self.bridge, self.metrics, wanted, call.came_s, start_by_s, finish_by_s)
+        admit = None
+        if self.usage is not None and self.keys is not None:
+            admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
+        generation.start(prompts, self.text, self.limits, admit=admit)
         return generation
+
+
+def _due(call: Call[BodyType], header: str, name: str) -> float | None:
+    """When the time is up that a header or a field gives, the shorter one; None where neither does. Raises ApiError."""
+    said = call.request.headers.get(header)
+    field_s: float | None = getattr(call.body, name, None)
+    times = [] if field_s is None else [field_s]
+    if said is not None:
+        try:
+            times.append(float(said[:20]))
+        except ValueError:
+            times.append(nan)
+        if not 0.0 < times[-1] <= 1e6:
+            raise ApiError(400, f"the header `{header}` must be seconds above 0, got {said[:40]!r}", header)
+    return call.came_s + min(times) if times else None

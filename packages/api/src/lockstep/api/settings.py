@@ -31,7 +31,21 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     logprobs_max: int = 20
     logit_bias_max: int = 1024
     messages_max: int = 4096
+    allowed_tokens_max: int = 65536
+    processors_max: int = 16
     requests_max: int = 4096  # answers that one worker has open
+    waiting_max: int = 2048  # answers that one worker has asked for of which nothing came back yet,
+    waiting_tokens_max: int = 4 * 2**20  # and the tokens of their prompts
+    connections_max: int = 8192  # that one worker has open, requests on them or not
+    head_s: float = 10.0  # from a connection's first byte, or the answer before, to the end of the headers
+    body_s: float = 60.0  # from there to the end of the body
+    session_tokens_max: int = 2**20
+    session_idle_s: float = 3600.0  # the longest that a session may wait for its next turn
+
+    def __post_init__(self) -> None:
+        for one in msgspec.structs.fields(Limits):
+            if not getattr(self, one.name) > 0:
+                raise ConfigError(f"`limits.{one.name}` must be above 0, got `{getattr(self, one.name)}`")
 
 
 class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -55,6 +69,9 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto"
     cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
+    logit_processors: tuple[str, ...] = ()  # of installed packages, by name; requests may then ask for them
+    batch_timeout_s: float = 300.0  # an engine whose oldest batch does not come back for so long has failed; 0: never
+    profile_dir: str | None = None  # where traces of CPU and GPU go; None: none are taken
 
     calibration: str | None = None  # by which batches are predicted, and those of an emulated engine timed
 
@@ -68,6 +85,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     port: int = 8000
     api_workers: int = 1
     api_keys: str | None = None  # a file, see keys.py
+    usage_dir: str | None = None  # where it is kept what tenants used; None: as long as the server runs
     admin_socket: str | None = None  # a Unix socket for the routes of an operator; None: there are none
     strict: bool = False
     metrics_compat: tuple[str, ...] = ()
@@ -92,6 +110,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("speed", "slow_reader_s", "stalled_s"):
             if not 0.0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
+        if not 0.0 <= self.batch_timeout_s < 1e9:
+            raise ConfigError(f"`batch_timeout_s` must be 0 (never) or more, got `{self.batch_timeout_s}`")
         if not 0.0 <= self.shutdown_s < 1e6:
             raise ConfigError(f"`shutdown_s` must be at least 0, got `{self.shutdown_s}`")
         for name in self.metrics_compat:
@@ -105,8 +125,12 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             for name, default in (("profile", "lockstep"), ("speed", 1.0)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
-        elif self.random_weights is not None:
-            raise ConfigError("`random_weights` are for a model, and an emulated engine has none\nhint: drop it")
+        else:
+            for name in ("random_weights", "logit_processors", "batch_timeout_s"):
+                if getattr(self, name) not in (None, (), 300.0):
+                    raise ConfigError(f"`{name}` is for a model, and an emulated engine has none\nhint: drop it")
+            if self.profile_dir is not None:
+                raise ConfigError("`profile_dir`: an emulated engine has no device to look at\nhint: drop it")
         if self.admin_socket is not None and self.api_keys is None:
             raise ConfigError("`admin_socket` needs `api_keys`\nhint: with a key that has admin = true")
         if not is_loopback(self.host) and self.api_keys is None:

@@ -54,6 +54,8 @@ class Submit(ToEngine, frozen=True):
 
     ticket: int
     request: RequestArrived
+    start_by_ns: int | None = None  # of the machine's monotonic clock: give up if it has not begun by then,
+    finish_by_ns: int | None = None  # or not ended
 
 
 class Cancel(ToEngine, frozen=True):
@@ -76,6 +78,13 @@ class Ask(ToEngine, frozen=True):
     control: Control
 
 
+class Trace(ToEngine, frozen=True):
+    """Begin a profile of the device with these options, or end it. Answered by Answered of the same ticket."""
+
+    ticket: int
+    options: dict[str, bool | int | tuple[str, ...]] | None
+
+
 class WorkerGone(ToEngine, frozen=True):
     """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
 
@@ -84,7 +93,7 @@ class Stop(ToEngine, frozen=True):
     """From the launcher: end."""
 
 
-EngineMessage = Hello | Submit | Cancel | CancelLabel | Ask | WorkerGone | Stop
+EngineMessage = Hello | Submit | Cancel | CancelLabel | Ask | Trace | WorkerGone | Stop
 
 
 # ---------------------------------------------------------------------------------------------------------- to a worker
@@ -102,6 +111,11 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     logprobs: bool  # whether tokens can come with their logprobs
     settings: dict[str, Any]  # of the scheduler, for people
     device: str
+    generates: bool = True  # whether it has a head that says which token comes next
+    vector_size: int = 0  # of an embedding; 0: there are none
+    matryoshka: tuple[int, ...] | None = None  # shorter embeddings that it was trained for; () any, None none
+    logit_processors: tuple[str, ...] = ()  # that requests may ask for
+    able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile"
 
 
 RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -167,6 +181,9 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     cached_tokens: int = 0
     prompt_positions: bytes = b""  # int32: where in the prompt the tokens stand whose logprobs follow
     prompt_logprobs: bytes = b""  # float32
+    prompt_top_ids: bytes = b""  # int32 [positions, tops]: the likeliest in their places
+    prompt_top_logprobs: bytes = b""  # float32
+    vector: bytes = b""  # float32: of a request of kind embed
 
 
 class StepAnswers(ToWorker, frozen=True):

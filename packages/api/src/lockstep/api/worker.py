@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lockstep.api import children
 from lockstep.api.app import ADMIN_ROUTES, make_app
@@ -25,38 +24,13 @@ from lockstep.api.bridge import Bridge
 from lockstep.api.engines import text_of
 from lockstep.api.keys import read_keys
 from lockstep.api.metrics import Metrics
+from lockstep.api.protocol import bounded_by
 from lockstep.api.server import Server
 from lockstep.api.settings import ServeSettings
+from lockstep.api.usage import Usage
 from lockstep.core.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")
-
-HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """HTTP whose request line and headers end, or the connection does."""
-
-    _head_bytes = 0
-    _in_head = True
-
-    def data_received(self, data: bytes) -> None:
-        """Take bytes in."""
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
-            self.send_400_response(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
-
-    def on_headers_complete(self) -> None:
-        """The head is over."""
-        self._in_head, self._head_bytes = False, 0
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """The next head begins."""
-        self._in_head = True
-        super().on_message_complete()
 
 
 class HttpServer(uvicorn.Server):
@@ -73,7 +47,10 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     text = text_of(settings)
     keys = read_keys(Path(settings.api_keys)) if settings.api_keys is not None else None
     bridge = Bridge(folder, number)
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat))
+    usage = (
+        None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
+    )
+    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage)
     servers = [(_http(make_app(server), settings), socket.socket(fileno=listener))]
     if admin is not None:
         servers.append((_http(make_app(server, ADMIN_ROUTES), settings), socket.socket(fileno=admin)))
@@ -101,7 +78,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=bounded_by(settings.limits),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -220,6 +220,10 @@ class HostClock:
         self._newest_us = max(self._newest_us, raw_us)
         return self._newest_us
 
+    def at(self, now_ns: int) -> int:
+        """What this clock says, said or will say when the clock below says `now_ns`. For any thread."""
+        return (now_ns - self._zero_ns) // 1000
+
     def clamped(self) -> int:
         """By how much the clock below fell since this was last asked, in microseconds."""
         back_us, self.stepped_back_us = self.stepped_back_us, 0
@@ -311,9 +315,19 @@ class RuntimeHost:
         """The client left. Ids that are unknown or have ended are ignored."""
         self._inbox.put(_Cancel(request_id))
 
-    def ask(self, control: Control) -> Future[ControlAnswered]:
-        """Put a control request; the future has its answer. Raises EngineStopped."""
+    def ask(
+        self, control: Control, answered: Callable[[Future[ControlAnswered]], object] | None = None
+    ) -> Future[ControlAnswered]:
+        """Put a control request; the future has its answer.
+
+        Args:
+            answered: called in the host's thread when it has. One that is added to the future afterwards may come too
+                late for that, and is then called in the thread that adds it.
+        Raises: EngineStopped.
+        """
         answer: Future[ControlAnswered] = Future()
+        if answered is not None:
+            answer.add_done_callback(answered)
         with self._gate:
             self._refuse_after_end()
             self._inbox.put(_Ask(control, answer))
