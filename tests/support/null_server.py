@@ -26,8 +26,10 @@ async def serve() -> None:
                     answer(writer, 200, {"data": [{"id": "null"}]})
                 elif path == "/prompts":
                     answer(writer, 200, prompts)
-                else:
+                elif path == "/v1/completions":
                     await complete(writer, json.loads(body))
+                else:
+                    answer(writer, 404, {"error": {"message": "there is nothing"}})
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()

@@ -5,7 +5,9 @@ answer before them and the user's think time. How far the sender itself was off 
 every run, because a generator that lags measures itself.
 
 Equal prefixes are sent as equal text: each token id is a word, always the same one, so that prompts share exactly what
-they shared in the trace. A later turn begins with the text of the turn before and with the answer that really came.
+they shared in the trace. A later turn that begins with the turn before it begins with the answer that really came, too.
+
+`lockstep bench serve` (bench.py) sends with the same `Sender`, whose arrivals are those of the simulator's hosts.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import json
 import os
 import signal
 import sys
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,9 @@ import click
 import numpy as np
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.events import RequestArrived, RequestId
+from lockstep.sim.closed_loop import ConcurrentSessions
+from lockstep.sim.host import NEVER_US, Arrivals
 from lockstep.sim.report.text import count, duration
 from lockstep.sim.token_runs import prompt_ids
 from lockstep.sim.turns import Turn, Turns
@@ -36,6 +42,8 @@ from lockstep.tools.runs import print_json, refusals
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+AHEAD_US = 100_000  # so long before it is due a request is put together
+TICK_S = 0.1
 EARLY_S = 0.002  # a sleep ends so much before the moment; the rest is waited for in turns of the loop
 WARM_MAX = 64  # connections opened before the first request
 PERCENTILES = (50, 90, 99)
@@ -50,18 +58,32 @@ class Sent:
 
     label: str
     due_us: int
+    tenant: str = ""
+    turn_tokens: int = 0  # of the prompt, in the workload
     sent_us: int = -1
     first_us: int = -1
     last_us: int = -1
     messages: int = 0
     output_tokens: int = 0  # as the server counts; else its messages
     prompt_tokens: int = 0  # as the server counts
+    cached_tokens: int = -1  # of the prompt; as the server counts
+    ended_us: int = -1  # the whole answer was there
+    finish_reason: str = ""  # in the server's words
     status: int = 0
     error: str = ""
+    kind: str = ""  # of the error: "status 503", "timeout", "connection", "stream", "interrupted"
+    request_id: RequestId = -1
+    message_us: array[int] = field(default_factory=lambda: array("q"), repr=False)
+    message_tokens: array[int] = field(default_factory=lambda: array("i"), repr=False)  # so far, as far as it is said
 
     @property
     def late_us(self) -> int:
         return self.sent_us - self.due_us
+
+    def row(self) -> dict[str, Any]:
+        """For a line of JSON: everything but the single messages."""
+        names = (one.name for one in fields(self))
+        return {name: getattr(self, name) for name in names if not name.startswith("message_")}
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -113,13 +135,15 @@ def live(
         if out is not None and out.exists() and not overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
         turns = _turns(trace, rate=rate, time_window=time_window, limit=limit, seed=seed)
-        sender = Sender(Target.parse(url), turns, model, speed, max_tokens, ignore_eos, timeout_s)
+        asking = Asking(WORDS, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        turns = _sped(turns, speed)
+        sender = Sender(Target.parse(url), Arrivals(turns), turns, model, asking, timeout_s)
         try:
             interrupted = asyncio.run(sender.run())
         except OSError as error:
             raise ConfigError(f"`{url}` cannot be reached: {error}\nhint: is the server up?") from error
     if out is not None:
-        out.write_text("".join(json.dumps(asdict(one)) + "\n" for one in sender.sent), "utf-8")
+        out.write_text("".join(json.dumps(one.row()) + "\n" for one in sender.sent), "utf-8")
     found = summary(sender.sent, len(turns), sender.span_us)
     if as_json:
         print_json({"server": url, "model": sender.model, "interrupted": interrupted, **found})
@@ -144,6 +168,13 @@ def _turns(trace: str, *, seed: int, rate: float | None, time_window: str | None
     return open_workload(trace, seed=seed, rate=rate, time_window=time_window, limit=limit, digest=False).turns
 
 
+def _sped(turns: Turns, speed: float) -> Turns:
+    """The same turns with every gap and think time divided, the first at 0."""
+    first_us = turns.arrival_us[turns.by_clock_rows[0]]
+    think_us = np.rint(turns.think_us / speed).astype(np.int64)
+    return replace(turns, think_us=think_us).at(np.rint((turns.arrival_us - first_us) / speed).astype(np.int64))
+
+
 def word_of(token: int) -> str:
     """A token id as a word, another one for each id."""
     syllables = []
@@ -159,31 +190,127 @@ def text_of(runs: Sequence[int], start: int = 0) -> str:
     return "".join(f" {word_of(token)}" for token in prompt_ids(runs)[start:].tolist())
 
 
+class Words:
+    """Prompts as text: what a word is to the server, its tokenizer says."""
+
+    def of(self, runs: Sequence[int], start: int = 0) -> str:
+        """A prompt from token `start` on."""
+        return text_of(runs, start)
+
+    def answer(self, texts: Sequence[str], ids: Sequence[int]) -> str | None:
+        """An answer as part of a prompt; None if it cannot be one."""
+        return "".join(texts)
+
+
+class TokenIds:
+    """Prompts as token ids of the model: exactly as long as in the workload.
+
+    An id of the workload stands for one from the middle of the vocabulary, away from both ends, where special tokens
+    are; always the same one. Different prompts part at once, though not for ever: their ids are drawn from few.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        if vocabulary < 16:
+            raise ConfigError(f"`vocab` must be at least 16 tokens, got `{vocabulary}`\nhint: the model's vocab_size")
+        self._first = vocabulary // 8
+        self._count = vocabulary * 3 // 4
+
+    def of(self, runs: Sequence[int], start: int = 0) -> list[int]:
+        """A prompt from token `start` on."""
+        mixed = prompt_ids(runs)[start:].astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        found: list[int] = (self._first + (mixed >> np.uint64(32)) % np.uint64(self._count)).astype(np.int64).tolist()
+        return found
+
+    def answer(self, texts: Sequence[str], ids: Sequence[int]) -> list[int] | None:
+        """An answer as part of a prompt; None if the server did not say its ids."""
+        return list(ids) or None
+
+
+WORDS = Words()
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a turn becomes a request of a client."""
+
+    prompts: Words | TokenIds = WORDS
+    chat: bool = False  # as one message of a conversation
+    max_tokens: int | None = None  # None: the turn's own length
+    ignore_eos: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of every body, over those made here
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, model: str, turn: Turn, prompt: str | list[int]) -> bytes:
+        """A body for a turn."""
+        content: dict[str, Any] = {
+            "model": model,
+            "max_tokens": self.max_tokens or max(turn.output_tokens, 1),
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.chat:
+            content["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            content["prompt"] = prompt
+        if isinstance(self.prompts, TokenIds):
+            content["return_token_ids"] = True
+        if self.ignore_eos:
+            content["ignore_eos"] = True
+        return json.dumps(content | dict(self.fields)).encode()
+
+
+@dataclass(slots=True)
+class _Said:
+    """A turn and what was really said in it."""
+
+    turn: Turn
+    text: str | list[int]  # prompt and answer
+    to_come: int  # turns behind it that have not begun
+
+
 class Sender:
-    """Sends every turn at its moment and reads the answers."""
+    """Sends every turn at its moment and reads the answers.
+
+    Args:
+        arrivals: who sends what and when, by the clock or a number at a time: what a host of the simulator takes.
+        turns: those of `arrivals`.
+        model: the name to ask for; the first that the server offers if it is empty.
+        tick: called ten times a second, such as for a progress bar.
+    """
 
     def __init__(
         self,
         target: Target,
+        arrivals: Arrivals | ConcurrentSessions,
         turns: Turns,
         model: str | None,
-        speed: float,
-        max_tokens: int | None,
-        ignore_eos: bool,
+        asking: Asking,
         timeout_s: float,
+        tick: Callable[[Sender], None] | None = None,
     ) -> None:
-        key = os.environ.get("OPENAI_API_KEY")
-        self.client = Client(target, {"Authorization": f"Bearer {key}"} if key else {})
+        self.client = client_of(target)
+        self.arrivals = arrivals
         self.turns = turns
         self.model = model or ""
-        self.speed = speed
-        self.max_tokens = max_tokens
-        self.ignore_eos = ignore_eos
+        self.asking = asking
         self.timeout_s = timeout_s
         self.sent: list[Sent] = []
+        self.ended = 0
         self.span_us = 0
+        self.lags_us = array("q")  # how late the event loop woke up, ten times a second
+        self._tick = tick
         self._begin_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: BaseException | None = None  # a mistake of ours
+        self._under_way = 0  # taken from the arrivals, and not ended
+        self._news = asyncio.Event()
+        self._said: dict[int, _Said] = {}  # by index of the turn, as long as others are to come behind it
 
     async def run(self) -> bool:
         """Send everything and wait for the answers. Returns whether Ctrl-C ended it. Raises OSError, ConfigError."""
@@ -192,132 +319,167 @@ class Sender:
             with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread, not on this system
                 loop.add_signal_handler(number, stop.set)
         if not self.model:
-            self.model = await self._first_model()
-        await self.client.warm(min(WARM_MAX, len(self.turns.by_clock_rows)))
+            self.model = (await models_of(self.client))[0]
+        await self.client.warm(min(WARM_MAX, self.arrivals.expected))
         self._begin_s = loop.time() + 0.05
         stopping = asyncio.ensure_future(stop.wait())
         sending = asyncio.ensure_future(self._send_all())
+        ticking = asyncio.ensure_future(self._tick_on())
         try:
             await asyncio.wait({stopping, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
             return stop.is_set()
         finally:
-            for task in (stopping, sending, *self._tasks):
+            for task in (stopping, sending, ticking, *self._tasks):
                 task.cancel()
-            await asyncio.gather(stopping, sending, *self._tasks, return_exceptions=True)
+            await asyncio.gather(stopping, sending, ticking, *self._tasks, return_exceptions=True)
             self.span_us = self._now_us()
             self.client.close()
 
     async def _send_all(self) -> None:
-        first_us = int(self.turns.arrival_us[self.turns.by_clock_rows[0]])
-        for turn in self.turns.by_clock():
-            due_us = round((turn.arrival_us - first_us) / self.speed)
-            body = self._body(turn, text_of(turn.prompt))  # before it is due
-            await self._sleep_until(due_us)
-            self._start(turn, due_us, body, text_of(turn.prompt) if len(self.turns.follow_ups(turn.index)) else "")
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        arrivals = self.arrivals
+        while True:
+            self._news.clear()
+            if self._broken is not None:
+                raise self._broken
+            left_us = arrivals.next_us - AHEAD_US - self._now_us()
+            if left_us <= 0:
+                due_us, event = arrivals.next_us, arrivals.take(None)
+                assert isinstance(event, RequestArrived)  # no client of ours is told to leave
+                turn = arrivals.open_turns[event.request_id]
+                prompt = self._prompt(turn)
+                one = Sent(turn.label, due_us, turn.tenant, turn.prompt_tokens, request_id=event.request_id)
+                self._under_way += 1
+                task = asyncio.ensure_future(
+                    self._converse(turn, one, prompt, self.asking.body(self.model, turn, prompt))
+                )
+                self._tasks.add(task)
+                task.add_done_callback(self._over)
+            elif arrivals.next_us == NEVER_US and not self._under_way:
+                return
+            else:
+                wait_s = None if arrivals.next_us == NEVER_US else left_us / 1e6
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), wait_s)
 
-    def _start(self, turn: Turn, due_us: int, body: bytes, text: str) -> None:
-        task = asyncio.ensure_future(self._converse(turn, due_us, body, text))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken = error
+            self._news.set()
 
-    async def _converse(self, turn: Turn, due_us: int, body: bytes, text: str) -> None:
-        """Send a turn; when its answer has ended, think and go on with the turns behind it."""
-        one = Sent(turn.label, due_us)
+    def _prompt(self, turn: Turn) -> str | list[int]:
+        """What a turn sends; behind a turn that it begins with, it goes on from what was really said."""
+        prompts = self.asking.prompts
+        said = None if turn.after is None else self._said.get(turn.after)
+        if said is None:
+            return prompts.of(turn.prompt)
+        said.to_come -= 1
+        if not said.to_come:
+            del self._said[said.turn.index]
+        before, ids = said.turn, prompt_ids(turn.prompt)
+        known = before.prompt_tokens + before.output_tokens
+        if len(ids) < known or not np.array_equal(ids[: before.prompt_tokens], prompt_ids(before.prompt)):
+            return prompts.of(turn.prompt)  # a context made anew
+        return said.text + prompts.of(turn.prompt, known)  # type: ignore[operator]  # both text, or both ids
+
+    async def _converse(self, turn: Turn, one: Sent, prompt: str | list[int], body: bytes) -> None:
+        """Send a turn when it is due; its answer, or that there is none, decides what comes behind it."""
+        await self._sleep_until(one.due_us)
         self.sent.append(one)
         answer = await self._ask(one, body)
-        if answer is None:
-            return
-        for index in self.turns.follow_ups(turn.index):
-            following = self.turns[index]
-            known = turn.prompt_tokens + turn.output_tokens
-            whole = text + answer + text_of(following.prompt, known)
-            due_us = one.last_us + round(following.think_us / self.speed)
-            body = self._body(following, whole)
-            await self._sleep_until(due_us)
-            self._start(following, due_us, body, whole)
+        self._under_way -= 1
+        self.ended += 1
+        self._news.set()
+        if one.error:
+            self.arrivals.broke_off(one.request_id, self._now_us())
+        else:
+            to_come = len(self.turns.follow_ups(turn.index % len(self.turns)))  # a closed loop plays them several times
+            if to_come and answer is not None:
+                said = prompt + answer  # type: ignore[operator]  # both text, or both ids
+                self._said[turn.index] = _Said(turn, said, to_come)
+            self.arrivals.answered(one.request_id, one.ended_us)
 
-    async def _ask(self, one: Sent, body: bytes) -> str | None:
-        """Send one request and read its stream. None if it was not answered to its end."""
+    async def _tick_on(self) -> None:
+        """See how late a sleep ends."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.lags_us.append(round((loop.time() - due_s) * 1e6))
+            if self._tick is not None:
+                self._tick(self)
+
+    async def _ask(self, one: Sent, body: bytes) -> str | list[int] | None:
+        """Send one request and read its stream. Returns the answer as part of a prompt, None where it cannot be one."""
 
         def on_sent() -> None:
             one.sent_us = self._now_us()
 
-        pieces: list[str] = []
+        texts: list[str] = []
+        ids: list[int] = []
         try:
             async with asyncio.timeout(self.timeout_s):
-                async with self.client.request("POST", "/v1/completions", body, on_sent) as response:
+                async with self.client.request("POST", self.asking.path, body, on_sent) as response:
                     one.status = response.status
                     if response.status != 200:
                         text = b"".join([piece async for piece in response.pieces()])
                         one.error = text[:200].decode("utf-8", "replace") or f"status {response.status}"
+                        one.kind = f"status {response.status}"
                         return None
                     async for line in response.lines():
                         if line.startswith(b"data:"):
-                            self._take(one, line[5:].strip(), pieces)
+                            self._take(one, line[5:].strip(), texts, ids)
         except TimeoutError:
-            one.error = f"no end within {self.timeout_s:g} s"
+            one.error, one.kind = f"no end within {self.timeout_s:g} s", "timeout"
         except (OSError, HttpError, asyncio.IncompleteReadError) as error:
-            one.error = f"{type(error).__name__}: {error}"
+            one.error, one.kind = f"{type(error).__name__}: {error}", "connection"
         except asyncio.CancelledError:
-            one.error = one.error or "interrupted"
+            if not one.error:
+                one.error, one.kind = "interrupted", "interrupted"
             raise
         if one.error:
             return None
         one.last_us = one.last_us if one.last_us >= 0 else self._now_us()
-        one.output_tokens = one.output_tokens or one.messages
-        return "".join(pieces)
+        one.ended_us = one.ended_us if one.ended_us >= 0 else one.last_us
+        one.output_tokens = one.output_tokens or len(ids) or one.messages
+        return self.asking.prompts.answer(texts, ids)
 
-    def _take(self, one: Sent, data: bytes, pieces: list[str]) -> None:
+    def _take(self, one: Sent, data: bytes, texts: list[str], ids: list[int]) -> None:
         """One server-sent event."""
         if data == b"[DONE]":
             return
         try:
             event = json.loads(data)
         except ValueError:
-            one.error = f"not JSON: {data[:60]!r}"
+            one.error, one.kind = f"not JSON: {data[:60]!r}", "stream"
             return
         if not isinstance(event, dict):
             return
         if event.get("error"):
-            one.error = str(event["error"])[:200]
+            one.error, one.kind = str(event["error"])[:200], "stream"
             return
+        usage = event.get("usage") or {}
         for choice in event.get("choices") or ():
-            if text := choice.get("text"):
-                pieces.append(text)
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+            new_ids = choice.get("token_ids") or ()
+            if text or new_ids:
+                texts.append(text or "")
+                ids.extend(new_ids)
                 one.messages += 1
                 one.last_us = self._now_us()
                 if one.first_us < 0:
                     one.first_us = one.last_us
-        usage = event.get("usage") or {}
+                one.message_us.append(one.last_us)
+                one.message_tokens.append(len(ids) or int(usage.get("completion_tokens") or -1))
+            if choice.get("finish_reason"):
+                one.finish_reason, one.ended_us = str(choice["finish_reason"]), self._now_us()
         one.output_tokens = int(usage.get("completion_tokens") or one.output_tokens)
         one.prompt_tokens = int(usage.get("prompt_tokens") or one.prompt_tokens)
-
-    def _body(self, turn: Turn, prompt: str) -> bytes:
-        content: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": self.max_tokens or max(turn.output_tokens, 1),
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.ignore_eos:
-            content["ignore_eos"] = True
-        return json.dumps(content).encode()
-
-    async def _first_model(self) -> str:
-        async with self.client.request("GET", "/v1/models", b"") as response:
-            text = b"".join([piece async for piece in response.pieces()])
-        try:
-            return str(json.loads(text)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"the server lists no models: status {response.status}, {text[:80]!r}\nhint: name one by --model"
-            ) from error
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        one.cached_tokens = one.cached_tokens if cached is None else int(cached)
 
     def _now_us(self) -> int:
         return round((asyncio.get_running_loop().time() - self._begin_s) * 1e6)
@@ -329,6 +491,27 @@ class Sender:
             await asyncio.sleep(left_s - EARLY_S)
         while self._now_us() < due_us:
             await asyncio.sleep(0)
+
+
+def client_of(target: Target) -> Client:
+    """A client with the key of the environment, if there is one."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return Client(target, {"Authorization": f"Bearer {key}"} if key else {})
+
+
+async def models_of(client: Client) -> list[str]:
+    """The models that a server offers. Raises ConfigError if it lists none, OSError."""
+    async with client.request("GET", "/v1/models", b"") as response:
+        text = b"".join([piece async for piece in response.pieces()])
+    try:
+        found = [str(one["id"]) for one in json.loads(text)["data"]]
+    except (ValueError, LookupError, TypeError):
+        found = []
+    if not found:
+        raise ConfigError(
+            f"the server lists no models: status {response.status}, {text[:80]!r}\nhint: name one by --model"
+        )
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

@@ -342,6 +342,8 @@ def settings_of(run: StoredRun) -> dict[str, Any]:
 
     Where the engines of a cluster differ, a value says whose it is: `engines 0 to 1: 256, engine 2: 128`.
     """
+    if run.is_measured:
+        return _load_settings(run.about) | {"SLOs": _slo_texts(run)}
     each = [_engine_settings(engine.about) for engine in run.engines]
     merged = {name: _merged([one.get(name) for one in each]) for one in each for name in one}
     weights = [engine.weight for engine in run.engines]
@@ -353,8 +355,29 @@ def settings_of(run: StoredRun) -> dict[str, Any]:
         **{f"router_{name}": value for name, value in router.items() if name != "policy"},
         "weights": _merged([f"{weight:g}" for weight in weights]) if len(set(weights)) > 1 else None,
     }
-    ours = {"calibration": run.calibration, "SLOs": ", ".join(slo["slo"] for slo in run.metrics["slos"]) or None}
+    ours = {"calibration": run.calibration, "SLOs": _slo_texts(run)}
     return {**cluster, **merged, **ours}
+
+
+def _slo_texts(run: StoredRun) -> str | None:
+    return ", ".join(slo["slo"] for slo in run.metrics["slos"]) or None
+
+
+def _load_settings(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What was sent, and by which code."""
+    workload = about["workload"]
+    return {
+        "workload": workload.get("source"),
+        "workload digest": workload.get("digest"),
+        **{
+            name: workload.get(name)
+            for name in ("rate", "rate_scale", "time_window", "concurrency", "warm_up", "limit", "skipped_rows")
+        },
+        "seed": about.get("seed"),
+        "max_new_tokens": about.get("max_new_tokens"),
+        "lockstep version": about.get("version"),
+        "lockstep commit": about.get("commit"),
+    }
 
 
 def _merged(values: Sequence[Any]) -> Any:
@@ -371,20 +394,13 @@ def _merged(values: Sequence[Any]) -> Any:
 
 
 def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    workload, cost = about["workload"], about.get("cost_model", {})
+    cost = about.get("cost_model", {})
     return {
         "model": about.get("model"),
         "gpu": about.get("gpu"),
         "tp": about.get("tp"),
         **{name: about.get(name, getattr(USUAL, name)) for name in BESIDES_TP},
-        "workload": workload.get("source"),
-        "workload digest": workload.get("digest"),
-        **{
-            name: workload.get(name)
-            for name in ("rate", "rate_scale", "time_window", "concurrency", "warm_up", "limit", "skipped_rows")
-        },
-        "seed": about.get("seed"),
-        "max_new_tokens": about.get("max_new_tokens"),
+        **_load_settings(about),
         "grammar_compile_us": about.get("grammar_compile_us"),
         "receive_interval": about.get("receive_interval", 1),
         "weights_dtype": cost.get("weights_dtype"),
@@ -392,8 +408,6 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         "cost model": cost.get("kind"),
         "operator tables": _tables(cost),
         **about["scheduler"],
-        "lockstep version": about.get("version"),
-        "lockstep commit": about.get("commit"),
         **{f"cost.{name}": constant.get("value") for name, constant in cost.get("constants", {}).items()},
         **_line("all_reduce", cost.get("all_reduce", {})),
         **{
@@ -422,9 +436,12 @@ def _line(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
     settings = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for each in settings for name in each)
+    for run, each in zip(runs, settings, strict=True):
+        if run.is_measured:  # of an engine that was only seen from outside, nothing else is known
+            names = {name: None for name in names if name in each}
     # Constants follow from these; they are told only where nothing else explains them: a GPU file that was edited.
     is_explained = any(each.get(name) != settings[0].get(name) for each in settings for name in EXPLAIN_CONSTANTS)
-    is_rerouted = any(each["router"] != settings[0]["router"] for each in settings)
+    is_rerouted = any(each.get("router") != settings[0].get("router") for each in settings)
     for name in names:
         if is_explained and name.startswith(("cost.", "cpu.")):
             continue
@@ -440,7 +457,8 @@ def _warnings(runs: Sequence[StoredRun]) -> Iterator[str]:
     """Why a difference in the figures need not come from the settings that were meant to differ."""
 
     def values(name: str) -> list[str]:
-        found = (settings_of(run).get(name) for run in runs)
+        known = (settings_of(run) for run in runs)
+        found = (each.get(name) for run, each in zip(runs, known, strict=True) if not run.is_measured or name in each)
         return list(dict.fromkeys("none" if value is None else str(value) for value in found))
 
     if len(values("workload digest")) > 1:
@@ -486,6 +504,11 @@ def _notes(runs: Sequence[StoredRun]) -> Iterator[str]:
             yield f"written by different code ({name} {' and '.join(found)}): a difference may be its doing"
             break
     for run in runs:
+        if run.is_measured:
+            yield (
+                f"{run.name} was measured at a server, network and text included: how its engine was set and what it "
+                "did inside is not in it, so settings are compared as far as they are those of the load"
+            )
         if run.requests is None and "engine" not in run.about:
             yield f"{run.name} has no table of requests (--no-requests), so it is not compared request by request"
 

@@ -39,10 +39,10 @@ def summary_table(run: RunData) -> Table:
     """One run: its latencies, then its counts and rates, then its SLOs if it had any."""
     summary = run.summary
     page = Table.grid(padding=(1, 0))
-    page.add_row(_latency_table(summary))
+    page.add_row(latency_table(summary))
     page.add_row(_facts_table(summary))
     if summary["slos"]:
-        page.add_row(_slo_table(summary))
+        page.add_row(slo_table(summary))
     return page
 
 
@@ -74,7 +74,8 @@ def rates_table(rows: Sequence[tuple[float, Summary]], *, title: str | None = No
     return table
 
 
-def _latency_table(summary: Summary) -> Table:
+def latency_table(summary: Summary) -> Table:
+    """Latencies of completed requests, a line for each."""
     table = Table(title="Latency of completed requests", title_justify="left")
     table.add_column("")
     for statistic in STATISTICS:
@@ -151,7 +152,8 @@ def _facts_table(summary: Summary) -> Table:
     return table
 
 
-def _slo_table(summary: Summary) -> Table:
+def slo_table(summary: Summary) -> Table:
+    """Bounds, what was measured, and whether they hold."""
     table = Table(title="SLOs", title_justify="left")
     table.add_column("bound")
     table.add_column("measured", justify="right")

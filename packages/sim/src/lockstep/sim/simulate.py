@@ -64,7 +64,7 @@ from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.trace_turns import CLOCKLESS
-from lockstep.sim.turns import LENGTH_TOKENS_MAX
+from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
 from lockstep.sim.watch import LEVELS, WatchedMetrics
 from lockstep.sim.workload import Workload, open_workload
 
@@ -324,22 +324,7 @@ class Setup:
             "gpu": self.gpu.name,
             "tp": scenario.tp,
             **self.split.describe(),
-            "workload": {
-                "name": workload.name,
-                "source": workload.source,
-                "format": workload.format,
-                "digest": workload.digest,
-                "turns": len(workload.turns),
-                "tenants": [tenant for tenant in workload.turns.tenants if tenant],
-                "rate": _json_number(scenario.rate),
-                "rate_scale": scenario.rate_scale,
-                "time_window": scenario.time_window,
-                "concurrency": scenario.concurrency,
-                "warm_up": scenario.warm_up,
-                "limit": scenario.limit,
-                "skipped_rows": workload.skipped.count,
-                "notes": list(workload.notes),
-            },
+            "workload": describe_load(scenario, workload),
             "scheduler": msgspec.to_builtins(self.config),
             "max_new_tokens": scenario.max_new_tokens,
             "grammar_compile_us": scenario.grammar_compile_us,
@@ -349,6 +334,26 @@ class Setup:
             "cpu_model": self.cpu.describe(),
             "calibration": self.calibration.describe(),
         }
+
+
+def describe_load(scenario: Scenario, workload: Workload) -> dict[str, Any]:
+    """What was sent, for metrics.json."""
+    return {
+        "name": workload.name,
+        "source": workload.source,
+        "format": workload.format,
+        "digest": workload.digest,
+        "turns": len(workload.turns),
+        "tenants": [tenant for tenant in workload.turns.tenants if tenant],
+        "rate": _json_number(scenario.rate),
+        "rate_scale": scenario.rate_scale,
+        "time_window": scenario.time_window,
+        "concurrency": scenario.concurrency,
+        "warm_up": scenario.warm_up,
+        "limit": scenario.limit,
+        "skipped_rows": workload.skipped.count,
+        "notes": list(workload.notes),
+    }
 
 
 def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
@@ -361,10 +366,10 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     config, kv = configure(scenario, model, gpu)
-    _check_load(scenario)
+    check_load(scenario)
     if workload is None:
         workload = open_load(scenario)
-    _check_measured(scenario, workload)
+    check_measured(scenario, workload)
     base = base_cost_model(
         model,
         gpu,
@@ -389,7 +394,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     )
 
 
-def _check_load(scenario: Scenario) -> None:
+def check_load(scenario: Scenario) -> None:
     """Raises ConfigError for a load that is two at once, or nothing to measure."""
     if scenario.warm_up < 0:
         raise ConfigError(
@@ -416,7 +421,7 @@ def _check_load(scenario: Scenario) -> None:
         raise ConfigError("`concurrency` and `rate` are two kinds of load\nhint: leave one of them out")
 
 
-def _check_measured(scenario: Scenario, workload: Workload) -> None:
+def check_measured(scenario: Scenario, workload: Workload) -> None:
     """Raises ConfigError if the workload ends before anything is measured. A closed loop may play it several times."""
     requests = len(workload.turns)
     if scenario.concurrency is not None and scenario.limit is not None:
@@ -448,12 +453,16 @@ def open_load(scenario: Scenario) -> Workload:
 
 def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
     """Who sends what and when."""
-    scenario, turns, config = setup.scenario, setup.workload.turns, setup.config
+    cut = setup.config.truncate_input != "no"  # then what is too long is not turned away
+    prompt_tokens_max = LENGTH_TOKENS_MAX if cut else setup.config.prompt_tokens_max(True)
+    return arrivals_of_load(setup.scenario, setup.workload.turns, prompt_tokens_max)
+
+
+def arrivals_of_load(scenario: Scenario, turns: Turns, prompt_tokens_max: int) -> Arrivals | ConcurrentSessions:
+    """The same of turns alone. A session with a longer prompt breaks off there."""
     if scenario.concurrency is None:
         return Arrivals(turns)
     requests = len(turns) if scenario.limit is None else scenario.limit
-    cut = config.truncate_input != "no"  # then what is too long is not turned away
-    prompt_tokens_max = LENGTH_TOKENS_MAX if cut else config.prompt_tokens_max(True)
     return ConcurrentSessions(turns, scenario.concurrency, requests, scenario.seed, prompt_tokens_max)
 
 

@@ -47,7 +47,7 @@ COUNTS = ("arrived", "completed", "unfinished", "prompt_tokens", "output_tokens"
 INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
 FLOATS = ("tpot_us",)
 TEXTS = ("finish_reason", "label", "tenant")
-HINT = "hint: give folders that `lockstep simulate --out` wrote"
+HINT = "hint: give folders that `lockstep simulate --out` or `lockstep bench serve --out` wrote"
 
 Number = Annotated[float, Meta(ge=0, le=NUMBER_MAX)]
 Group = dict[str, Number | dict[str, Number] | None]
@@ -67,6 +67,7 @@ class _About(Struct):
     router: dict[str, Any] | UnsetType = UNSET
     hop_us: Number | UnsetType = UNSET
     engines: list[_Weighted] | UnsetType = UNSET
+    measured: dict[str, Any] | UnsetType = UNSET  # at a server, from outside: how it was set and what it did is unknown
 
 
 class _Weighted(Struct):
@@ -130,6 +131,8 @@ class StoredEngine:
     @property
     def kind(self) -> str:
         """Its GPUs: `2 x H100-SXM`."""
+        if "measured" in self.about:
+            return "a server"
         return f"{self.about.get('tp')} x {self.about.get('gpu')}"
 
     def summary(self, part: str, name: str) -> Any:
@@ -173,6 +176,11 @@ class StoredRun:
     def summary(self, part: str, name: str) -> Any:
         """A number of metrics.json; None where there was nothing to measure."""
         return self.metrics[part].get(name)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was measured at a server, from outside; otherwise it was simulated."""
+        return "measured" in self.about
 
     @property
     def slos(self) -> list[SloRow]:
@@ -301,11 +309,12 @@ def _problem(metrics: Any) -> str:
         for name in names:
             value = getattr(read, group).get(name, UNSET)
             is_right = isinstance(value, dict) if "_by_" in f"_{name}" else not isinstance(value, dict)
-            if value is UNSET or not is_right or (value is None and name in COUNTS):
+            unknown = value is None and name in COUNTS and not (group == "scheduler" and read.about.measured)
+            if value is UNSET or not is_right or unknown:
                 return f"{group} has no right `{name}`"
     about = read.about
     if about.router is UNSET:
-        return "about has no `scheduler`" if about.scheduler is UNSET else ""
+        return "about has no `scheduler`" if about.scheduler is UNSET and about.measured is UNSET else ""
     for part, name in ((read, "router"), (read, "balance"), (about, "hop_us"), (about, "engines"), (read, "engines")):
         if getattr(part, name) is UNSET:
             return f"{'about' if part is about else 'a cluster'} has no `{name}`"
