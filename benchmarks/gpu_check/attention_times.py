@@ -102,7 +102,7 @@ def planned(
         starts_host=np.full(rows, before, np.int32),
         lengths_host=np.full(rows, stop, np.int32),
     )
-    return make(name, pool, model.heads, scale=model.scale, graphs=True, graph_rows=rows), batch
+    return make(name, pool, model.heads, scale=model.scale, graph_rows=rows), batch
 
 
 def walk(model: Decoder | Layer, backend: AttentionBackend, batch: ForwardBatch, layers: int) -> Callable[[], None]:

@@ -167,7 +167,7 @@ def graph_distance(section: Section, case: Case) -> float:
     """Of replays with other lengths than at capture, the largest."""
     spans = [(2999, 3000), (40, 41), (700, 701), (1, 2), (1023, 1024)]
     made, twin = (passes(section, case, spans, 0) for _ in range(2))
-    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics, graphs=True, graph_rows=len(spans))
+    backend = make(case.backend, made.pool, case.heads, numerics=case.numerics, graph_rows=len(spans))
     stream = torch.cuda.Stream(section.device)
     stream.wait_stream(torch.cuda.current_stream(section.device))
     worst = 0.0

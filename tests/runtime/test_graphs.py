@@ -230,7 +230,7 @@ def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) 
     tables = Tables(6, 40, 4, CPU, context_tokens=20)
     tables.page_table[:6] = torch.randperm(40, generator=generator)[:30].view(6, 5)
     tables.newest[:6] = torch.tensor([5, 6, 7, 8, 9, 10])
-    attention = make(backend, pool, model.heads, scale=model.scale, graphs=True)
+    attention = make(backend, pool, model.heads, scale=model.scale)
     graphs = DecodeGraphs(model, attention, tables, sizes, EagerGraphs())
     graphs.prepare(CpuLane(HostClock()))
     found = []

@@ -579,10 +579,29 @@ def test_memory_is_measured_with_rows_that_ask_for_every_step_of_sampling(
     assert table.columns.seen.shape[0] >= running  # counts of all rows at once
 
 
-def test_the_largest_pass_is_a_whole_prompt_where_none_is_split() -> None:
-    given = {"context_tokens_max": 128, "max_prefill_tokens": 48, "page_size": 4, "pages": 160}
-    for chunk, tokens in ((16, 16), (64, 48), (1024, 48), (None, 128)):
-        assert assembly.largest_pass_tokens(SchedConfig(chunked_prefill_size=chunk, **given)) == tokens
+def test_the_largest_pass_holds_several_prompts_or_a_whole_one_where_none_is_split() -> None:
+    given: dict[str, Any] = {"context_tokens_max": 128, "page_size": 4, "pages": 160}
+    for chunk, prefill, tokens in ((16, 48, 16), (64, 48, 48), (512, 1024, 512), (None, 48, 128), (None, 512, 512)):
+        config = SchedConfig(chunked_prefill_size=chunk, max_prefill_tokens=prefill, **given)
+        assert assembly.largest_pass_tokens(config) == tokens
+
+
+@pytest.mark.parametrize(("chunk", "context", "lengths"), [(100, 128, [100]), (300, 128, [128, 128, 44])])
+def test_memory_is_measured_with_as_many_prompts_as_a_pass_can_hold(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, lengths: list[int]
+) -> None:
+    seen: list[tuple[list[int], int]] = []
+    forward = Decoder.forward
+
+    def recording(self: Decoder, batch: Any, attention: Any) -> Any:
+        seen.append((batch.lengths_host.tolist(), len(batch.logits_at)))
+        return forward(self, batch, attention)
+
+    monkeypatch.setattr(Decoder, "forward", recording)
+    monkeypatch.setattr(assembly, "size_pool", lambda *, largest_pass, **sizes: largest_pass() or memory(**sizes))
+    settings = {**SMALL, "chunked_prefill_size": chunk, "context_tokens_max": context, "max_prefill_tokens": 1024}
+    with LLM(folder, random_weights_seed=3, **settings) as llm:
+        assert seen == [(lengths, llm.config.max_running_requests)]
 
 
 def test_memory_is_accounted_for_with_pages_given_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

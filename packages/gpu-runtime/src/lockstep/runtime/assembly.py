@@ -200,7 +200,6 @@ def make_executor(
             model.heads,
             scale=model.scale,
             numerics=numerics,
-            graphs=bool(graph_sizes),
             graph_rows=max(graph_sizes, default=0),
             plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
@@ -299,14 +298,20 @@ def _sized(
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
     choice, sizes = pick(without_pages)
-    chunk = largest_pass_tokens(without_pages)
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes,
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
-            model, choice.name, numerics, chunk, page_size, without_pages.max_running_requests, max(sizes, default=0)
+            model,
+            choice.name,
+            numerics,
+            largest_pass_tokens(without_pages),
+            context,
+            page_size,
+            without_pages.max_running_requests,
+            max(sizes, default=0),
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
@@ -317,9 +322,11 @@ def _sized(
 
 
 def largest_pass_tokens(config: SchedConfig) -> int:
-    """New tokens of one prompt in the largest pass. Without chunks the first runs whole, whatever a pass may take."""
-    context, chunk = config.context_tokens_max, config.chunked_prefill_size
-    return context if chunk is None else min(chunk, config.max_prefill_tokens, context)
+    """New tokens of the largest pass. Without chunks the first prompt runs whole, whatever a pass may take."""
+    chunk = config.chunked_prefill_size
+    if chunk is None:
+        return max(config.context_tokens_max, config.max_prefill_tokens)
+    return min(chunk, config.max_prefill_tokens)
 
 
 def _graph_bytes(
@@ -329,45 +336,44 @@ def _graph_bytes(
     if not sizes:
         return 0
     pool = make_pool(model, 1, page_size)
-    attention = make(
-        backend, pool, model.heads, scale=model.scale, numerics=numerics, graphs=True, graph_rows=sizes[-1]
-    )
+    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=sizes[-1])
     tables = Tables(1, 1, page_size, model.device, context_tokens=context)
     graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
 
 
 def _run_once(
-    model: Decoder, backend: str, numerics: Numerics, tokens: int, page_size: int, samples: int, graph_rows: int
+    model: Decoder,
+    backend: str,
+    numerics: Numerics,
+    tokens: int,
+    context: int,
+    page_size: int,
+    samples: int,
+    graph_rows: int,
 ) -> None:
-    """One extend of so many tokens, all of them on one page of its own, and a draw for so many rows.
+    """One extend of so many tokens, of prompts up to `context` long that share one page, and a draw for so many rows.
 
     The workspace of the largest graph, `graph_rows`, is there as well.
     """
-    device, pages = model.device, -(-tokens // page_size)
+    device = model.device
     pool = make_pool(model, 1, page_size)
-    attention = make(
-        backend,
-        pool,
-        model.heads,
-        scale=model.scale,
-        numerics=numerics,
-        graphs=bool(graph_rows),
-        graph_rows=graph_rows,
-    )
-    positions = torch.arange(tokens, device=device)
+    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=graph_rows)
+    starts = np.arange(0, tokens, context)
+    lengths = np.diff(np.append(starts, tokens)).astype(np.int32)
+    positions = torch.arange(tokens, device=device) % context
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions=positions,
         slots=positions % page_size,
-        rows=torch.zeros(1, dtype=torch.int32, device=device),
-        indptr=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        lengths=torch.tensor([tokens], dtype=torch.int32, device=device),
-        page_table=torch.zeros((1, pages), dtype=torch.int32, device=device),
-        logits_at=positions[:samples],
-        extend_rows=1,
-        starts_host=np.zeros(1, np.int32),
-        lengths_host=np.array([tokens], np.int32),
+        rows=torch.arange(len(starts), dtype=torch.int32, device=device),
+        indptr=torch.from_numpy(np.append(starts, tokens).astype(np.int32)).to(device),
+        lengths=torch.from_numpy(lengths).to(device),
+        page_table=torch.zeros((len(starts), -(-min(tokens, context) // page_size)), dtype=torch.int32, device=device),
+        logits_at=torch.arange(samples, device=device) % tokens,
+        extend_rows=len(starts),
+        starts_host=np.zeros(len(starts), np.int32),
+        lengths_host=lengths,
     )
     with torch.inference_mode():
         attention.plan(batch)

@@ -109,7 +109,6 @@ def make(
     *,
     scale: float | None = None,
     numerics: Numerics = "fast",
-    graphs: bool = False,
     graph_rows: int = 0,
     plans_in_flight: int | None = None,
 ) -> AttentionBackend:
@@ -118,8 +117,7 @@ def make(
     Args:
         heads: query heads of this rank.
         scale: of the scores before the softmax; head_dim ** -0.5 unless given.
-        graphs: whether passes may be planned for CUDA graphs.
-        graph_rows: of the largest of them, where that is known: workspaces are sized for it.
+        graph_rows: of the largest CUDA graph, 0 for none: workspaces are sized for it.
         plans_in_flight: that may be made before the first of them is on the device; see `flashinfer_backend`.
     """
     if name == "reference":
@@ -134,7 +132,7 @@ def make(
         from lockstep.runtime.attention.flashinfer_backend import FlashInferAttention
 
         ring = {} if plans_in_flight is None else {"plans_in_flight": plans_in_flight}
-        return FlashInferAttention(pool, heads, scale, numerics, uses_graphs=graphs, graph_rows=graph_rows, **ring)
+        return FlashInferAttention(pool, heads, scale, numerics, graph_rows=graph_rows, **ring)
     raise ConfigError(f"`attention_backend` must be one of {', '.join(NAMES)}, got `{name}`")
 
 

@@ -28,9 +28,8 @@ from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB
 
 WORKSPACE_BYTES_MIN = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
-SPLIT_TOKENS = 2048  # positions per piece with `numerics="invariant"` outside of graphs
 PLANS_IN_FLIGHT = 4  # plans made and not yet copied, where nobody says how many; one more waits for the device
-TRIAL_WORKSPACE_BYTES = 32 << 20
+TRIAL_ROWS = 2
 NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
 
 
@@ -46,7 +45,6 @@ class FlashInferAttention:
         heads: int,
         scale: float | None = None,
         numerics: Numerics = "fast",
-        uses_graphs: bool = True,
         graph_rows: int = 0,
         plans_in_flight: int = PLANS_IN_FLIGHT,
         workspace_bytes: int | None = None,
@@ -54,10 +52,10 @@ class FlashInferAttention:
         """Args:
         heads: query heads, a multiple of the pool's KV heads.
         scale: of the scores before the softmax; head_dim ** -0.5 unless given.
-        numerics: `invariant` gives a decode the same bits in every batch. An extend too, as long as the average number
-            of new tokens in a batch asks FlashInfer for the same query tile; Triton has no such condition.
-        uses_graphs: decodes may be planned for CUDA graphs. Pieces of a fixed size cannot be captured, so `invariant`
-            then does not split at all, in graphs and outside of them alike.
+        numerics: `invariant` gives a decode the same bits in every batch, by splitting no row at all: pieces of a fixed
+            size cannot be captured, and a long prompt in them asks for gigabytes of partial results. An extend too, as
+            long as the average number of new tokens in a batch asks FlashInfer for the same query tile. Triton has
+            pieces of a fixed size and no such condition.
         graph_rows: of the largest graph.
         plans_in_flight: two for each pass that extends, one for each other, of all batches launched at a time.
         workspace_bytes: device memory for partial results; None: as much as these settings need.
@@ -68,9 +66,8 @@ class FlashInferAttention:
         self.device = pool.keys[0].device
         self.flashinfer = flashinfer
         if workspace_bytes is None:
-            gpu = self.device.type == "cuda"
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count if gpu else 1
-            workspace_bytes = workspace_needed(heads, pool.kv_heads, pool.head_dim, graph_rows, sms)
+            needed = workspace_needed(heads, pool.kv_heads, pool.head_dim, graph_rows, multiprocessors(self.device))
+            workspace_bytes = max(WORKSPACE_BYTES_MIN, needed)
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
         self.tensor_cores = numerics == "invariant" or heads // pool.kv_heads > NO_TENSOR_CORES_GROUP_MAX
         self.options: dict[str, Any] = {
@@ -78,10 +75,8 @@ class FlashInferAttention:
             "q_data_type": pool.keys[0].dtype,
             "kv_data_type": pool.keys[0].dtype,
         }
-        if numerics == "invariant" and uses_graphs:
+        if numerics == "invariant":
             self.options["disable_split_kv"] = True
-        elif numerics == "invariant":
-            self.options["fixed_split_size"] = max(1, SPLIT_TOKENS // pool.page_size)  # in pages
         self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2"
@@ -164,6 +159,11 @@ class FlashInferAttention:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; 1 for the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def workspace_needed(heads: int, kv_heads: int, head_dim: int, graph_rows: int, sms: int) -> int:
     """Bytes of partial results that a plan may ask for; by PrefillSplitQOKVIndptr and PrefillPlan of scheduler.cuh.
 
@@ -186,7 +186,7 @@ def workspace_needed(heads: int, kv_heads: int, head_dim: int, graph_rows: int, 
         tile = 16 if group <= 16 else 64 if group <= 64 else 128
         tiles = -(-graph_rows * group // tile) + graph_rows - 1
         needed = max(needed, pieces_bytes(max(filling, tiles), tile))
-    return max(WORKSPACE_BYTES_MIN, -(-needed // MIB) * MIB)
+    return -(-needed // MIB) * MIB
 
 
 class PinnedRing:
@@ -229,9 +229,8 @@ def try_out(
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
         pool = KvPool(1, 4, page_size, 1, head_dim, dtype, device)
-        backend = FlashInferAttention(
-            pool, group, numerics=numerics, uses_graphs=graphs, workspace_bytes=TRIAL_WORKSPACE_BYTES
-        )
+        workspace = workspace_needed(group, 1, head_dim, TRIAL_ROWS, multiprocessors(device))
+        backend = FlashInferAttention(pool, group, numerics=numerics, workspace_bytes=workspace)
         for new, graph in ((2, False), (1, False), *([(1, True)] if graphs else [])):
             batch = _two_rows(new, page_size, device)
             ones = torch.ones(batch.tokens, 1, head_dim, dtype=dtype, device=device)
