@@ -1,5 +1,7 @@
 """The whole engine with the demo model: every backend, with and without graphs, at every depth of overlap.
 
+Then a small mixture of experts; and what is read off the model: vectors, scores, hidden states.
+
 The truth is the reference backend in fp32, one batch at a time. Another order of additions may turn a tie, so a token
 that differs is judged by the truth's own logits: its regret is how far below the best it lies there. In fp32 tokens
 must be the same or tie; in half precision their regret must be small.
@@ -7,8 +9,11 @@ must be the same or tie; in half precision their regret must be small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +27,13 @@ from lockstep.runtime.attention import make
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.models import Decoder
 from lockstep.runtime.ranks import LeadExecutor
 
 REGRET = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # of logits, whose spread is about 10
+READINGS_FAR = 1e-3  # of what is largest in the same array
+TRUTH: dict[str, Any] = {"attention_backend": "reference", "cuda_graphs": "off", "overlap_depth": 0}
 SCHED: dict[str, Any] = {"max_running_requests": 16, "chunked_prefill_size": 256, "pages": 1024}
 SAMPLED = (
     Params(temperature=0.8, seed=1, ignore_eos=True),
@@ -61,6 +69,8 @@ def variants(section: Section) -> Iterator[Variant]:
         for depth, graphs in ((0, "off"), (1, "eager"), (2, "eager")):
             options = {"attention_backend": "reference", "cuda_graphs": graphs, "overlap_depth": depth}
             yield Variant(f"reference, graphs {graphs}, overlap {depth}", options=options)
+        several = {"attention_backend": "reference", "cuda_graphs": "eager", "decode_steps_per_launch": 4}
+        yield Variant("reference, four steps a launch", options=several)
         yield Variant("reference, no launch may wait", options={"attention_backend": "reference"}, watched=True)
         return
     for graphs in ("on", "off"):
@@ -74,6 +84,9 @@ def variants(section: Section) -> Iterator[Variant]:
     for backend in ("triton", "flashinfer"):
         options = {"attention_backend": backend, "cuda_graphs": "on"}
         yield Variant(f"{backend} bfloat16, no launch may wait", "bfloat16", options, watched=True)
+    for graphs in ("on", "off"):
+        several = {"attention_backend": "triton", "cuda_graphs": graphs, "decode_steps_per_launch": 4}
+        yield Variant(f"triton float32, graphs {graphs}, four steps a launch", options=several)
     stirred: dict[str, Any] = {"retract_every": 5, "batching": "mixed", "overlap_depth": 2, "debug": True}
     yield Variant(
         "triton float32, mixed, retractions, every KV slot verified", options={**stirred, "attention_backend": "triton"}
@@ -86,15 +99,77 @@ def variants(section: Section) -> Iterator[Variant]:
 
 
 def run(section: Section) -> None:
-    """The truth, then every variant."""
+    """Every variant of the demo model, a few of a mixture of experts, and what is read off the model."""
+    compare(section, Variant("the truth", options=TRUTH), variants(section))
+    experts = {"model": experts_folder(section), "random_weights_seed": 3}
+    compare(
+        section,
+        Variant("the truth of experts", options={**TRUTH, **experts}),
+        [replace(one, name=f"experts, {one.name}", options={**one.options, **experts}) for one in few(section)],
+    )
+    with section.trying("vectors, scores, hidden states"):
+        section.needs(5)
+        readings(section)
+
+
+def few(section: Section) -> list[Variant]:
+    """With graphs and without, in fp32."""
+    backend, graphs = ("triton", "on") if section.gpu else ("reference", "eager")
+    return [
+        Variant(f"{backend}, graphs {one}", options={"attention_backend": backend, "cuda_graphs": one})
+        for one in (graphs, "off")
+    ]
+
+
+def experts_folder(section: Section) -> Path:
+    """Settings of a small Qwen3-MoE for random weights, with the demo model's tokenizer."""
+    folder = section.part.with_suffix("") / "experts"
+    shutil.copytree(demo_folder(), folder, ignore=lambda _, names: [one for one in names if "safetensors" in one])
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def readings(section: Section) -> None:
+    """What is not drawn, by the fastest way and by the reference."""
+    prompts, _ = requests(section)
+    fast = {} if section.gpu else {"attention_backend": "reference", "cuda_graphs": "eager"}
+    found, wanted = read_off(section, prompts, fast), read_off(section, prompts, TRUTH)
+    for name, arrays in found.items():
+        pairs = zip(arrays, wanted[name], strict=True)
+        far = max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+        section.check(f"{name} as of the reference", far <= READINGS_FAR, f"off by {far:.2g}, {READINGS_FAR} allowed")
+
+
+def read_off(section: Section, prompts: list[list[int]], options: dict[str, Any]) -> dict[str, list[Any]]:
+    """Vectors, logprobs of labels, and hidden states of prompts with what is said behind them."""
+    with LLM(device=str(section.device), dtype="float32", **{**SCHED, **options}) as llm:
+        said = llm.generate(list(prompts), Params(max_new_tokens=3, ignore_eos=True, hidden_states=True))
+        return {
+            "vectors": [one.vector for one in llm.embed(list(prompts))],
+            "scores": [np.array(one.logprobs) for one in llm.score(list(prompts), [5, [7, 8], 300])],
+            "hidden states": [one.hidden_states for one in said],
+        }
+
+
+def compare(section: Section, truth: Variant, others: Iterable[Variant]) -> None:
+    """One way to run a model is the truth for the others."""
     prompts, counts = requests(section)
-    truth_options = {"attention_backend": "reference", "cuda_graphs": "off", "overlap_depth": 0}
-    truth = Variant("the truth", options=truth_options)
-    with section.trying("the reference backend"):
+    with section.trying(truth.name):
         expected, model = answers(section, truth, prompts, counts)
-    if "the reference backend" in section.failures:
+    if truth.name in section.failures:
         return
-    for variant in variants(section):
+    for variant in others:
         with section.trying(variant.name):
             section.needs(5)
             if variant.watched and not section.gpu:
@@ -123,7 +198,6 @@ def run(section: Section) -> None:
 def requests(section: Section) -> tuple[list[list[int]], list[int]]:
     """Prompts that share beginnings, one longer than a chunk, and how many tokens each is to say."""
     from lockstep.host.text import Text
-    from lockstep.runtime.llm import demo_folder
 
     text = Text(demo_folder())
     beginnings = [text.encode(one) for one in BEGINNINGS]

@@ -19,6 +19,7 @@ from lockstep.runtime.attention import choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.attention.reference import ReferenceAttention
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
 from tests.support.passes import Pass, make_pass
 
 Mode = Literal["decode", "extend", "mixed"]
@@ -61,6 +62,8 @@ def cases(section: Section) -> Iterator[Case]:
             yield Case(backend, "fast", torch.bfloat16, page_size)
         yield Case(backend, "fast", torch.float16, 16)
         yield Case(backend, "fast", torch.bfloat16, 16, heads=8, kv_heads=8, head_dim=64)
+        yield Case(backend, "fast", torch.bfloat16, 16, heads=32, kv_heads=2)  # as Qwen3-235B: 16 heads share KV
+        yield Case(backend, "fast", torch.bfloat16, 16, heads=16, kv_heads=4, head_dim=256)
         if backend == "triton":
             yield Case(backend, "fast", torch.float32, 16, heads=14, kv_heads=2, head_dim=64)
             yield Case(backend, "fast", torch.bfloat16, 16, heads=28, kv_heads=4, head_dim=80)
@@ -81,6 +84,11 @@ def run(section: Section) -> None:
         with section.trying(case.name):
             section.needs(6)
             attention(section, case)
+    for backend in ("triton", "flashinfer") if section.gpu else ("reference",):
+        name = f"{backend}: pages far behind"
+        with section.trying(name):
+            section.needs(8)
+            far_pages(section, backend, name)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -161,6 +169,38 @@ def distance(section: Section, case: Case, mode: Mode) -> float:
         if not torch.equal(kept.nan_to_num(7.0), expected.nan_to_num(7.0)):
             return 1.0
     return off(found, wanted)
+
+
+def far_pages(section: Section, backend: str, name: str) -> None:
+    """A pool of more than 2 ** 31 numbers: its last pages must give the bits that the first ones give."""
+    dtype, page_size = (torch.bfloat16, 16) if section.gpu else (torch.float32, 4)
+    case = Case(backend, "fast", dtype, page_size) if section.gpu else Case(backend, "fast", dtype, page_size, 4, 2, 16)
+    kind = (backend, section.device, dtype, case.head_dim, page_size)
+    try:
+        choose(*kind, group=case.heads // case.kv_heads)
+    except ConfigError as refusal:
+        section.refused(name, refusal)
+        return
+    near, far = (passes(section, case, *spans_of(section, "mixed")) for _ in range(2))
+    pages = (1 << 31) // (page_size * case.kv_heads * case.head_dim) + 64 if section.gpu else 4 * near.pool.pages
+    size = 2 * pages * page_size * case.kv_heads * case.head_dim * dtype.itemsize
+    if section.gpu and torch.cuda.mem_get_info(section.device)[0] < 1.1 * size:
+        section.skip(name, f"a pool of {size >> 20:,} MiB does not fit")
+        return
+    pool = KvPool(1, pages, page_size, case.kv_heads, case.head_dim, dtype, section.device)
+    moved_by = pages - near.pool.pages
+    for whole, part in ((pool.keys[0], near.pool.keys[0]), (pool.values[0], near.pool.values[0])):
+        whole[moved_by:pages] = part[:-1]
+    far.pool, batch = pool, far.batch
+    batch.slots += moved_by * page_size
+    batch.page_table += moved_by * (batch.page_table < near.pool.pages).to(torch.int32)
+    results = []
+    for made in (near, far):
+        attending = make(backend, made.pool, case.heads)
+        attending.plan(made.batch)
+        results.append(attending.run(0, made.query, made.key, made.value, made.batch))
+    differ = int((results[0] != results[1]).flatten(1).any(1).sum())
+    section.check(name, not differ, f"{differ} of {len(results[0])} tokens differ in a pool of {size >> 20:,} MiB")
 
 
 def graph_distance(section: Section, case: Case) -> float:
