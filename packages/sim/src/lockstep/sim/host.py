@@ -74,7 +74,9 @@ NEVER_US = 2**62
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
-OF_THE_DEVICE = frozenset((LaunchBatch, SampleBatch, StreamTokens))  # commands that are seen to where they are looked for
+OF_THE_DEVICE = frozenset(
+    (LaunchBatch, SampleBatch, StreamTokens)
+)  # commands that are seen to where they are looked for
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
@@ -285,23 +287,27 @@ class Device:
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
-        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
         expected = self._cost.batch_us(shape)
-        expected_us, spread_us = expected.mean_us, expected.spread_us
-        for further in range(1, plan.steps):  # each step one position on, with every row of the launch
-            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
-        took_us = expected_us
-        if spread_us > 0.0:
-            took_us += spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+        took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         tokens = self._sample(plan).tobytes()
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
             self.untimed.append(Untimed(plan, handed_over_us, took_us - sampling_us, sampling_us, tokens, sampled_us))
             return
+        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
         self._free_us = finished_us = started_us + max(1, round(took_us))
         self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
+
+    def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
+        """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
+        expected_us = 0.0
+        for further in range(plan.steps):
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+        return expected_us
 
     def sample(self, batch_id: BatchId, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
