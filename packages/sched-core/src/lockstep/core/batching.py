@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from lockstep.core.commands import NO_ROWS, BatchPlan
-from lockstep.core.requests import Cohort, Int32s, Request
+from lockstep.core.requests import ONE, Cohort, Int32s, Request
 
 
 class Part(Struct, frozen=True):
@@ -22,28 +22,26 @@ class Part(Struct, frozen=True):
 class InFlight:
     """A launched batch whose result was not delivered yet."""
 
-    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers", "steps")
+    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers", "steps", "tokens")
 
     def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
         self.plan = plan
         self.requests = requests  # by position in the plan
         self.samplers = samplers  # the rows that sample, as columns
         self.sampled_at: Int32s = NO_ROWS
-        if plan.mode == "decode":
-            self.sampled_at = plan.stops
-        elif samplers.size:
-            self.sampled_at = plan.stops[plan.sample_rows]
         self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
-        if plan.mode == "decode" and plan.steps > 1:
+        self.tokens = samplers.size  # how many its result has
+        if plan.mode != "decode":
+            if samplers.size:
+                self.sampled_at = plan.stops.take(plan.sample_rows)
+        elif plan.steps == 1:
+            self.sampled_at = plan.stops
+        else:
             self.steps = plan.stops - plan.starts
-            self.sampled_at = plan.starts + np.int32(1)  # the first of them
+            self.sampled_at = plan.starts + ONE  # the first of them
+            self.tokens = int(self.steps.sum())
         self.ending = ending  # samplers that end by length with this batch
         self.dead: list[int] = []  # rows whose request left after the launch
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens its result has."""
-        return self.samplers.size if self.steps is None else int(self.steps.sum())
 
     def tokens_of(self, row: int) -> int:
         """How many tokens it samples for this row."""

@@ -125,8 +125,7 @@ class DecodeRun:
         engine, growing = self._engine, self._growing
         if not growing.size:
             return NO_DELTAS
-        cohort = self._cohort
-        rows, at = (cohort.rows, starts) if growing.size == cohort.size else (cohort.rows[growing], starts[growing])
+        rows, at = self._cohort.rows.take(growing), starts.take(growing)
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
@@ -147,9 +146,10 @@ def _steady_launches(engine: Engine) -> int:
     """
     cohort, config, adapters = engine.cohort, engine.config, engine.memory.adapters
     if (
-        not cohort.steady
+        len(engine.in_flight) != config.overlap_depth + 1
+        or engine.in_flight[0].samplers is not cohort  # the most frequent reason
+        or not cohort.steady
         or cohort.constrained
-        or len(engine.in_flight) != config.overlap_depth + 1
         or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters is not None))
         or engine.prefilling is not None
         or engine.paused

@@ -46,8 +46,8 @@ _stream_head = Struct("<cii").pack
 
 def step_digest(previous: bytes, step: Step) -> bytes:
     """The chain value after this Step: BLAKE2b-128 of the one before and the Step's decisions. 16 bytes."""
-    chain = blake2b(previous, digest_size=DIGEST_BYTES)
-    add: Callable[[Any], None] = chain.update  # bytes and arrays, as they are
+    pieces: list[Any] = [previous]  # bytes and arrays, as they are
+    add = pieces.append
     for event in step.decided:
         add(_decided_bytes(event))
     for command in step.commands:
@@ -72,7 +72,7 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("answer", command.control_id, command.ok)))
         elif type(command) is LoadAdapter:
             add(_encode(("load", command.adapter, command.version, command.slot)))
-    return chain.digest()
+    return blake2b(b"".join(pieces), digest_size=DIGEST_BYTES).digest()
 
 
 def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:

@@ -878,7 +878,7 @@ class Engine:
             self.decode_owed = False
             return None
         config = self.config
-        if self._forced_retraction_due() and self.cohort.size > 1:
+        if config.retract_every and self._forced_retraction_due() and self.cohort.size > 1:
             self.forced_at = self.decode_launches
             victim = choose_victim(config, self.cohort, self.positions)
             self.retract(self.cohort.requests[victim], "forced", step)
@@ -921,7 +921,7 @@ class Engine:
         cohort, starts = self.cohort, self.positions
         deltas = NO_DELTAS
         if growing.size:
-            rows, at = (cohort.rows, starts) if growing.size == cohort.size else (cohort.rows[growing], starts[growing])
+            rows, at = cohort.rows.take(growing), starts.take(growing)
             deltas = self.memory.open_pages(rows, at >> self.page_shift, step)
         stops = self.positions = starts + ONE
         self.horizon -= 1
@@ -943,7 +943,10 @@ class Engine:
 
     def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        lacking = (growing.size if self.ahead == 1 else self._pages_needed()) - self.memory.available_pages
+        needed = growing.size if self.ahead == 1 else self._pages_needed()
+        if needed <= self.memory.pool.free_count:
+            return False
+        lacking = needed - self.memory.available_pages
         return lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking
 
     def _pages_lacking(self) -> int:
@@ -960,8 +963,8 @@ class Engine:
 
     def _forced_retraction_due(self) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
-        every = self.config.retract_every
-        return every > 0 and (self.decode_launches + 1) % every == 0 and self.forced_at != self.decode_launches
+        due = (self.decode_launches + 1) % self.config.retract_every == 0
+        return due and self.forced_at != self.decode_launches
 
     def _make_room(self, step: Step) -> bool:
         """Retract until the next decode fits. False when it has to wait for pages that work in flight gives back."""
@@ -1051,13 +1054,14 @@ class Engine:
                 self.finish(request, "computed", step)
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
-        self.memory.computed(plan.batch_id)
+        if self.memory.pending:
+            self.memory.computed(plan.batch_id)
         if plan.extend_rows and self.memory.radix is not None:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     self.memory.publish(request, stop, step)
-        if self.memory.lift_fences(plan.batch_id, step):
+        if (self.memory.leases or self.memory.fenced_pages) and self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
         if self.media.fenced:
             holds.lift_fences(self, plan.batch_id, step)
@@ -1111,12 +1115,11 @@ class Engine:
             expected = f"batch {self.in_flight[0].plan.batch_id}" if self.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         batch = self.in_flight[0]
-        sampled = 0 if event.error else batch.samplers.size
         size = 0 if event.error else 4 * batch.tokens
         if len(event.tokens) != size:
             raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
         if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
-            delivery.check_reports(event, batch, sampled)
+            delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
         if event.accepted:
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
         if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):

@@ -255,8 +255,6 @@ class Memory:
 
     def lift_fences(self, batch_id: BatchId, step: Step) -> bool:
         """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
-        if not self.leases and not self.fenced_pages:
-            return False
         done = [lease for lease in self.leases if lease.fence <= batch_id]
         for lease in done:
             self.leases.remove(lease)
@@ -341,8 +339,7 @@ class Memory:
 
     def computed(self, batch_id: BatchId) -> None:
         """A batch is collected: what it was to compute is there."""
-        if self.pending:
-            self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
+        self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
 
     def banish_pending(self, batch_id: BatchId) -> list[int]:
         """A batch failed: nobody may find what it was to compute. Numbers of the radix nodes that this concerns."""

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lockstep.core.errors import LockstepError
 
-# stack | 7 | 6 | 5 | 4 | ........ |      alloc(2) -> [4, 5]      free([4, 5]) puts them back as they were
-#        0 ............ free_count .. total
+# stack | ........ | 4 | 5 | 6 | 7 |      alloc(2) -> [4, 5]      free([4, 5]) puts them back as they were
+#        0 ...... top ............ total         free_count = total - top
 
 
 class PoolExhausted(LockstepError, RuntimeError):
@@ -34,7 +34,7 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         """Own pages 0..pages-1, all free."""
-        self._stack: NDArray[np.int32] = np.arange(pages, dtype=np.int32)[::-1].copy()
+        self._stack: NDArray[np.int32] = np.arange(pages, dtype=np.int32)
         self.total = pages
         self.free_count = pages
 
@@ -49,34 +49,35 @@ class PagePool:
             raise PoolExhausted(f"asked for {count} pages, {self.free_count} of {self.total} are free")
         if count < 0:
             raise ValueError(f"`count` must not be negative, got {count}")
-        pages = self._stack[rest : self.free_count][::-1].copy()
         self.free_count = rest
-        return pages
+        top = self.total - rest
+        return self._stack[top - count : top].copy()
 
     def free(self, pages: NDArray[np.int32]) -> None:
         """Give back pages, int32 [n]; the same n would be handed out next, in the same order.
 
         Raises: ValueError if the pool would then hold more pages than exist, the surest sign of a double free.
         """
-        stop = self.free_count + len(pages)
-        if stop > self.total:
-            raise ValueError(f"freeing {len(pages)} pages with {self.free_count} of {self.total} free already")
-        self._stack[self.free_count : stop] = pages[::-1]
-        self.free_count = stop
+        count = len(pages)
+        top = self.total - self.free_count - count
+        if top < 0:
+            raise ValueError(f"freeing {count} pages with {self.free_count} of {self.total} free already")
+        self._stack[top : top + count] = pages
+        self.free_count += count
 
     def free_ids(self) -> NDArray[np.int32]:
         """A copy of the free page ids, int32 [free_count], next one to be handed out first."""
-        return self._stack[: self.free_count][::-1].copy()
+        return self._stack[self.total - self.free_count :].copy()
 
     def dump(self) -> dict[str, Any]:
-        """The state in builtins. A pool loaded from it allocates the same pages in the same order."""
-        return {"total": self.total, "free": self._stack[: self.free_count].tobytes()}
+        """The state in builtins: the next one to be handed out last. Loaded, it allocates the same pages in order."""
+        return {"total": self.total, "free": self.free_ids()[::-1].tobytes()}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> PagePool:
         """The pool that `dump` described."""
         pool = cls(state["total"])
         free = np.frombuffer(state["free"], dtype=np.int32)
-        pool._stack[: len(free)] = free
+        pool._stack[pool.total - len(free) :] = free[::-1]
         pool.free_count = len(free)
         return pool

@@ -32,13 +32,16 @@ from simpy import Environment, Event
 from lockstep.core.commands import (
     NO_ROWS,
     BatchPlan,
+    Command,
     CompileGrammar,
     FinishRequest,
     Int32s,
+    LaunchBatch,
     LoadAdapter,
     RejectRequest,
     SampleBatch,
     Step,
+    StreamTokens,
 )
 from lockstep.core.decode_run import DecodeRun
 from lockstep.core.delivery import step_numbers
@@ -70,6 +73,10 @@ EOS_TOKEN_ID = TOKEN_IDS - 1
 NEVER_US = 2**62
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
+
+OF_THE_DEVICE = frozenset(
+    (LaunchBatch, SampleBatch, StreamTokens)
+)  # commands that are seen to where they are looked for
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
@@ -280,23 +287,27 @@ class Device:
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
-        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
         expected = self._cost.batch_us(shape)
-        expected_us, spread_us = expected.mean_us, expected.spread_us
-        for further in range(1, plan.steps):  # each step one position on, with every row of the launch
-            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
-        took_us = expected_us
-        if spread_us > 0.0:
-            took_us += spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+        took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         tokens = self._sample(plan).tobytes()
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
             self.untimed.append(Untimed(plan, handed_over_us, took_us - sampling_us, sampling_us, tokens, sampled_us))
             return
+        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
         self._free_us = finished_us = started_us + max(1, round(took_us))
         self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
+
+    def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
+        """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
+        expected_us = 0.0
+        for further in range(plan.steps):
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+        return expected_us
 
     def sample(self, batch_id: BatchId, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
@@ -429,7 +440,8 @@ class EngineHost:
         self._skipper = ReceiveSkipper(receive_interval) if receive_interval != 1 else None
         self._receives = True  # whether the lane looks for arrivals before its next launch
         self._nothing_new = True  # since the last LaneReady that launched nothing
-        self._others_us: float = NEVER_US  # when another process acts next
+        self._woke_us = 0  # the clock's time, which stands still while the lane runs
+        self._others_us: float = NEVER_US  # when another process acts next: they plan only when one is told of an end
 
     def run(self) -> Generator[Event, None, None]:
         """The CPU lane, a SimPy process: take in what is pending, launch if there is a slot, wait until more comes.
@@ -438,13 +450,13 @@ class EngineHost:
         """
         env, engine = self.env, self.engine
         slots = engine.config.overlap_depth + 1
-        now_us = int(env.now)
+        now_us = self._wake()
         while not self.stop_requested:
-            self._others_us = env.peek()
-            if self._others_us > now_us or now_us == env.now:
+            if self._others_us > now_us or now_us == self._woke_us:
                 now_us = self._take_in(now_us)
-            if self._others_us <= now_us and now_us > env.now:
-                yield env.timeout(now_us - env.now)
+            if self._others_us <= now_us and now_us > self._woke_us:
+                yield env.timeout(now_us - self._woke_us)
+                self._wake()
                 continue
             launched_us = None
             if len(engine.in_flight) == slots:
@@ -461,16 +473,24 @@ class EngineHost:
                     if more is None:
                         break
                     yield more
+                    self._wake()
                 elif next_us < settled_us:
                     now_us = max(now_us, next_us)
                 else:  # something may come before: the lane stays where it is, free, and looks again
-                    yield env.timeout(max(settled_us - env.now, 0))
-        if now_us > env.now:
-            yield env.timeout(now_us - env.now)
+                    yield env.timeout(max(settled_us - self._woke_us, 0))
+                    self._wake()
+        if now_us > self._woke_us:
+            yield env.timeout(now_us - self._woke_us)
+
+    def _wake(self) -> int:
+        """The lane goes on after others may have acted. Return the time."""
+        self._woke_us = int(self.env.now)
+        self._others_us = self.env.peek()
+        return self._woke_us
 
     def _take_in(self, now_us: int) -> int:
         """Fold every fact up to `now_us`. Folding takes time, in which more may come; return when none is left."""
-        arrivals, finished, woke_us = self.arrivals, self.device.queue, self.env.now
+        arrivals, finished, woke_us = self.arrivals, self.device.queue, self._woke_us
         while not self.stop_requested and (now_us < self._others_us or now_us == woke_us):
             if arrivals.next_us <= now_us and self._receives:
                 now_us = self._arrive(now_us)
@@ -549,14 +569,17 @@ class EngineHost:
 
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
-        queue, until_us = self.device.queue, min(self.arrivals.next_us, self._others_us)
+        queue, until_us = self.device.queue, self.arrivals.next_us
+        newest = queue[-1]
+        worth_us = newest.finished_us + RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
+        if until_us < worth_us or not self._decode_runs:
+            return None
+        until_us = min(until_us, self._others_us)
         if self._compiling:
             until_us = min(until_us, self._compiling[0][0])
         if self._loads:
             until_us = min(until_us, self._loads[0].time_us)
-        newest = queue[-1]
-        worth_us = RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
-        if not self._decode_runs or until_us < newest.finished_us + worth_us:
+        if until_us < worth_us:
             return None
         run = DecodeRun.begin(self.engine)
         if run is None:
@@ -613,23 +636,8 @@ class EngineHost:
         self.wake_at_us = step.wake_at_us
         self._nothing_new = False
         for command in step.commands:
-            if type(command) is FinishRequest:
-                if command.reason != "cancelled":
-                    self.arrivals.answered(command.request_id, event.time_us)
-                else:
-                    self.arrivals.broke_off(command.request_id, event.time_us)
-                self._others_us = self.env.peek()  # somebody may act upon it
-                self._count_end()
-            elif type(command) is RejectRequest:
-                self.arrivals.broke_off(command.request_id, event.time_us)
-                self.rejected[command.reason] += 1
-                self._count_end()
-            elif type(command) is CompileGrammar:
-                self._compiling.append((event.time_us + self._grammar_compile_us, command.grammar.digest))
-            elif type(command) is LoadAdapter:
-                due_us = event.time_us + self._adapter_load_us
-                generation = self.engine.generation
-                self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+            if type(command) not in OF_THE_DEVICE:
+                self._perform(command, event.time_us)
         if self._check is not None:
             self._until_check -= 1
             if self._until_check <= 0:
@@ -637,10 +645,29 @@ class EngineHost:
                 self._check(self.engine)
         return step
 
+    def _perform(self, command: Command, now_us: int) -> None:
+        """Do what the host itself has to do: tell where requests come from of an end, compile, load."""
+        if type(command) is FinishRequest:
+            if command.reason != "cancelled":
+                self.arrivals.answered(command.request_id, now_us)
+            else:
+                self.arrivals.broke_off(command.request_id, now_us)
+            self._count_end()
+        elif type(command) is RejectRequest:
+            self.arrivals.broke_off(command.request_id, now_us)
+            self.rejected[command.reason] += 1
+            self._count_end()
+        elif type(command) is CompileGrammar:
+            self._compiling.append((now_us + self._grammar_compile_us, command.grammar.digest))
+        elif type(command) is LoadAdapter:
+            due_us, generation = now_us + self._adapter_load_us, self.engine.generation
+            self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+
     def _count_end(self) -> None:
         self.ended += 1
         if self._on_finish is not None:
             self._on_finish(self.ended)
+        self._others_us = self.env.peek()  # somebody may act upon it
 
     def _spend(self, now_us: int, cost_us: float, what: str) -> int:
         """Keep the CPU lane busy; return when it is free again."""

@@ -412,9 +412,7 @@ class MetricsFold:
 
         # Since the last `compact`: one entry per message, launch and result.
         self._message_us = array("q")
-        self._message_ids: list[Int64s] = []
-        self._message_offsets: list[Int32s] = []
-        self._message_counts: list[Int32s] = []
+        self._sent_messages: list[StreamTokens] = []
         self._launches: list[tuple[int, int, str, int, Int32s, Int32s]] = []
         self._results = array("q")  # batch_id, started_us, finished_us
         self._results_max = 3 * COMPACT_RESULTS_MIN  # numbers in there before the next `compact`
@@ -452,9 +450,7 @@ class MetricsFold:
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
-                self._message_ids.append(command.request_ids)
-                self._message_offsets.append(command.offsets)
-                self._message_counts.append(command.token_counts)
+                self._sent_messages.append(command)
             elif type(command) is LaunchBatch:
                 # Not the plan itself: it would keep the prompts' token ids alive.
                 plan = command.plan
@@ -579,7 +575,7 @@ class MetricsFold:
     def _settle_messages(self) -> None:
         """Measure the messages since the last time; then the gaps of those who ended."""
         gaps = [self._open_gaps]
-        if self._message_ids:
+        if self._sent_messages:
             gaps.append(self._measure_messages())
         rows, gaps_us, tokens = (np.concatenate(column) for column in zip(*gaps, strict=True))
         reasons = np.frombuffer(self._finish_codes, np.uint16)[rows]
@@ -598,9 +594,10 @@ class MetricsFold:
 
         Returns: for each that has a gap the request's row, the gap per token, and the new tokens.
         """
-        messages = len(self._message_ids)
+        messages = len(self._sent_messages)
         rows, members, number = self._members()
-        offsets, counts = np.concatenate(self._message_offsets), np.concatenate(self._message_counts)
+        offsets = np.concatenate([message.offsets for message in self._sent_messages])
+        counts = np.concatenate([message.token_counts for message in self._sent_messages])
         order = np.argsort(members, kind="stable")  # time never goes back, so this is by request, then time
         members, number, offsets, counts = members[order], number[order], offsets[order], counts[order]
         message_us = np.array(self._message_us, np.int64)
@@ -608,8 +605,7 @@ class MetricsFold:
             max(messages * COMPACT_ENTRIES // len(order) if len(order) else 0, COMPACT_RESULTS_MIN), COMPACT_RESULTS_MAX
         )
         self._message_us = array("q")
-        for column in (self._message_ids, self._message_offsets, self._message_counts):
-            column.clear()
+        self._sent_messages.clear()
 
         # What a client saw twice does not count.
         starts = np.flatnonzero(_is_first(members))
@@ -652,7 +648,7 @@ class MetricsFold:
         open_, ended = self._row_of, self._ended
         known = np.fromiter(chain(open_, ended), np.int64, len(open_) + len(ended))
         rows = np.fromiter(chain(open_.values(), (row for row, _ in ended.values())), np.int64, len(known))
-        until = np.full(len(known), len(self._message_ids), np.int64)  # who ended is sent nothing more
+        until = np.full(len(known), len(self._sent_messages), np.int64)  # who ended is sent nothing more
         until[len(open_) :] = [messages for _, messages in ended.values()]
         order = np.argsort(known)
         known, rows, until = known[order], rows[order], until[order]
@@ -660,9 +656,9 @@ class MetricsFold:
         # Decodes in a row go to the same requests, in one and the same array.
         cohorts: list[Int64s] = []
         cohort_of: list[int] = []
-        for ids in self._message_ids:
-            if not cohorts or ids is not cohorts[-1]:
-                cohorts.append(ids)
+        for message in self._sent_messages:
+            if not cohorts or message.request_ids is not cohorts[-1]:
+                cohorts.append(message.request_ids)
             cohort_of.append(len(cohorts) - 1)
         ids = np.concatenate(cohorts)
         found = np.searchsorted(known, ids).astype(np.min_scalar_type(len(known)))
