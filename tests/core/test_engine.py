@@ -9,10 +9,12 @@ import pytest
 from lockstep.core import snapshot
 from lockstep.core.commands import FinishRequest, RejectRequest, Step, StreamTokens
 from lockstep.core.config import SchedConfig
+from lockstep.core.digest import EMPTY_DIGEST, step_digest
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
     AdapterLoaded,
+    AdmissionDeferred,
     BatchFinished,
     ControlRequested,
     EngineRestarted,
@@ -29,6 +31,7 @@ from lockstep.core.events import (
     RequestCancelled,
     RequestFinished,
     RequestRejected,
+    RequestRetracted,
     SamplingParams,
     SwitchRole,
     TokenDigest,
@@ -326,6 +329,25 @@ def events_of_a_busy_run() -> tuple[SchedConfig, list[Observed]]:
             take(EngineRestarted(turn, 1))
     assert not engine.requests
     return config, events
+
+
+@pytest.mark.parametrize(
+    ("event", "telling", "deciding"),
+    [
+        (RequestRetracted(5, 1, 2, 3, 4), {"needed_pages": 7, "available_pages": 6}, {"pages_freed": 4}),
+        (RequestRetracted(5, 1, 2, 3, 4, "preempted", 9), {"needed_pages": 7}, {"beneficiary": 8}),
+        (AdmissionDeferred(5, 1, "running_limit"), {"limit": 64}, {"needed_tokens": 64}),
+        (AdmissionDeferred(5, 1, "prefix", behind=4), {"limit": 64}, {"behind": -1}),
+    ],
+)
+def test_a_field_that_only_tells_why_leaves_the_digest_alone(
+    event: RequestRetracted | AdmissionDeferred, telling: dict[str, int], deciding: dict[str, int]
+) -> None:
+    def digest(decided: RequestRetracted | AdmissionDeferred) -> bytes:
+        return step_digest(EMPTY_DIGEST, Step(time_us=5, decided=[decided]))
+
+    assert digest(msgspec.structs.replace(event, **telling)) == digest(event)
+    assert digest(msgspec.structs.replace(event, **deciding)) != digest(event)
 
 
 def test_restored_engine_goes_on_with_equal_digests_from_every_point() -> None:

@@ -67,11 +67,11 @@ def test_waiting_is_told_with_its_reason_and_who_made_room(tmp_path: Path) -> No
     assert causes(c) == [("launch", -1, 2, 5), ("running_limit", -1, 5, 14)]
     assert [(one.request_id, one.how) for one in c.waits[0].made_room] == [(0, "length")]
     assert "3 ms: nobody had refused it: the next batch had not been planned yet" in text
-    assert "9 ms: first in line, but max_running_requests ran already" in text
+    assert "9 ms: first in line, but max_running_requests (2) ran already" in text
     assert "at the end of that a ended (length)" in text
     d, _, text = story_of(folder, "d")
     assert causes(d)[:2] == [("launch", -1, 2, 5), ("running_limit", 2, 5, 14)]
-    assert "9 ms: behind c, which could not start: max_running_requests ran already" in text
+    assert "9 ms: behind c, which could not start: max_running_requests (2) ran already" in text
     assert "nothing of it was cached (the radix cache is off): 4 tokens to compute" in text
     assert "finished (length) with 2 output tokens: its limit of output tokens was reached" in text
 
@@ -139,6 +139,10 @@ def test_retraction_is_told_with_those_who_grew(tmp_path: Path) -> None:
     b, _, told_text = story_of(folder, "b")
     assert len(b.retractions) == 1
     assert b.retractions[0].gainers == (0,)
+    assert (b.retractions[0].event.needed_pages, b.retractions[0].event.available_pages) == (2, 1)
+    assert "did not fit into the pages that were left (2 wanted, 1 left)" in told_text
+    why = why_step(folder, b.retractions[0].step).parts["why"]
+    assert any("the next decodes need 2 and 1 could be had" in line for line in why)
     assert "after 6 output tokens: the next decode of all did not fit into the pages that were left" in told_text
     assert "4 pages went back" in told_text
     assert "the decodes of a opened pages in the same step" in told_text
@@ -241,8 +245,8 @@ def test_step_says_who_was_admitted_and_who_was_left_out(tmp_path: Path) -> None
     assert reason.parts["launched"][0] == "2 decodes: a and b"
     assert reason.parts["why"] == ["only decodes: nobody who waits could start (left out, below)"]
     assert reason.parts["left out"] == [
-        "c: first in line: max_running_requests ran already",
-        "d: behind c, which could not start: max_running_requests ran already",
+        "c: first in line: max_running_requests (2) ran already",
+        "d: behind c, which could not start: max_running_requests (2) ran already",
     ]
     assert "batch b0 finished" in why_step(folder, 5).parts["the fact"]
 

@@ -50,14 +50,15 @@ NOBODY: RequestId = -1
 class Cause(NamedTuple):
     """What a waiting request waits for. `reason` is a DeferReason, or session, paused, closed or launch.
 
-    `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The two numbers
-    are those of the AdmissionDeferred.
+    `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The numbers are
+    those of the AdmissionDeferred.
     """
 
     reason: str
     other: RequestId = NOBODY
     needed_tokens: int = 0
     available_tokens: int = 0
+    limit: int = 0
 
 
 @dataclass
@@ -418,8 +419,10 @@ def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, A
         head = engine.requests.get(first)
         if head is not None and head.state is RequestState.WAITING:
             numbers = said.get(first)
-            needed = (numbers.needed_tokens, numbers.available_tokens) if numbers is not None else (0, 0)
-            return Cause(reason, NOBODY if first == request_id else first, *needed)
+            other = NOBODY if first == request_id else first
+            if numbers is None:
+                return Cause(reason, other)
+            return Cause(reason, other, numbers.needed_tokens, numbers.available_tokens, numbers.limit)
     return Cause("launch")
 
 

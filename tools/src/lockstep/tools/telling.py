@@ -23,8 +23,8 @@ Kind = Literal["arrived", "waited", "prefilled", "decoded", "retracted", "ended"
 Metric = Literal["ttft", "tpot", "e2e", "itl"]
 
 OBSTACLES = {
-    "running_limit": "max_running_requests ran already",
-    "rows": "no row of the request table was free",
+    "running_limit": "max_running_requests{limit} ran already",
+    "rows": "no row of the request table{limit} was free",
     "kv_budget": "its KV did not fit beside what ran",
     "prefill_budget": "the extend was full",
     "pages": "no page was free",
@@ -104,10 +104,16 @@ def cause_text(cause: Cause, names: Names) -> str:
         return f"the turn before it in its session, {names.request(cause.other)}, had not ended"
     if cause.reason in WAITED_FOR and cause.other == NOBODY:
         return WAITED_FOR[cause.reason]
-    obstacle = OBSTACLES.get(cause.reason, cause.reason)
+    obstacle = obstacle_text(cause)
     if cause.other == NOBODY:
         return f"first in line, but {obstacle}{numbers}"
     return f"behind {names.request(cause.other)}, which could not start: {obstacle}{numbers}"
+
+
+def obstacle_text(cause: Cause, otherwise: str = "") -> str:
+    """What stops the line, with the limit that was reached."""
+    text = OBSTACLES.get(cause.reason, otherwise or cause.reason)
+    return text.format(limit=f" ({cause.limit:,})" if cause.limit else "")
 
 
 def cause_key(cause: Cause) -> str:
@@ -235,7 +241,7 @@ def _causes(spans: Sequence[Span], names: Names) -> list[str]:
         if len(others) < 2:
             lines.append(f"{duration(total_us)}, in {len(group)} stretches: {cause_text(cause, names)}")
             continue
-        what = OBSTACLES.get(cause.reason, "its prefix was being computed")
+        what = obstacle_text(cause, "its prefix was being computed")
         numbers = f", {cause.needed_tokens:,} tokens wanted and {cause.available_tokens:,} left"
         lines.append(
             f"{duration(total_us)}: behind {len(others):,} others in turn, each time because {what}; longest behind "
@@ -371,7 +377,8 @@ def gap_lines(story: Story, sent: Sequence[Message], chronicle: Chronicle, names
 def _retracted(retraction: Retraction, names: Names) -> Sentence:
     event = retraction.event
     why = {
-        "pages": "the next decode of all did not fit into the pages that were left",
+        "pages": "the next decode of all did not fit into the pages that were left"
+        + (f" ({event.needed_pages:,} wanted, {event.available_pages:,} left)" if event.needed_pages else ""),
         "forced": "retract_every is set: it was its turn to be tried out",
         "pause": "the engine was paused, and asked for its pages",
         "restart": "the engine restarted: the device's state was gone",

@@ -214,7 +214,7 @@ def _why(
             case RequestRetracted(reason="pages"):
                 lines.append(
                     f"{names.request(decided.request_id)} gave {count(decided.pages_freed, 'page')} back: the next "
-                    f"decodes need {before.pages_needed:,} and {before.available_pages:,} could be had "
+                    f"decodes need {decided.needed_pages:,} and {decided.available_pages:,} could be had "
                     f"(retraction_policy {config.retraction_policy})"
                 )
             case RequestRetracted(reason="preempted"):

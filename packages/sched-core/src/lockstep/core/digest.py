@@ -6,7 +6,8 @@ matchers move, answers to control requests and loads of adapters. Not covered: t
 anything is encoded on disk or wire; and what follows from the rest: a request's row, which its admission names, and
 counts of one.
 From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
-A field added to a decided event later leaves old digests alone as long as it holds its default.
+A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that only tell
+why (`TELLING`) are left out: they are numbers of the state, which the rest of the chain covers.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ from lockstep.core.commands import (
     Step,
     StreamTokens,
 )
-from lockstep.core.events import Decided
+from lockstep.core.events import AdmissionDeferred, Decided, RequestRetracted
 
 DIGEST_BYTES = 16
 MANY = 128  # requests of a plan or message
 EMPTY_DIGEST = bytes(DIGEST_BYTES)
 MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
+
+TELLING: dict[type[Decided], int] = {AdmissionDeferred: 1, RequestRetracted: 2}
+"""How many of an event's last fields tell why, and are not covered."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _plan_head = Struct("<cBqqiiiii").pack
@@ -114,8 +118,10 @@ def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
 
 
 def _decided_bytes(event: Decided) -> bytes:
-    values = astuple(event)
-    defaults, size = event.__struct_defaults__, len(values)
+    values, defaults = astuple(event), event.__struct_defaults__
+    if telling := TELLING.get(type(event)):
+        values, defaults = values[:-telling], defaults[:-telling]
+    size = len(values)
     for default in reversed(defaults):
         if values[size - 1] != default:
             break

@@ -475,24 +475,33 @@ class Engine:
         ids, offsets = np.array([request.request_id], np.int64), np.array([sent], np.int32)
         step.commands.append(StreamTokens(ids, offsets, np.array([held_back.size], np.int32), held_back))
 
-    def retract(self, request: Request, reason: RetractReason, step: Step, *, beneficiary: RequestId = -1) -> None:
+    def retract(
+        self,
+        request: Request,
+        reason: RetractReason,
+        step: Step,
+        *,
+        beneficiary: RequestId = -1,
+        pages: tuple[int, int] = (0, 0),
+    ) -> None:
         """Take a running request's pages back. It waits again and keeps every token delivered so far.
 
-        A victim of preemption joins the line when the pass over it has ended.
+        A victim of preemption joins the line when the pass over it has ended. `pages` that were wanted and to be had.
         """
         outputs = self.outputs_of(request)
         sampled = self._sampled_by(request)
         request.tokens = self.tokens_of(request, outputs)
         request.outputs = outputs
-        pages = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
+        freed = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
         retracted = RequestRetracted(
             self.now_us,
             request.request_id,
             outputs,
-            pages,
+            freed,
             sampled - outputs,
             reason,
             beneficiary,
+            *pages,
         )
         self.leave(request, step, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_GOOD)
         request.advance(retracted)
@@ -765,7 +774,11 @@ class Engine:
             self.batch_is_full = True
         if self.deferred != (request.request_id, reason):
             self.deferred = (request.request_id, reason)
-            deferred = AdmissionDeferred(self.now_us, request.request_id, reason, needed, max(available, 0))
+            limits = {"running_limit": self.config.max_running_requests, "rows": self.config.rows_max}
+            limit = limits.get(reason, 0)
+            deferred = AdmissionDeferred(
+                self.now_us, request.request_id, reason, needed, max(available, 0), limit=limit
+            )
             step.decided.append(deferred)
 
     def _put_off(self, request: Request, writer: Request, step: Step) -> None:
@@ -982,9 +995,9 @@ class Engine:
             split = self.prefilling
             if self.cohort.size > 1 and not (split is not None and goes_before(split, self.cohort, config)):
                 victim = choose_victim(config, self.cohort, self.positions)
-                self.retract(self.cohort.requests[victim], "pages", step)
+                self.retract(self.cohort.requests[victim], "pages", step, pages=(needed, available))
             elif split is not None:
-                self.retract(split, "pages", step)
+                self.retract(split, "pages", step, pages=(needed, available))
             elif self.in_flight:
                 self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))

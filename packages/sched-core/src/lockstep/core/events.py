@@ -522,6 +522,7 @@ class AdmissionDeferred(Decided, frozen=True, gc=False):
     needed_tokens: int = 0
     available_tokens: int = 0
     behind: RequestId = -1
+    limit: int = 0  # running_limit, rows: so many may run, or so many rows there are, and all are taken
 
 
 class PrefillCompleted(Decided, frozen=True, gc=False):
@@ -543,6 +544,8 @@ class RequestRetracted(Decided, frozen=True, gc=False):
     tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
     reason: Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"] = "pages"
     beneficiary: RequestId = -1  # preempted: the request that it makes room for
+    needed_pages: int = 0  # pages: what the next decode of all wanted when this victim was chosen,
+    available_pages: int = 0  # and what could be had
 
 
 class RequestFinished(Decided, frozen=True, gc=False):
