@@ -73,7 +73,8 @@ def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(serve
     port = int(server.url.rpartition(":")[2])
     assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "settings.json"}
+    assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "settings.json", "journal"}
+    assert stat.S_IMODE((folder / "journal").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
 
     short, endless = Stream(server.url, max_tokens=60), Stream(server.url)
@@ -99,10 +100,11 @@ def listening(pids: set[int]) -> list[tuple[str, str]]:
     return found
 
 
-def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> None:
-    stream = Stream(server.url)
-    os.kill(server.children()["engine"], signal.SIGKILL)
-    assert server.process.wait(30) == 1
+def test_when_the_engine_dies_for_good_streams_end_with_an_error(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *EMULATED, "--shutdown-s", "1", "--restarts", "0") as server:
+        stream = Stream(server.url)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        assert server.process.wait(30) == 1
     stream.thread.join(5)
     *_, error, done = stream.lines
     assert done == "data: [DONE]"
@@ -114,7 +116,7 @@ def test_when_the_engine_dies_streams_end_with_an_error(server: LiveServer) -> N
 
 def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *EMULATED, "--api-workers", "2", "--shutdown-s", "0") as server:
-        until(lambda: len(server.children()) == 3)
+        until(lambda: len(server.children()) == 4)
         streams = [Stream(server.url) for _ in range(3)]
         until(lambda: running(server) == 3)
         victim = server.children()["worker 0"]

@@ -37,6 +37,8 @@ REQUEST = RequestArrived(
 TO_ENGINE = [
     wire.Hello(0, 1),
     wire.Submit(1, 7, REQUEST, 5, 6),
+    wire.Submit(1, 7, REQUEST, None, None, 3, True, (4, 0)),
+    wire.Settled(1, 3),
     wire.Cancel(1, 7),
     wire.CancelLabel(1, "label", "tenant"),
     wire.Ask(1, 8, GetState()),
@@ -59,6 +61,7 @@ TO_WORKER = [
         wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, True),
     ),
     wire.Answered(3, 8, True, "done"),
+    wire.EngineRestarting(3, 1, "why"),
     wire.EngineGone(3, "why"),
 ]
 

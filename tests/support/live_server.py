@@ -73,26 +73,22 @@ class LiveServer:
         return self
 
     def children(self) -> dict[str, int]:
-        """Process ids by what they are: `engine`, `worker 0`, ..."""
+        """Process ids by what they are: `nursery`, `engine`, `worker 0`, ..."""
         found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    words = (folder / "cmdline").read_bytes().decode().split("\0")
-                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                except (OSError, ValueError):
-                    continue
-                if parent == self.process.pid and "lockstep.api.engine_process" in words:
-                    found["engine"] = int(folder.name)
-                if parent == self.process.pid and "lockstep.api.worker" in words:
-                    found[f"worker {words[words.index('lockstep.api.worker') + 2]}"] = int(folder.name)
+        table = _processes()
+        for pid, (parent, words) in table.items():
+            if parent == self.process.pid and "lockstep.api.nursery" in words:
+                found["nursery"] = pid
+                for child in (child for child, (grown, _) in table.items() if grown == pid):
+                    found["engine"] = child
+            if parent == self.process.pid and "lockstep.api.worker" in words:
+                found[f"worker {words[words.index('lockstep.api.worker') + 2]}"] = pid
         return found
 
     def folder(self) -> Path:
         """Where its sockets are."""
-        engine = self.children()["engine"]
-        words = Path(f"/proc/{engine}/cmdline").read_bytes().decode().split("\0")
-        return Path(words[words.index("lockstep.api.engine_process") + 1])
+        words = _processes()[self.children()["nursery"]][1]
+        return Path(words[words.index("lockstep.api.nursery") + 1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to end, and return its exit status."""
@@ -104,6 +100,21 @@ class LiveServer:
             self.process.kill()
             if self.process.stdout is not None:
                 self.process.stdout.close()
+
+
+def _processes() -> dict[int, tuple[int, list[str]]]:
+    """Of all there are: their parent, and the words they were started with."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (OSError, ValueError):
+                continue
+            if state != "Z":
+                found[int(folder.name)] = (int(parent), words)
+    return found
 
 
 @contextmanager

@@ -17,12 +17,11 @@ import click
 import msgspec
 
 from lockstep.core.commands import Step
-from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived, RequestId
 from lockstep.core.journal import JournalError, JournalHeader, read_journal
 from lockstep.core.render import Names
-from lockstep.core.replay import Divergence, fold
+from lockstep.core.replay import Divergence, engine_at_start, fold
 from lockstep.core.support import sample_label, samples_asked
 from lockstep.sim.turns import WorkloadError
 
@@ -69,15 +68,17 @@ class Walk:
     def __init__(self, run: Path, until: int | None = None) -> None:
         """Raises JournalError if there is no journal to read, ConfigError if there are several."""
         self.folder = engine_journal(run)
-        self.header: JournalHeader = read_journal(self.folder).header
-        self.engine = Engine(self.header.config)
+        self._journal = read_journal(self.folder)
+        self.header: JournalHeader = self._journal.header
+        self.engine = engine_at_start(self._journal)
         self.names = Names()
         self.until = until
 
     def __iter__(self) -> Iterator[tuple[int, ObservedEvent, Step]]:
         """Raises Divergence at the first decision that is not the recorded one."""
-        self.engine, self.names = Engine(self.header.config), Names()
-        for number, (event, step) in enumerate(fold(self.folder, lambda _: self.engine, until=self.until)):
+        self.engine, self.names = engine_at_start(self._journal), Names()
+        folded = fold(self.folder, lambda _: self.engine, until=self.until)
+        for number, (event, step) in enumerate(folded, self._journal.first_step):
             self.names.observe(event)
             yield number, event, step
 

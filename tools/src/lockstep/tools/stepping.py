@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lockstep.core import snapshot
 from lockstep.core.commands import Step
 from lockstep.core.engine import Engine
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import ObservedEvent
 from lockstep.core.journal import EventRecord, read_journal
 from lockstep.core.render import Names
@@ -40,6 +40,11 @@ class Stepper:
     def __init__(self, run: Path) -> None:
         """Raises JournalError if there is no journal to read, ConfigError if there are several."""
         journal = read_journal(engine_journal(run))
+        if journal.first_step:
+            raise ConfigError(
+                f"the first {journal.first_step} events of {journal.folder} have expired: there is no beginning to "
+                "step from\nhint: lockstep explain and lockstep journal verify take what is left"
+            )
         self.folder, self.header = journal.folder, journal.header
         self.engine = Engine(self.header.config)
         self.names = Names()

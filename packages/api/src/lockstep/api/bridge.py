@@ -17,12 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from lockstep.api.sockets import engine_address, reader_options, worker_address, writer
 from lockstep.api.wire import (
+    OVER,
     PROTOCOL,
     About,
     Answered,
@@ -31,8 +33,10 @@ from lockstep.api.wire import (
     CancelLabel,
     Ended,
     EngineGone,
+    EngineRestarting,
     Gauges,
     Hello,
+    Settled,
     StepAnswers,
     Submit,
     ToEngine,
@@ -66,6 +70,7 @@ class Reply:
         self.logprobs: list[float] = []
         self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens beside each
         self.ended: Ended | None = None
+        self.differs = False  # tokens that were given out already came again, and were others
         self.arrivals: list[tuple[float, int]] = []  # when so many tokens were there; whoever measures takes them
         self._changed = changed
 
@@ -74,6 +79,8 @@ class Reply:
         repeats = len(self.tokens) - offset
         if repeats < 0:
             raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
+        if repeats and self.tokens[offset : offset + len(tokens)] != tokens[:repeats]:
+            self.differs = True  # only where numerics depend on the batch
         self.tokens += tokens[repeats:]
         self.arrivals.append((now_s, len(self.tokens)))
         self._changed.set()
@@ -90,10 +97,12 @@ class Ticket:
 
     Args:
         waiting_tokens: of its prompt, until the first answer came.
+        submit: it, as an engine of this generation is to be told, with what there is of its answers.
     """
 
-    def __init__(self, number: int, replies: list[Reply], waiting_tokens: int = 0) -> None:
-        self.number, self.replies, self.waiting_tokens = number, replies, waiting_tokens
+    def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
+        self.number, self.submit, self.replies, self.waiting_tokens = number, submit, replies, waiting_tokens
+        self.sent = False  # to an engine, perhaps one that is not any more
 
     @property
     def open(self) -> bool:
@@ -113,6 +122,9 @@ class Bridge:
         self.about: About | None = None  # once the engine is there
         self.gauges: Gauges | None = None  # the newest
         self.gone = ""  # why the engine takes nothing any more
+        self.restarting = False  # requests are taken, and wait for the next engine
+        self.generation = -1  # of the engine that said welcome
+        self._origin = f"{folder.name}/{worker}"
         self.tickets: dict[int, Ticket] = {}  # that are open
         self.open_answers = 0  # in all of them
         self.waiting_answers = 0  # of which nothing came back yet,
@@ -125,7 +137,8 @@ class Bridge:
         self._mailbox = self._context.socket(zmq.SocketType.PULL)
         reader_options(self._mailbox)
         self._mailbox.bind(worker_address(folder, worker))
-        self._engine = writer(zmq.Context(self._context), engine_address(folder))
+        self._address = engine_address(folder)
+        self._engine = writer(zmq.Context(self._context), self._address)
 
     async def run(self) -> None:
         """Read what comes until cancelled. Raises WireError."""
@@ -161,8 +174,11 @@ class Bridge:
         number = self._next_ticket
         self._next_ticket += 1
         waiting_tokens = prompt_length(request.prompt)
-        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens)
-        self._send(Submit(self.worker, number, request, _ns(start_by_s), _ns(finish_by_s)))
+        request = msgspec.structs.replace(request, origin=f"{self._origin}/{number}")
+        submit = Submit(self.worker, number, request, _ns(start_by_s), _ns(finish_by_s))
+        ticket = Ticket(number, submit, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens)
+        if not self.restarting:
+            self._submit(ticket)
         self.waiting_answers += len(ticket.replies)
         self.waiting_tokens += waiting_tokens
         self.tickets[number] = ticket
@@ -171,7 +187,7 @@ class Bridge:
 
     def cancel_label(self, label: str, tenant: str) -> None:
         """Cancel whatever a tenant calls so, by whichever worker it came. Raises EngineUnavailable."""
-        self._needs_engine()
+        self._needs_engine(now=True)
         self._send(CancelLabel(self.worker, label, tenant))
 
     def cancel(self, ticket: Ticket) -> None:
@@ -182,7 +198,7 @@ class Bridge:
         for sample, reply in enumerate(ticket.replies):
             if reply.ended is None:
                 reply.end(Ended(ticket.number, sample, "cancelled", output_tokens=len(reply.tokens)))
-        if not self.gone:
+        if not self.gone and not self.restarting:  # what is not asked for again is cancelled
             self._send(Cancel(self.worker, ticket.number))
 
     async def ask(self, control: Control) -> Answered:
@@ -194,7 +210,7 @@ class Bridge:
         return await self._answer(lambda number: Trace(self.worker, number, options))
 
     async def _answer(self, question: Callable[[int], ToEngine]) -> Answered:
-        self._needs_engine()
+        self._needs_engine(now=True)
         number = self._next_ticket
         self._next_ticket += 1
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
@@ -217,11 +233,18 @@ class Bridge:
         del self.tickets[ticket.number]
         self.open_answers -= len(ticket.replies)
 
-    def _needs_engine(self) -> None:
+    def _needs_engine(self, *, now: bool = False) -> None:
         if self.gone:
             raise EngineUnavailable(self.gone)
         if self.about is None:
             raise EngineUnavailable("the engine is starting")
+        if now and self.restarting:
+            raise EngineUnavailable("the engine is starting again")
+
+    def _submit(self, ticket: Ticket) -> None:
+        have = tuple(len(reply.tokens) if reply.ended is None else OVER for reply in ticket.replies)
+        self._send(msgspec.structs.replace(ticket.submit, generation=self.generation, again=ticket.sent, have=have))
+        ticket.sent = True
 
     def _send(self, message: ToEngine) -> None:
         try:
@@ -235,10 +258,27 @@ class Bridge:
         """The engine is there."""
         if message.protocol != PROTOCOL:
             raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
-        self.about = message.about
-        if self.welcome is not None:
+        if message.generation <= self.generation:  # it was greeted twice
+            return
+        first = self.about is None
+        self.about, self.generation, self.restarting = message.about, message.generation, False
+        for ticket in self.tickets.values():
+            self._submit(ticket)
+        self._send(Settled(self.worker, self.generation))
+        if first and self.welcome is not None:
             self.welcome(message.about)
         log.info("ready: %s on %s", message.about.model, message.about.device)
+
+    def engine_restarting(self, message: EngineRestarting) -> None:
+        """The engine ended, and another one will go on with what is open. Nothing of what was sent reaches it."""
+        if self.gone or message.generation <= self.generation:
+            return
+        self.restarting = self.about is not None
+        self.gauges = None
+        self._engine.close(0)
+        self._engine = writer(zmq.Context(self._context), self._address)
+        self._send(Hello(self.worker, PROTOCOL, message.generation))
+        self._fail_questions(message.message)
 
     def take(self, message: StepAnswers) -> None:
         """What a step of the engine has for this worker."""
@@ -249,7 +289,11 @@ class Bridge:
         for ended in message.ended:
             ticket = self.tickets.get(ended.ticket)
             if ticket is not None:
-                ticket.replies[ended.sample].end(ended)
+                reply = ticket.replies[ended.sample]
+                if reply.differs:
+                    error = "the engine began again, and drew other tokens than those given out before"
+                    ended = msgspec.structs.replace(ended, reason="error", error=error)
+                reply.end(ended)
                 if not ticket.open:
                     self._forget(ticket)
 
@@ -296,9 +340,12 @@ class Bridge:
                     reply.end(Ended(ticket.number, sample, "engine", error=message.message))
         self.tickets.clear()
         self.open_answers = self.waiting_answers = self.waiting_tokens = 0
+        self._fail_questions(message.message)
+
+    def _fail_questions(self, message: str) -> None:
         for future in self._asked.values():
             if not future.done():
-                future.set_exception(EngineUnavailable(message.message))
+                future.set_exception(EngineUnavailable(message))
         self._asked.clear()
 
 
@@ -306,6 +353,7 @@ HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
     Welcome: Bridge.welcomed,
     StepAnswers: Bridge.take,
     Answered: Bridge.answered,
+    EngineRestarting: Bridge.engine_restarting,
     EngineGone: Bridge.engine_gone,
 }
 

@@ -15,6 +15,8 @@ import msgspec
 from lockstep.api.settings import ServeSettings
 
 SETTINGS_FILE = "settings.json"
+EXIT_FOR_GOOD = 3
+"""An engine's, where another one would end alike: settings that cannot be, a journal that cannot be gone on with."""
 
 
 def write_settings(folder: Path, settings: ServeSettings) -> None:
@@ -24,9 +26,14 @@ def write_settings(folder: Path, settings: ServeSettings) -> None:
     path.write_bytes(msgspec.json.encode(settings))
 
 
+def read_settings(folder: Path) -> ServeSettings:
+    """What `write_settings` left."""
+    return msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
+
+
 def begin(folder: Path, role: str) -> ServeSettings:
     """Read the settings and set up a child: Ctrl-C is its parent's business, and without a parent it ends."""
-    settings = msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
+    settings = read_settings(folder)
     start_log(settings.log_level, role)
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which their own children would inherit
     threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()

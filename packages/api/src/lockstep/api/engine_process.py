@@ -1,17 +1,21 @@
-"""The engine process: an engine, its host's thread, and a mailbox. `python -m lockstep.api.engine_process FOLDER`.
+"""The engine process: an engine, its host's thread, and a mailbox. The nursery forks it.
 
     mailbox ──handler──> host.submit, cancel, ask ──> host's thread ──> outbox ──one message per worker and step──>
 
-The main thread reads and dispatches, and waits for nothing else. It ends with status 0 when it is told to, and with 1
-when the engine failed or somebody said what it does not understand. It also ends when its parent is gone.
+The main thread reads and dispatches, and waits for nothing else. It ends with status 0 when it is told to, with 1 when
+the engine failed, and with EXIT_FOR_GOOD where the next one would fail alike: settings that cannot be, a journal that
+cannot be gone on with, a message that it does not understand. It also ends when its parent is gone.
+
+An engine that begins where another one died first waits a moment for workers to say what they have of the answers that
+are open. It takes up what it is asked for, and cancels the rest: its clients have left.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,18 +28,22 @@ import msgspec
 import zmq
 
 from lockstep.api import children
-from lockstep.api.engines import EngineUnit, build_engine
+from lockstep.api.claims import Claims, Lost
+from lockstep.api.engines import EngineUnit, Place, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
 from lockstep.api.sockets import engine_address, reader
 from lockstep.api.wire import (
+    OVER,
     PROTOCOL,
     Answered,
     Ask,
     Cancel,
     CancelLabel,
-    EngineGone,
+    Ended,
     EngineMessage,
     Hello,
+    Settled,
+    StepAnswers,
     Stop,
     Submit,
     Trace,
@@ -47,12 +55,16 @@ from lockstep.api.wire import (
 from lockstep.core.commands import ControlAnswered
 from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import GetState
+from lockstep.core.journal import JournalError
+from lockstep.core.replay import Divergence
 from lockstep.core.support import samples_asked
 from lockstep.host.errors import EngineStopped
+from lockstep.host.recovery import Death
 
 log = logging.getLogger("lockstep.engine")
 
 LOOK_MS = 200  # how often to see whether the engine still runs
+CLAIM_S = 2.0  # workers have so long to say what they have open; one that is gone says nothing
 
 
 @dataclass(slots=True)
@@ -70,11 +82,17 @@ class EngineProcess:
 
     Args:
         folder: of the sockets.
+        generation: of this engine; the server's first is 0.
+        alive: called several times a second while the engine gets on.
     """
 
-    def __init__(self, unit: EngineUnit, folder: Path) -> None:
+    def __init__(
+        self, unit: EngineUnit, folder: Path, generation: int = 0, alive: Callable[[], object] = lambda: None
+    ) -> None:
         self.unit, self.host = unit, unit.host
+        self.generation, self._alive = generation, alive
         self.stopping = False
+        self._claims = Claims(self.host, unit.keeper, folder.name)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, engine_address(folder))
         self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
@@ -83,21 +101,33 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serve until told to stop. Raises EngineStopped when the engine ends by itself; WireError."""
-        self.host.performed = self.outbox.send
-        self.unit.start()
         try:
+            self._await_claims()
+            self.outbox.send()
+            self.host.performed = self.outbox.send
+            self.unit.start()
+            self._alive()
+            turns, heard_s = -1, time.monotonic()
             while not self.stopping:
                 if self._mailbox.poll(LOOK_MS):
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
                     raise EngineStopped(self.host.failure)
-        except LockstepError as error:
-            for worker in self.outbox.workers:
-                self._writers.send(EngineGone(worker, str(error)))
-            raise
+                now_s = time.monotonic()
+                if now_s - heard_s >= LOOK_MS / 1000 and self.host.turns != turns:
+                    turns, heard_s = self.host.turns, now_s
+                    self._alive()
         finally:
             self.unit.close()
-            self._writers.close()
+            self._context.destroy(linger=500)
+
+    def _await_claims(self) -> None:
+        """Give workers a moment to ask for what was open."""
+        until_s = time.monotonic() + CLAIM_S
+        while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
+            if self._mailbox.poll(max(1, round(left_s * 1000))):
+                self.handle(read_by_engine(self._mailbox.recv()))
+        self._claims.close()
 
     # ------------------------------------------------------------------------------------- one handler for each message
 
@@ -110,10 +140,12 @@ class EngineProcess:
         if message.protocol != PROTOCOL:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
-        self._writers.send(Welcome(message.worker, PROTOCOL, self.unit.about))
+        self._writers.send(Welcome(message.worker, PROTOCOL, self.unit.about, self.generation))
 
     def submit(self, message: Submit) -> None:
-        """A request."""
+        """A request. What was meant for an engine before this one comes again, by its worker's own account."""
+        if message.generation != self.generation:
+            return
         request, clock = message.request, self.host.clock
         if message.start_by_ns is not None:
             request = msgspec.structs.replace(request, deadline_us=max(0, clock.at(message.start_by_ns)))
@@ -122,7 +154,7 @@ class EngineProcess:
         samples = samples_asked(request)
         key = (message.worker, message.ticket)
         ticket = self._open[key] = _Open(samples, request.label, request.tenant)
-        left = [samples]
+        left = [samples - message.have.count(OVER)]
 
         def over() -> None:  # in the host's thread
             left[0] -= 1
@@ -130,7 +162,24 @@ class EngineProcess:
                 self._open.pop(key, None)
 
         sinks = [SampleSink(self.outbox, message.worker, message.ticket, sample, over) for sample in range(samples)]
-        ticket.first_id = self.host.submit(request, *sinks)
+        first_id: int | None = None
+        if message.again:
+            try:
+                first_id = self._claims.take(request, message.have, sinks)
+            except Lost as error:
+                self._open.pop(key, None)
+                ended = (Ended(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples))
+                self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
+                return
+        if first_id is None:
+            left[0] = samples
+            first_id = self.host.submit(request, *sinks)
+        ticket.first_id = first_id
+
+    def settled(self, message: Settled) -> None:
+        """A worker has asked for all that it had open."""
+        if message.generation == self.generation:
+            self._claims.workers.discard(message.worker)
 
     def cancel(self, message: Cancel) -> None:
         """A client left."""
@@ -153,6 +202,7 @@ class EngineProcess:
     def worker_gone(self, message: WorkerGone) -> None:
         """Nobody reads what this worker asked for."""
         self.outbox.workers.discard(message.worker)
+        self._claims.workers.discard(message.worker)
         self.cancel_all_of(message.worker)
 
     def stop(self, message: Stop) -> None:
@@ -196,6 +246,7 @@ class EngineProcess:
 HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     Hello: EngineProcess.greet,
     Submit: EngineProcess.submit,
+    Settled: EngineProcess.settled,
     Cancel: EngineProcess.cancel,
     CancelLabel: EngineProcess.cancel_label,
     Ask: EngineProcess.ask,
@@ -205,20 +256,17 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
 }
 
 
-def main(folder: Path) -> int:
-    """Build the engine of a folder's settings and serve it."""
-    settings = children.begin(folder, "engine")
+def main(folder: Path, generation: int, death: Death | None, alive: Callable[[], object]) -> int:
+    """Build the engine of a folder's settings and serve it. Returns the exit status."""
+    settings = children.begin(folder, "engine" if not generation else f"engine {generation}")
     # Where all processes of a service get it: workers end first, then comes Stop. SIG_IGN would be inherited by ranks.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        unit = build_engine(settings)
+        unit = build_engine(settings, Place(folder, death))
         log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)
-        EngineProcess(unit, folder).run()
+        EngineProcess(unit, folder, generation, alive).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
-        return 1
+        for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
+        return children.EXIT_FOR_GOOD if for_good else 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

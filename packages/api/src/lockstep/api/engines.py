@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +20,14 @@ from lockstep.api.wire import About, BatchDrift
 from lockstep.core.commands import Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import ObservedEvent, RequestArrived
-from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.journal import JournalHeader
 from lockstep.core.requests import prompt_bytes
+from lockstep.host.durable import DurableJournal, Retention
+from lockstep.host.keeping import Keeper
 from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
+from lockstep.host.recovery import Death
 from lockstep.host.text import StopTexts, Text
 
 if TYPE_CHECKING:
@@ -52,14 +55,56 @@ class EngineUnit:
     close: Callable[[], None]
     drift: Callable[[], tuple[BatchDrift, ...]] = tuple
     trace: Callable[[dict[str, Any] | None], str] | None = None
+    keeper: Keeper | None = None
 
 
-def build_engine(settings: ServeSettings) -> EngineUnit:
-    """The engine of these settings. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine begins.
+
+    Args:
+        folder: of the server's sockets; what recovery needs is there, unless the settings name another folder.
+        death: how the engine before it ended, if there was one in this server.
+    """
+
+    folder: Path
+    death: Death | None = None
+
+
+def preload(settings: ServeSettings) -> None:
+    """Import what an engine of these settings needs, and read what does not change. Opens no device."""
     if settings.emulate is None:
-        return _model(settings)
+        import lockstep.runtime
+
+        return
+    with suppress(LockstepError):  # what is wrong is said by the engine that needs it
+        check_names(settings)
+        import lockstep.api.emulate
+        import lockstep.sim.simulate  # noqa: F401
+
+
+def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:
+    """What keeps the engine's journal; None where there is none, and for an engine that is only looked at."""
+    if place is None or (settings.journal is None and not settings.restarts):
+        return None
+    run = place.folder if settings.journal is None else Path(settings.journal)
+    bytes_max = settings.journal_bytes if settings.journal is not None else 0  # no more than recovery needs
+    return Keeper(
+        run,
+        content=settings.journal_content,
+        durability=settings.durability,
+        retention=Retention(snapshot_s=settings.snapshot_s, bytes_max=bytes_max, age_s=settings.journal_age_s),
+        death=place.death,
+    )
+
+
+def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineUnit:
+    """The engine of these settings; without a place it keeps no journal. Raises ConfigError, JournalError."""
+    keeper = _keeper(settings, place)
+    if settings.emulate is None:
+        return _model(settings, keeper)
     with _config_errors():
-        return _emulated(settings)
+        return _emulated(settings, keeper)
 
 
 def check_names(settings: ServeSettings) -> None:
@@ -138,7 +183,7 @@ def _about(config: SchedConfig, **more: Any) -> About:
 # ------------------------------------------------------------------------------------------------------------- a model
 
 
-def _model(settings: ServeSettings) -> EngineUnit:
+def _model(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     folder = model_folder(settings)
     try:
         from lockstep.runtime import LLM
@@ -161,8 +206,9 @@ def _model(settings: ServeSettings) -> EngineUnit:
         cuda_graph_max_batch=settings.cuda_graph_max_batch,
         tensor_parallel=settings.tp,
         seed=settings.seed,
-        journal=settings.journal,
         logit_processors=settings.logit_processors,
+        keeper=keeper,
+        start=False,
         batch_timeout_s=settings.batch_timeout_s,
         **scheduler,
     )
@@ -189,7 +235,13 @@ def _model(settings: ServeSettings) -> EngineUnit:
         return "written: " + (", ".join(path.name for path in llm.stop_profile()) or "nothing, as nothing was launched")
 
     unit = EngineUnit(
-        host=llm.host, about=about, memory=llm.memory.table(), start=lambda: None, close=llm.close, trace=trace
+        host=llm.host,
+        about=about,
+        memory=llm.memory.table(),
+        start=llm.start,
+        close=llm.close,
+        keeper=keeper,
+        trace=trace,
     )
     if meter is None:
         return unit
@@ -252,7 +304,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 # --------------------------------------------------------------------------------------------------------- emulated one
 
 
-def _emulated(settings: ServeSettings) -> EngineUnit:
+def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
     from lockstep.api.emulate import EmulatedExecutor
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
@@ -281,14 +333,16 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
     config, kv = configure(scenario, model, gpu)
     calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
     cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism))
-    clock = HostClock()
+    clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)
     executor = EmulatedExecutor(cost, vocabulary, config.rows_max, clock, seed=settings.seed, speed=settings.speed)
 
-    journal: JournalWriter | None = None
-    if settings.journal is not None:
+    journal: DurableJournal | None = None
+    engine = Engine(config) if keeper is None else None
+    if keeper is not None:
         told: dict[str, str | int | float] = {"kind": "emulated", "model": model.name, "gpu": gpu.name}
         told |= {"tp": settings.tp, "speed": settings.speed}
-        journal = JournalWriter.create(settings.journal, JournalHeader(config=config, seed=settings.seed, host=told))
+        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=told))
+    assert engine is not None
 
     def check(request: RequestArrived) -> None:
         """Refuse what an emulated model cannot do."""
@@ -310,7 +364,7 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
     meter = DriftMeter(cost, settings.speed) if settings.calibration is not None else None
     observe = None if meter is None else meter.fold
     runtime_host = RuntimeHost(
-        Engine(config), executor, journal or NoJournal(), clock, check_request=check, watch_text=watch, observe=observe
+        engine, executor, journal or NoJournal(), clock, check_request=check, watch_text=watch, observe=observe
     )
 
     def serve() -> None:
@@ -337,7 +391,7 @@ def _emulated(settings: ServeSettings) -> EngineUnit:
         device=f"{settings.tp} x {gpu.name}, emulated",
     )
     memory = "the pool was given" if kv is None else _memory(kv.describe())
-    unit = EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close)
+    unit = EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close, keeper=keeper)
     return unit if meter is None else replace(unit, drift=meter.read)
 
 

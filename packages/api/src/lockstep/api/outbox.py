@@ -190,8 +190,7 @@ class SampleSink:
         self._end(Ended(self._ticket, self._sample, end.reason, error=end.message, rejected=True))
 
     def failed(self, message: str) -> None:
-        """The engine ended first."""
-        self._end(Ended(self._ticket, self._sample, "engine", error=message))
+        """The engine ended first. What that means for the request is not for this engine to say."""
 
     def _end(self, ended: Ended) -> None:
         self._outbox.page(self._worker).ended.append(ended)

@@ -41,6 +41,14 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("strict", bool, "Refuse unknown fields.", is_flag=True)
 @_option("metrics_compat", click.Choice(["vllm", "sglang"]), "Figures under their names, too.", multiple=True)
 @_option("journal", click.Path(), "Record every fact and decision there.", metavar="DIR")
+@_option("journal_content", click.Choice(["full", "digests"]), "Digests of what is said cannot be gone on from.")
+@_option("journal_bytes", int, "The oldest part of it expires beyond so many.")
+@_option("journal_age_s", float, "What is older expires.")
+@_option("durability", click.Choice(["none", "interval", "group", "every"]), "When it is on disk: docs/journal.md.")
+@_option("snapshot_s", float, "Between two snapshots, from which an engine is picked up.")
+@_option("restarts", int, "Of the engine within --restart-window-s; 0: when it ends, so does the server.")
+@_option("restart_window_s", float, "In which so many restarts are too many.")
+@_option("batch_timeout_s", float, "An engine that gets nothing done for so long is restarted; 0: never.")
 @_option("seed", int, "Of requests without one of their own.")
 @_option("device", str, "auto, cpu, cuda, cuda:1, ...")
 @_option("dtype", str, "auto, bfloat16, float16, float32")
@@ -58,7 +66,6 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
     multiple=True,
     flag="--logit-processor",
 )
-@_option("batch_timeout_s", float, "An engine whose oldest batch stays out for so long has failed; 0: never.")
 @_option("profile_dir", click.Path(), "Where an operator's traces of CPU and GPU go.", metavar="DIR")
 @_option("profile", str, "Emulated: family of scheduler settings: lockstep, sglang, vllm.")
 @_option("calibration", str, "Predict batches by it: /metrics says how far off. Emulated: time them.")
@@ -124,7 +131,7 @@ def describe(settings: ServeSettings) -> str:
         + (f", and {settings.admin_socket} for an operator" if settings.admin_socket else ""),
         f"keys       {settings.api_keys or 'none: whoever reaches it may use it'}",
         f"processes  1 engine, {settings.api_workers} API worker{'s' * (settings.api_workers > 1)}",
-        f"journal    {settings.journal or 'none'}",
+        f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
         f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
         "scheduler",
         *(f"  {name} = {value}" for name, value in about.settings.items()),

@@ -56,7 +56,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     served_model_name: tuple[str, ...] = ()  # what clients call it; the first is the name in answers
     tokenizer: str | None = None  # a folder; None: the model's own, and of an emulated one none
     seed: int = 0
-    journal: str | None = None
+    journal: str | None = None  # a folder; None: what recovery needs lies beside the sockets, and goes with the server
     set: dict[str, Any] = {}  # of the scheduler: fields of SchedConfig
 
     # the model
@@ -70,7 +70,6 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
     logit_processors: tuple[str, ...] = ()  # of installed packages, by name; requests may then ask for them
-    batch_timeout_s: float = 300.0  # an engine whose oldest batch does not come back for so long has failed; 0: never
     profile_dir: str | None = None  # where traces of CPU and GPU go; None: none are taken
 
     calibration: str | None = None  # by which batches are predicted, and those of an emulated engine timed
@@ -92,6 +91,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     limits: Limits = Limits()
 
+    # what survives
+    restarts: int = 5  # of the engine, within restart_window_s; 0: when it ends, so does the server
+    restart_window_s: float = 300.0
+    batch_timeout_s: float = 300.0  # an engine that gets nothing done for so long is ended, and restarted; 0: never
+    durability: Literal["none", "interval", "group", "every"] = "none"  # of the journal, see docs/journal.md
+    journal_content: Literal["full", "digests"] = "full"
+    journal_bytes: int = 2**30  # the oldest part expires beyond so many
+    journal_age_s: float | None = None  # what is older expires; None: nothing does by its age
+    snapshot_s: float = 10.0  # between two snapshots, at least
+
     # time
     slow_reader_s: float = 30.0  # a stream that takes nothing for so long is cancelled
     stalled_s: float = 120.0  # an engine that does nothing for so long, with requests open, is not well
@@ -102,18 +111,25 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("`model` and `emulate` are two kinds of engine\nhint: give one of them")
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
-        for name, least in (("api_workers", 1), ("tp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0)):
+        least_values = (("api_workers", 1), ("tp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
+        for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
         if self.port > 65535:
             raise ConfigError(f"`port` must be at most 65535, got `{self.port}`")
-        for name in ("speed", "slow_reader_s", "stalled_s"):
+        for name in ("speed", "slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s"):
             if not 0.0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
         if not 0.0 <= self.batch_timeout_s < 1e9:
             raise ConfigError(f"`batch_timeout_s` must be 0 (never) or more, got `{self.batch_timeout_s}`")
         if not 0.0 <= self.shutdown_s < 1e6:
             raise ConfigError(f"`shutdown_s` must be at least 0, got `{self.shutdown_s}`")
+        if self.journal_age_s is not None and not 0.0 < self.journal_age_s < 1e9:
+            raise ConfigError(f"`journal_age_s` must be above 0, got `{self.journal_age_s}`")
+        if self.journal is None:
+            for name, unset in (("durability", "none"), ("journal_content", "full"), ("journal_age_s", None)):
+                if getattr(self, name) != unset:
+                    raise ConfigError(f"`{name}` is of a journal that stays\nhint: give journal, or drop it")
         for name in self.metrics_compat:
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
@@ -126,7 +142,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 if getattr(self, name) != default:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         else:
-            for name in ("random_weights", "logit_processors", "batch_timeout_s"):
+            for name in ("random_weights", "logit_processors"):
                 if getattr(self, name) not in (None, (), 300.0):
                     raise ConfigError(f"`{name}` is for a model, and an emulated engine has none\nhint: drop it")
             if self.profile_dir is not None:

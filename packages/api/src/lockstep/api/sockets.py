@@ -19,6 +19,7 @@ from lockstep.api.wire import MESSAGE_BYTES_MAX
 from lockstep.core.errors import ConfigError
 
 PATH_BYTES_MAX = 100  # of the 107 that Linux has for the name of a socket, 103 elsewhere
+RECONNECT_MS = 5  # at first, to a reader that is not there yet
 MESSAGES_MAX = 10_000  # kept for a reader that does not read; steps of an engine
 
 
@@ -52,6 +53,8 @@ def writer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[
     """A socket to write to an address, which may come to be there later. What is not read is bounded."""
     socket = context.socket(zmq.SocketType.PUSH)
     socket.set(zmq.SocketOption.SNDHWM, MESSAGES_MAX)
+    socket.set(zmq.SocketOption.RECONNECT_IVL, RECONNECT_MS)
+    socket.set(zmq.SocketOption.RECONNECT_IVL_MAX, 16 * RECONNECT_MS)
     socket.set(zmq.SocketOption.LINGER, 500)
     socket.connect(address)
     return socket

@@ -3,7 +3,10 @@
     API worker 0 ──Hello, Submit, Cancel, ...──> engine        each arrow is a ZeroMQ socket in a folder that only
     API worker 1 ─────────────────────────────>                its owner can enter; see `sockets.py`
                  <──Welcome, StepAnswers, Answered──
-    launcher ──WorkerGone, Stop──> engine;  launcher ──EngineGone──> workers
+    launcher ──WorkerGone, Stop──> engine;  launcher ──EngineRestarting, EngineGone──> workers
+
+An engine that is restarted has a higher generation. A worker that hears of it greets it, submits again whatever is
+open, saying how much of it it has, and ends with Settled. What was sent to the engine before is passed over.
 
 Rules for changing messages: a message is a msgpack array, its first element the name of its type. Fields are only
 added at the end and with a default; anything else raises PROTOCOL. Both sides of a server come from one installation,
@@ -24,6 +27,7 @@ from lockstep.core.events import Control, RequestArrived
 from lockstep.core.stats import Stats
 
 PROTOCOL = 1
+OVER = -1
 MESSAGE_BYTES_MAX = 256 * 2**20
 """A prompt of a million tokens is 4 MB; the logprobs of one are the most that a message can have to carry."""
 
@@ -44,18 +48,32 @@ class ToEngine(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Hello(ToEngine, frozen=True):
-    """A worker is there. Answered by Welcome."""
+    """A worker is there, and waits for this generation of the engine or a later one. Answered by Welcome."""
 
     protocol: int
+    generation: int = 0
 
 
 class Submit(ToEngine, frozen=True):
-    """A request, which the worker knows by `ticket`. Its time and its id are filled in by the engine."""
+    """A request, which the worker knows by `ticket`. Its time and its id are filled in by the engine.
+
+    One that an engine before this one was sent already comes `again`, with the output tokens that there are of each
+    sample, or OVER of one that has ended. `request.origin` is what it is called in the journal.
+    """
 
     ticket: int
     request: RequestArrived
     start_by_ns: int | None = None  # of the machine's monotonic clock: give up if it has not begun by then,
     finish_by_ns: int | None = None  # or not ended
+    generation: int = 0  # of the engine that it is for
+    again: bool = False
+    have: tuple[int, ...] = ()
+
+
+class Settled(ToEngine, frozen=True):
+    """The worker has submitted again whatever it had open."""
+
+    generation: int
 
 
 class Cancel(ToEngine, frozen=True):
@@ -93,7 +111,7 @@ class Stop(ToEngine, frozen=True):
     """From the launcher: end."""
 
 
-EngineMessage = Hello | Submit | Cancel | CancelLabel | Ask | Trace | WorkerGone | Stop
+EngineMessage = Hello | Submit | Settled | Cancel | CancelLabel | Ask | Trace | WorkerGone | Stop
 
 
 # ---------------------------------------------------------------------------------------------------------- to a worker
@@ -157,6 +175,7 @@ class Welcome(ToWorker, frozen=True):
 
     protocol: int
     about: About
+    generation: int = 0
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -212,13 +231,20 @@ class Answered(ToWorker, frozen=True):
     stats: Stats | None = None
 
 
+class EngineRestarting(ToWorker, frozen=True):
+    """The engine ended, and the next one is on its way. What is open stays open."""
+
+    generation: int  # of the next
+    message: str
+
+
 class EngineGone(ToWorker, frozen=True):
     """The engine ended, and nothing will come of what is open."""
 
     message: str
 
 
-WorkerMessage = Welcome | StepAnswers | Answered | EngineGone
+WorkerMessage = Welcome | StepAnswers | Answered | EngineRestarting | EngineGone
 
 
 # ------------------------------------------------------------------------------------------------------- bytes and back

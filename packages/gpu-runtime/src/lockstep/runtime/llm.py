@@ -43,7 +43,9 @@ from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import stop_tokens_of
 from lockstep.host.batches import Float32s
+from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
+from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.runtime import watchdog
@@ -168,6 +170,8 @@ class LLM:
         cuda_graph_max_batch: rows of the largest graph; None: max_running_requests, at most 512.
         seed: what seeds of requests that name none follow from.
         journal: a run folder, in which every fact and decision is recorded.
+        keeper: in place of `journal`, keeps one that the engine begins again from, with the settings it had.
+        start: whether the engine runs at once; else when `start` is called, after requests from before were taken up.
         warm_up: run a few requests first, so that none waits for a kernel to be compiled; None: on a GPU.
         pooling: how `embed` makes one vector of a prompt: mean, last; None: as the folder says (1_Pooling), or mean.
         normalize: whether to scale that vector to length 1; None: as the folder says (modules.json), or not.
@@ -195,6 +199,8 @@ class LLM:
         cuda_graph_max_batch: int | None = None,
         seed: int = 0,
         journal: str | Path | None = None,
+        keeper: Keeper | None = None,
+        start: bool = True,
         pooling: PoolingMode | None = None,
         normalize: bool | None = None,
         logit_processors: Sequence[str] = (),
@@ -214,6 +220,8 @@ class LLM:
         where = choose_device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, pooling, normalize)
+        if keeper is not None and keeper.config is not None:
+            sched = keeper.settings(sched)
         settings = RankSettings(
             model=str(folder.resolve()),
             dtype=dtype,
@@ -230,11 +238,11 @@ class LLM:
         )
         self.text = Text(folder) if (folder / "tokenizer.json").is_file() else None
         self.seed = seed
-        clock = HostClock()
+        clock = HostClock(start_us=0 if keeper is None else keeper.start_us)
         self._bubbles = BubbleTimer()
         self._profiler = TorchProfiler(where)
         self.group: RankGroup | None = None
-        self._journal: JournalWriter | None = None
+        self._journal: JournalWriter | DurableJournal | None = None
         with ExitStack() as undo:
             if tensor_parallel != 1:
                 check_split(read_settings(folder), tensor_parallel)
@@ -247,16 +255,21 @@ class LLM:
             executor = made.executor if self.group is None else self.group.lead(made.executor)
             if self.model.settings.generates and (where.type == "cuda" if warm_up is None else warm_up):
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
-            if journal is not None:
+            engine = Engine(self.config)
+            if journal is not None or keeper is not None:
                 host: dict[str, str | int | float] = {"kind": "runtime", "model": model_name(folder)}
                 host |= {"gpu": device_name(where), "tp": tensor_parallel}
                 if packages:
                     host["logit_processors"] = packages
                 header = JournalHeader(config=self.config, seed=seed, host=host)
-                self._journal = JournalWriter.create(journal, header)
+                if keeper is not None:
+                    engine, self._journal = keeper.begin(header)
+                else:
+                    assert journal is not None
+                    self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
             self.host = RuntimeHost(
-                Engine(self.config),
+                engine,
                 executor,
                 self._journal or NoJournal(),
                 clock,
@@ -273,6 +286,11 @@ class LLM:
         self._requests = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="lockstep-host", daemon=True)
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Run the engine, if that was left to the caller."""
         self._thread.start()
 
     # --------------------------------------------------------------------------------------------------- questions
@@ -447,7 +465,8 @@ class LLM:
         """Wait for the engine's thread, but not for ever for one that waits for a rank or for a kernel."""
         while self._thread.is_alive() and not self._watchdog.fired and not (self.group and self.group.failure):
             self._thread.join(JOIN_S)
-        self._thread.join(GRACE_S)
+        if self._thread.ident is not None:
+            self._thread.join(GRACE_S)
 
     def __enter__(self) -> Self:
         return self

@@ -128,6 +128,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all it has
     token_type_ids: bytes = b""  # one byte per prompt token, for models that tell segments apart
     return_hidden_states: bool = False  # the last layer's, of every position that is computed
+    origin: str = ""  # what its sender calls it, unique among all: by this it is found again after a restart
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):
@@ -160,6 +161,8 @@ class BatchFinished(Observed, frozen=True, gc=False):
     text_held: tuple[
         tuple[int, int], ...
     ] = ()  # (sampling row, newest tokens that may begin a stop text: not sent yet)
+    top_ids: bytes = b""  # int32 [tokens, most asked for]: the likeliest beside each token, where asked for
+    top_logprobs: bytes = b""  # float32 of the same shape
 
 
 class LaneReady(Observed, frozen=True, gc=False):

@@ -3,6 +3,8 @@
     run/journal/00000000.log        segments in order; each begins with a header record
     run/journal/snapshot-...        what snapshot records refer to, trusted only if its digest matches
 
+The first segments may have expired; then the first that is left begins with a snapshot, from which it can be replayed.
+
 One record. The header has its own checksum, so that a damaged length is never believed; the chain makes a lost, doubled
 or moved record visible; the last checksum covers header and payload.
 
@@ -43,6 +45,7 @@ FORMAT_VERSION = 1
 MAGIC = b"\xf5LJ"  # 0xf5 occurs nowhere in UTF-8, so no text in a payload looks like a record
 SEGMENT_BYTES = 64 << 20
 PAYLOAD_BYTES_MAX = 64 << 20  # longer lengths are not believed, whatever their checksum says
+HEAD_LOOK_BYTES = 256 << 10  # a header and what follows it are much shorter
 BUFFER_BYTES = 256 << 10  # the writer hands this much to the kernel at a time, unless asked earlier
 DIGEST_BYTES = 16
 NO_CHAIN = bytes(DIGEST_BYTES)  # the chain value before the first record
@@ -132,6 +135,8 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     segment: int = 0  # filled in by the writer, as are the next two
     first_sequence: int = 0  # of this very record
     previous_chain: bytes = NO_CHAIN
+    first_step: int = 0  # events before this segment
+    content: Literal["full", "digests"] = "full"  # whether prompts, outputs and the like were kept, or only lengths
 
 
 class _OnlyVersion(msgspec.Struct):
@@ -253,7 +258,7 @@ class JournalWriter:
         steps: int = 0,
         chain: bytes = NO_CHAIN,
     ) -> None:
-        """Use `create` or `resume`."""
+        """Use `create`, `resume` or `go_on`."""
         self.folder = folder
         self.header = header
         self.durability: Durability = durability
@@ -267,6 +272,7 @@ class JournalWriter:
         self._spill_bytes = 0  # the buffer is written when it reaches this
         self._file = -1
         self._file_bytes = 0
+        self._segment_began = 0  # the first sequence behind its header
         self._written = sequence
         self._durable = sequence
         self._failure = ""  # why every call raises
@@ -319,16 +325,25 @@ class JournalWriter:
 
         The header stays what it was, except for the version of the core that writes from here on.
         """
-        journal = read_journal(folder, repair=True)
+        return cls.go_on(read_journal(folder, repair=True), durability=durability, segment_bytes=segment_bytes)
+
+    @classmethod
+    def go_on(
+        cls, journal: Journal, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
+    ) -> JournalWriter:
+        """As `resume`, with a journal that was read, and repaired, already."""
+        tail = journal.tail
+        if tail.verdict == "torn":
+            raise JournalError(f"{journal.folder} has a torn tail, which must be cut off first")
         return cls(
             journal.folder,
             msgspec.structs.replace(journal.header, core_version=CORE_VERSION),
             durability=durability,
             segment_bytes=segment_bytes,
-            segment=len(journal.segments),
-            sequence=journal.tail.records,
-            steps=journal.tail.steps,
-            chain=journal.tail.chain,
+            segment=journal.first_segment + len(journal.segments),
+            sequence=tail.records,
+            steps=tail.steps,
+            chain=tail.chain,
         )
 
     @property
@@ -405,6 +420,39 @@ class JournalWriter:
         self._not_events += 1
         self.flush()
         return snapshot
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that is written now."""
+        return self._segment
+
+    @property
+    def segment_bytes(self) -> int:
+        """How much of it has been written."""
+        return self._file_bytes
+
+    def begin_segment(self, data: bytes, state_digest: bytes) -> Snapshot:
+        """Store a snapshot at the beginning of a segment of its own, so that those before it may expire."""
+        self.flush()
+        if self._sequence != self._segment_began:
+            self._rotate()
+        return self.snapshot(data, state_digest)
+
+    def drop_before(self, segment: int, snapshots: set[str]) -> None:
+        """Delete the segments below this one, which must begin with a snapshot, and all snapshots but these.
+
+        The oldest goes first, so that what is left is a journal at every moment.
+        """
+        self._check()
+        try:
+            for path in sorted(self.folder.glob("*.log")):
+                if int(path.stem) < min(segment, self._segment):
+                    path.unlink()
+            for path in self.folder.glob("snapshot-*"):
+                if path.name not in snapshots:
+                    path.unlink()
+        except OSError as error:
+            self._fail(f"cannot delete what has expired in {self.folder}", error)
 
     def close(self, reason: str = "closed") -> None:
         """Write the end record and let go of the files. Closing a closed journal does nothing."""
@@ -491,7 +539,11 @@ class JournalWriter:
 
     def _open_segment(self) -> None:
         header = msgspec.structs.replace(
-            self.header, segment=self._segment, first_sequence=self._sequence, previous_chain=self._chain
+            self.header,
+            segment=self._segment,
+            first_sequence=self._sequence,
+            previous_chain=self._chain,
+            first_step=self.steps,
         )
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         try:
@@ -502,6 +554,7 @@ class JournalWriter:
         self._spill_bytes = BUFFER_BYTES + PAYLOAD_BYTES_MAX  # the header is written below, not by a spill
         self._put(KIND_HEADER, self._encode(header))
         self._not_events += 1
+        self._segment_began = self._sequence
         self._write_buffer()
         if self.durability != "none":
             try:
@@ -591,16 +644,16 @@ _SNAPSHOT_NAME = re.compile(r"snapshot-\d{12,}")
 _decode_event = msgspec.msgpack.Decoder(ObservedEvent).decode
 
 
-def read_journal(folder: Folder, *, repair: bool = False) -> Journal:
-    """Open a journal, given the run folder or its `journal` folder.
+def read_journal(folder: Folder, *, repair: bool = False, first_segment: int = 0) -> Journal:
+    """Open a journal, given the run folder or its `journal` folder; with `first_segment` only from that one on.
 
     With `repair`, a torn tail is cut off before this returns; corruption raises and is left as it is.
     Raises: JournalError if there is no journal or its version is unknown; JournalCorrupt.
     """
-    journal = Journal(find_journal(Path(folder)))
+    journal = Journal(find_journal(Path(folder)), first_segment)
     if repair and journal.tail.verdict == "torn":
         _cut_tail(journal)
-        journal = Journal(journal.folder)
+        journal = Journal(journal.folder, journal.first_segment)
     return journal
 
 
@@ -619,24 +672,40 @@ def find_journal(folder: Path) -> Path:
 class Journal:
     """A journal open for reading. Nothing is kept in memory but the segment being read."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the list of segments and the first header."""
+    def __init__(self, folder: Path, first_segment: int = 0) -> None:
+        """Read the list of segments and the first header. Segments before `first_segment` are not looked at."""
         self.folder = folder
-        self.segments = _list_segments(folder)
+        self.segments = _list_segments(folder, first_segment)
+        self.first_segment = int(self.segments[0].stem)  # of those that are left
         self._tail: Tail | None = None
-        first = next(_Scan(self.segments).frames(), None)
+        self._start = _start_of(self.segments[0]) if self.first_segment else _START
+        first = next(_Scan(self.segments, self._start).frames(), None)
         if first is None:
             raise JournalError(
                 f"{self.segments[0]} does not begin with a whole header record of format version {FORMAT_VERSION}; "
                 "nothing in it can be read"
             )
         self.header = _decode_header(first, self.segments[0])
+        expired = self.first_segment and not first_segment
+        if expired and self.header.content == "full" and opening_snapshot(self.segments[0]) is None:
+            missing = folder / segment_name(self.first_segment - 1)
+            raise JournalCorrupt(
+                str(missing),
+                0,
+                "missing segment",
+                f"{self.segments[0].name} follows, and does not begin with a snapshot",
+            )
+
+    @property
+    def first_step(self) -> int:
+        """Events before the first segment that is left: 0 where none has expired."""
+        return self._start.steps
 
     @property
     def tail(self) -> Tail:
         """How the journal ends. Reads all of it once, framing and chain only; raises JournalCorrupt."""
         if self._tail is None:
-            scan = _Scan(self.segments)
+            scan = _Scan(self.segments, self._start)
             for frame in scan.frames():
                 if frame.kind == KIND_HEADER:
                     self._check_segment(frame)
@@ -648,10 +717,11 @@ class Journal:
 
         Raises: JournalCorrupt when it comes to the damage; JournalError at a record this version cannot read.
         """
-        scan = _Scan(self.segments)
-        step = 0
+        scan = _Scan(self.segments, self._start)
+        step = self.first_step
         for frame in scan.frames():
-            sequence, segment, offset, payload = frame.sequence, frame.segment, frame.offset, frame.payload
+            sequence, offset, payload = frame.sequence, frame.offset, frame.payload
+            segment = self.first_segment + frame.segment
             if frame.kind == KIND_EVENT:
                 digest = bytes(payload[:DIGEST_BYTES])
                 try:
@@ -679,7 +749,7 @@ class Journal:
         return data if blake2b(data, digest_size=DIGEST_BYTES).digest() == snapshot.bytes_digest else None
 
     def _rare_record(self, frame: _Frame) -> Record:
-        place = (frame.sequence, frame.segment, frame.offset)
+        place = (frame.sequence, self.first_segment + frame.segment, frame.offset)
         if frame.kind == KIND_HEADER:
             return HeaderRecord(*place, self._check_segment(frame))
         if frame.kind == KIND_UNSEALED:
@@ -710,22 +780,50 @@ class Journal:
             getattr(header, field) == getattr(self.header, field)
             for field in ("config", "behaviour_flags", "seed", "model_digest", "tokenizer_digest")
         )
-        if frame.offset or header.segment != frame.segment or header.first_sequence != frame.sequence or not same_run:
+        number = self.first_segment + frame.segment
+        if frame.offset or header.segment != number or header.first_sequence != frame.sequence or not same_run:
             raise JournalCorrupt(
                 str(path), frame.offset, "segment header", f"it is that of segment {header.segment} or of another run"
             )
         return header
 
 
-def _list_segments(folder: Path) -> list[Path]:
+def _list_segments(folder: Path, first_segment: int) -> list[Path]:
     names = sorted(path.name for path in folder.glob("*.log"))
     for name in names:
         if not _SEGMENT_NAME.fullmatch(name):
             raise JournalCorrupt(str(folder / name), 0, "segment name", f"expected one like {segment_name(0)}")
-    for segment, name in enumerate(names):
+    names = [name for name in names if name >= segment_name(first_segment)]
+    if not names:
+        raise JournalError(f"{folder} has no segment {first_segment}")
+    for segment, name in enumerate(names, int(names[0].removesuffix(".log"))):
         if name != segment_name(segment):
             raise JournalCorrupt(str(folder / segment_name(segment)), 0, "missing segment", f"the next one is {name}")
     return [folder / name for name in names]
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What stands before the first segment that is read."""
+
+    sequence: int
+    chain: bytes
+    steps: int
+
+
+_START = _Start(0, NO_CHAIN, 0)
+
+
+def _start_of(path: Path) -> _Start:
+    """Where a journal whose first segments have expired goes on, as its first segment's header says."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise JournalError(f"cannot read {path}: {error}") from error
+    if find_record(data[: HEADER_BYTES + PAYLOAD_BYTES_MAX + _CRC.size], 0) != 0:
+        return _START  # no whole header: the caller says so
+    _, _, length, sequence, chain, _ = _HEADER.unpack_from(data, 0)
+    payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + length]
+    return _Start(sequence, chain, _decode_header(_Frame(data[3], sequence, 0, 0, payload), path).first_step)
 
 
 def _decode_header(frame: _Frame, path: Path) -> JournalHeader:
@@ -747,14 +845,34 @@ def _decode_header(frame: _Frame, path: Path) -> JournalHeader:
         ) from error
 
 
+def opening_snapshot(path: Path) -> str | None:
+    """The name of the snapshot file that a segment begins with; None where it begins with none that is whole."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(HEAD_LOOK_BYTES)
+    except OSError:
+        return None
+    if find_record(data, 0) != 0:
+        return None
+    second = RECORD_BYTES_MIN + _HEADER.unpack_from(data, 0)[2]
+    if data[second : second + 4] != MAGIC + bytes((KIND_SNAPSHOT,)) or find_record(data, second) != second:
+        return None
+    length = _HEADER.unpack_from(data, second)[2]
+    payload = data[second + HEADER_BYTES : second + HEADER_BYTES + length]
+    try:
+        return msgspec.msgpack.decode(payload, type=Snapshot).file
+    except msgspec.DecodeError:
+        return None
+
+
 class _Scan:
     """One pass over framing and chain: the recovery table of docs/journal.md, in its order."""
 
-    def __init__(self, segments: list[Path]) -> None:
+    def __init__(self, segments: list[Path], start: _Start = _START) -> None:
         self.segments = segments
-        self.sequence = 0  # expected next
-        self.chain = NO_CHAIN
-        self.steps = 0
+        self.sequence = start.sequence  # expected next
+        self.chain = start.chain
+        self.steps = start.steps
         self.offset = 0  # where the last whole record of the last segment ends
         self.file_bytes = 0
         self.ended = False  # the last record of this segment was an end record
@@ -874,7 +992,7 @@ def _cut_tail(journal: Journal) -> None:
     folder_file = os.open(journal.folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(folder_file, journal.folder)
-        tail = Journal(journal.folder).tail  # again, now that nobody else writes
+        tail = Journal(journal.folder, journal.first_segment).tail  # again, now that nobody else writes
         if tail.verdict == "torn":
             if tail.offset:
                 file = os.open(path, os.O_WRONLY)

@@ -7,7 +7,7 @@ unchanged; a change of behaviour is a named flag in the header, and a journal wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -28,6 +28,9 @@ from lockstep.core.journal import (
     UnsealedRecord,
     read_journal,
 )
+
+if TYPE_CHECKING:
+    from lockstep.core.engine import Engine
 
 
 class Stepper(Protocol):
@@ -104,9 +107,9 @@ def replay(
         else:
             snapshot, refused = None, snapshot
     if engine is None:
-        engine = _make_engine(journal.header, make_engine)
+        engine = _first_engine(journal, make_engine)
 
-    first = snapshot.steps if snapshot is not None else 0
+    first = snapshot.steps if snapshot is not None else journal.first_step
     events, steps, batches, unsealed, digest = 0, 0, 0, 0, b""
     whole = True
     for record in journal.records():
@@ -150,7 +153,7 @@ def fold(
     the same events are put to another engine, and digests are ignored.
     """
     journal = read_journal(folder)
-    engine = _make_engine(journal.header, make_engine)
+    engine = _first_engine(journal, make_engine)
     for record in journal.events():
         if until is not None and record.step >= until:
             return
@@ -169,13 +172,70 @@ def _step(engine: Stepper, journal: Journal, record: EventRecord, *, strict: boo
     return step
 
 
-def _make_engine(header: JournalHeader, make_engine: MakeEngine | None) -> Stepper:
+def engine_at_start(journal: Journal) -> Engine:
+    """The engine before the first event that is left of a journal: a new one, or that of its first snapshot.
+
+    Raises: JournalError where the beginning has expired and the snapshot behind it cannot be used.
+    """
+    from lockstep.core.engine import Engine  # here, so that journals can be read without an engine
+    from lockstep.core.snapshot import restore
+
+    refuse_unreplayable(journal.header)
+    if not journal.first_step:
+        return Engine(journal.header.config)
+    opening = _opening(journal)
+    data = journal.load_snapshot(opening) if opening is not None else None
+    if opening is None or data is None:
+        raise JournalError(
+            f"{journal.segments[0]}: what came before it has expired, and the snapshot that it begins with is gone or "
+            "altered"
+        )
+    try:
+        engine = restore(data)
+    except ValueError as error:
+        raise JournalError(f"{journal.folder / opening.file}: {error}") from error
+    if engine.digest != opening.state_digest:
+        raise JournalError(f"{journal.folder / opening.file} holds another state than the journal says")
+    return engine
+
+
+def _opening(journal: Journal) -> Snapshot | None:
+    """The snapshot that stands right behind a journal's first header."""
+    records = journal.records()
+    next(records)
+    second = next(records, None)
+    return second.snapshot if isinstance(second, SnapshotRecord) else None
+
+
+def _first_engine(journal: Journal, make_engine: MakeEngine | None) -> Stepper:
+    if not journal.first_step:
+        return _make_engine(journal.header, make_engine)
+    engine = engine_at_start(journal)
+    if make_engine is None:
+        return engine
+    made = _make_engine(journal.header, make_engine)
+    if getattr(made, "digest", None) != engine.digest:
+        raise JournalError(
+            f"the first {journal.first_step} events of {journal.folder} have expired, so that it can only be replayed "
+            "as it was decided, from the snapshot behind them\nhint: lockstep journal verify does"
+        )
+    return made
+
+
+def refuse_unreplayable(header: JournalHeader) -> None:
+    """Raise JournalError for a journal that cannot be decided again: under unknown rules, or without its content."""
+    if header.content != "full":
+        raise JournalError("the journal keeps digests of what was said only, and cannot be decided again")
     unknown = [flag for flag in header.behaviour_flags if flag not in BEHAVIOUR_FLAGS]
     if unknown:
         raise JournalError(
             f"the journal was written under behaviour flags this core does not know: {', '.join(unknown)}\n"
             f"written by core {header.core_version}, read by core {CORE_VERSION}"
         )
+
+
+def _make_engine(header: JournalHeader, make_engine: MakeEngine | None) -> Stepper:
+    refuse_unreplayable(header)
     if make_engine is not None:
         return make_engine(header)
     from lockstep.core.engine import Engine  # here, so that journals can be read without an engine

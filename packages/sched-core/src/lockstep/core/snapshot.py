@@ -196,14 +196,29 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     sessions_unsettled: list[tuple[int, str]]
     media: MediaImage | None = None
     adapters: dict[str, Any] | None = None
+    host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.Decoder(EngineImage).decode
 
 
-def dump(engine: Engine) -> bytes:
-    """The engine's state between two steps."""
+class _HostPart(msgspec.Struct):
+    """What is read of a snapshot for its host."""
+
+    host: bytes = b""
+
+
+def host_part(data: bytes) -> bytes:
+    """What the host gave to `dump`. Raises ValueError for bytes that are no snapshot."""
+    try:
+        return msgspec.msgpack.decode(data, type=_HostPart).host
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a snapshot of an engine: {error}") from error
+
+
+def dump(engine: Engine, host: bytes = b"") -> bytes:
+    """The engine's state between two steps, and beside it whatever its host wants to find again."""
     memory = engine.memory
     image = EngineImage(
         format=SNAPSHOT_FORMAT,
@@ -259,6 +274,7 @@ def dump(engine: Engine) -> bytes:
         sessions_unsettled=list(engine.sessions.unsettled),
         media=_media_image(engine),
         adapters=memory.adapters.dump() if memory.adapters is not None else None,
+        host=host,
     )
     return _encode(image)
 

@@ -24,7 +24,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -164,6 +164,16 @@ class TextWatch(Protocol):
 
 
 @dataclass(slots=True)
+class Untold:
+    """What a request's sink has not been told of it when it is taken up again."""
+
+    offset: int  # number of the first of these tokens
+    tokens: list[int]
+    logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]]  # by output number, from `offset` on
+    end: FinishRequest | RejectRequest | None = None
+
+
+@dataclass(slots=True)
 class _Open:
     """A request that has not ended, as the host knows it."""
 
@@ -203,11 +213,12 @@ class HostClock:
 
     Args:
         now_ns: a monotonic clock.
+        start_us: what it says at first, where it goes on for another.
     """
 
-    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns, start_us: int = 0) -> None:
         self._now_ns = now_ns
-        self._zero_ns = now_ns()
+        self._zero_ns = now_ns() - 1000 * start_us
         self._newest_us = 0
         self._raw_us = 0
         self.stepped_back_us = 0  # by how much the clock below fell since `clamped` was last asked
@@ -277,6 +288,7 @@ class RuntimeHost:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why nothing is accepted any more
         self.batches = 0
+        self.turns = 0  # of the loop; several a second unless something does not return
         self._check_request = check_request
         self._watch_text = watch_text
         self._compile_grammar = compile_grammar
@@ -310,6 +322,37 @@ class RuntimeHost:
             self._next_request_id += samples
             self._inbox.put(_Submitted(msgspec.structs.replace(request, request_id=request_id), sinks))
         return request_id
+
+    def adopt(self, event: RequestArrived, sinks: Sequence[Sink], told: Sequence[Untold | None]) -> None:
+        """Take a request up that the engine has had since before a restart. Call it before `run`.
+
+        Args:
+            event: as it arrived, with its id; with n samples it needs n sinks.
+            told: of each sample, what its sink has not been told yet; None for one of which it knows the end.
+        """
+        for number, (sink, untold) in enumerate(zip(sinks, told, strict=True)):
+            if untold is None:
+                continue
+            request_id = event.request_id + number
+            opened = _Open(sample_of(event, number), sink, logprobs=untold.logprobs)
+            if untold.tokens:
+                logprobs = _taken_from(opened.logprobs, untold.offset, len(untold.tokens)) if opened.logprobs else None
+                sink.tokens(untold.offset, untold.tokens, logprobs)
+            request = self.engine.requests.get(request_id)
+            match untold.end:
+                case FinishRequest():
+                    sink.finished(untold.end, opened.extras)
+                case RejectRequest():
+                    sink.rejected(untold.end)
+                case None if request is None:
+                    raise ContractError(f"request {request_id} is to be taken up, but the engine does not have it")
+                case None:
+                    if event.stop_texts and self._watch_text is not None:
+                        opened.watch = self._watch_text(opened.event)
+                        outputs = np.frombuffer(request.tokens, np.int32)[request.prompt_tokens :]
+                        for at, token in enumerate(outputs.tolist()):
+                            opened.watch.push(at, token)
+                    self._open[request_id] = opened
 
     def cancel(self, request_id: RequestId) -> None:
         """The client left. Ids that are unknown or have ended are ignored."""
@@ -363,6 +406,7 @@ class RuntimeHost:
         """
         try:
             while not self._stop.is_set():
+                self.turns += 1
                 self._take_in()
                 if self._stop.is_set():
                     break
@@ -546,6 +590,9 @@ class RuntimeHost:
                 self._check_request(event)
         except ConfigError as error:
             return "bad_request", str(error).partition("\nhint: ")[0]
+        except Exception as error:  # what concerns one request ends one request
+            log.exception("a request could not be checked")
+            return "bad_request", f"it could not be checked: {type(error).__name__}: {error}"
         return None
 
     def _collect(self) -> None:
@@ -574,6 +621,10 @@ class RuntimeHost:
                 grammar_ended=result.grammar_ended,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,
+                top_ids=b"" if result.top_ids is None else result.top_ids.astype("<i4", copy=False).tobytes(),
+                top_logprobs=b""
+                if result.top_logprobs is None
+                else result.top_logprobs.astype("<f4", copy=False).tobytes(),
             )
         )
 

@@ -1,0 +1,55 @@
+"""What is said of the engine's lives, between the launcher, the nursery that forks engines, and the engine itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lockstep.host.recovery import Death
+
+MESSAGE_BYTES_MAX = 4096
+
+
+class ToNursery(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """From the launcher, about one life of the engine."""
+
+    generation: int
+
+
+class Begin(ToNursery, frozen=True):
+    """Fork an engine. `death` is how the one before ended, if there was one."""
+
+    death: Death | None
+
+
+class End(ToNursery, frozen=True):
+    """Kill it."""
+
+
+class FromNursery(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """To the launcher, about one life of the engine."""
+
+    generation: int
+
+
+class Began(FromNursery, frozen=True):
+    """It runs."""
+
+    pid: int
+
+
+class Over(FromNursery, frozen=True):
+    """It ended; negative: by this signal."""
+
+    status: int
+
+
+class Alive(FromNursery, frozen=True):
+    """From an engine that serves, several times a second while it gets on with what it has to do."""
+
+
+Command = Begin | End
+Report = Began | Over | Alive
+
+encode = msgspec.msgpack.Encoder().encode
+read_command = msgspec.msgpack.Decoder[Command](Command).decode
+read_report = msgspec.msgpack.Decoder[Report](Report).decode

@@ -1,0 +1,197 @@
+"""A journal that an engine can be picked up from: it begins segments with snapshots, and lets old ones expire.
+
+    segment 6  header | snapshot | events ...       whatever happens, the newest segment that begins with a snapshot and
+    segment 7  header | snapshot | events ...        those behind it are enough: `recovery` starts there
+    segment 8  header | snapshot | events ... torn
+
+A snapshot is taken between two events, every so often, and never so often that it takes a hundredth of the time. Beside
+the engine's state it has what recovery must know of requests that arrived before it: who sent them (`HostImage`).
+
+With content "digests" prompts, outputs and whatever else was said is left out, and so are snapshots, which hold it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from lockstep.core import snapshot
+from lockstep.core.engine import Engine
+from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, TokenDigest
+from lockstep.core.journal import DIGEST_BYTES, JournalWriter, opening_snapshot
+from lockstep.core.requests import prompt_bytes
+from lockstep.core.support import samples_asked
+
+Content = Literal["full", "digests"]
+LOOK_EVERY = 64  # events between two looks at the clock
+COST_SHARE = 0.01  # of the time that snapshots may take
+RECENT_S = 60.0  # so long whatever ended may not have reached who asked, and nothing expires
+SNAPSHOTS_KEPT = 2  # the newest, beside the one that a journal begins with
+
+
+class HostImage(msgspec.Struct, forbid_unknown_fields=True):
+    """What a host keeps beside the engine's state."""
+
+    origins: dict[str, tuple[RequestId, int]] = {}  # of open requests: id of the first sample, samples
+    newest: dict[str, int] = {}  # by sender: the highest number of an arrival in the journal
+    suspects: dict[RequestId, int] = {}  # on probation, see recovery: output tokens each had when the engine died
+    strikes: dict[str, int] = {}  # by origin: how often the engine died of taking it in
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def read_image(data: bytes) -> HostImage:
+    """The host's part of a snapshot. Raises ValueError for bytes that are none."""
+    part = snapshot.host_part(data)
+    if not part:
+        return HostImage()
+    try:
+        return msgspec.msgpack.decode(part, type=HostImage)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not what a host keeps beside a snapshot: {error}") from error
+
+
+def sender_and_number(origin: str) -> tuple[str, int]:
+    """An origin is SENDER/NUMBER; numbers of a sender rise. (origin, 0) for one that is no such thing."""
+    sender, _, number = origin.rpartition("/")
+    return (sender, int(number)) if number.isdecimal() else (origin, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How much of a journal is kept.
+
+    Args:
+        snapshot_s: between two snapshots, at least.
+        bytes_max: of all segments and snapshots; what is needed to recover stays, however large.
+        age_s: segments that ended longer ago expire; None: none does by age.
+    """
+
+    snapshot_s: float = 10.0
+    bytes_max: int = 1 << 30
+    age_s: float | None = None
+
+
+class DurableJournal:
+    """What a host writes to. Used in its thread.
+
+    Args:
+        engine: that the events are folded into; between two calls it stands behind the newest.
+        image: carried over from before a restart.
+    """
+
+    def __init__(
+        self,
+        writer: JournalWriter,
+        engine: Engine,
+        retention: Retention,
+        *,
+        image: HostImage | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.writer, self.engine, self.retention = writer, engine, retention
+        self.image = image or HostImage()
+        self.digests_only = writer.header.content == "digests"
+        self._now_s = now_s
+        self._due_s = now_s() + retention.snapshot_s
+        self._until_look = LOOK_EVERY
+        self._openings: dict[Path, str | None] = {}  # by segment: the snapshot it begins with
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Record one event and the digest of its Step; now and then behind it a snapshot."""
+        if isinstance(event, RequestArrived) and event.origin:
+            sender, number = sender_and_number(event.origin)
+            self.image.origins[event.origin] = (event.request_id, samples_asked(event))
+            self.image.newest[sender] = max(number, self.image.newest.get(sender, -1))
+        self.writer.append(_without_content(event) if self.digests_only else event, digest)
+        self._until_look -= 1
+        if not self._until_look:
+            self._until_look = LOOK_EVERY
+            if self._now_s() >= self._due_s:
+                self.begin_segment()
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Record an event whose step raised."""
+        self.writer.append_unsealed(_without_content(event) if self.digests_only else event)
+
+    def flush(self) -> None:
+        """Hand what was appended to the kernel."""
+        self.writer.flush()
+
+    def begin_segment(self, *, expire: bool = True) -> None:
+        """Take a snapshot, and let expire what is not needed any more."""
+        began_s = self._now_s()
+        if not self.digests_only:
+            self._forget_ended()
+            data = snapshot.dump(self.engine, _encode(self.image))
+            self.writer.begin_segment(data, self.engine.digest)
+        if expire:
+            self._expire()
+        took_s = self._now_s() - began_s
+        self._due_s = self._now_s() + max(self.retention.snapshot_s, took_s / COST_SHARE)
+
+    def close(self) -> None:
+        """Write the end record."""
+        self.writer.close()
+
+    def _forget_ended(self) -> None:
+        requests, image = self.engine.requests, self.image
+        image.origins = {
+            origin: (first, samples)
+            for origin, (first, samples) in image.origins.items()
+            if any(first + sample in requests for sample in range(samples))
+        }
+        for request_id in [one for one in image.suspects if one not in requests]:
+            del image.suspects[request_id]
+
+    def _expire(self) -> None:
+        """Drop the oldest segments while they are too old, or all together too large."""
+        folder = self.writer.folder
+        segments = sorted(folder.glob("*.log"))
+        openings = self._openings = {
+            path: self._openings[path] if path in self._openings else opening_snapshot(path) for path in segments
+        }
+        starts = segments if self.digests_only else [path for path in segments if openings[path] is not None]
+        needed = starts[-SNAPSHOTS_KEPT:]  # to recover, also in case the newest snapshot is damaged
+        first = self._first_kept(segments, [*starts[:-SNAPSHOTS_KEPT], *needed[:1]])
+        recent = [path for path in starts if time.time() - path.stat().st_mtime < RECENT_S]
+        names = {name for path in (first, *recent, *needed) if (name := openings[path])}
+        self.writer.drop_before(int(first.stem), names)
+
+    def _first_kept(self, segments: list[Path], starts: list[Path]) -> Path:
+        """With which segment the journal begins from now on; `starts` are those that it may begin with."""
+        sizes = {path: path.stat().st_size for path in segments}
+        snapshots = sum(path.stat().st_size for path in self.writer.folder.glob("snapshot-*"))
+        first, now_s, age_s = segments[0], time.time(), self.retention.age_s
+        for start in starts:
+            if start <= first:
+                continue
+            kept = snapshots + sum(size for path, size in sizes.items() if path >= first)
+            ended_s = segments[segments.index(start) - 1].stat().st_mtime
+            fits = kept <= self.retention.bytes_max and (age_s is None or now_s - ended_s <= age_s)
+            if fits or now_s - ended_s < RECENT_S:
+                break
+            first = start
+        return first
+
+
+def _without_content(event: ObservedEvent) -> ObservedEvent:
+    """The event, with lengths and digests for what was said."""
+    if isinstance(event, RequestArrived):
+        try:
+            tokens = prompt_bytes(event.prompt)
+        except ValueError:
+            tokens = b""
+        prompt = TokenDigest(len(tokens) // 4, blake2b(tokens, digest_size=DIGEST_BYTES).digest())
+        grammar = msgspec.structs.replace(event.grammar, source="") if event.grammar is not None else None
+        return msgspec.structs.replace(event, prompt=prompt, stop_texts=(), grammar=grammar, label="")
+    if isinstance(event, BatchFinished):
+        return msgspec.structs.replace(event, tokens=b"", logprobs=b"", top_ids=b"", top_logprobs=b"")
+    return event

@@ -1,0 +1,56 @@
+"""Kill the engine of a live server again and again, below streams whose every token is known.
+
+    python tests/kill_campaign.py                    1,000 kills, 32 streams
+    python tests/kill_campaign.py --kills 200
+    python tests/kill_campaign.py --seed 7           the same requests and the same pauses again
+
+Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.kills import ARGUMENTS, campaign
+from tests.support.live_server import serving
+
+
+def main(arguments: list[str]) -> int:
+    """Run a campaign. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
+    parser.add_argument("--speed", type=float, default=0.1, help="of the emulated GPU")
+    parser.add_argument("--snapshot-s", type=float, default=2.0)
+    parser.add_argument("--gap-s", type=float, nargs=2, default=(0.05, 1.0), help="between two kills")
+    parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
+    told = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
+    print(f"seed {seed}: python tests/kill_campaign.py --seed {seed} --kills {told.kills}", flush=True)
+    given = ("--speed", str(told.speed), "--snapshot-s", str(told.snapshot_s))
+    with tempfile.TemporaryDirectory() as folder:
+        log = told.log or Path(folder) / "log"
+        with serving(log, *ARGUMENTS, *given, "--restarts", str(told.kills + 1)) as server:
+            outcome = campaign(
+                server,
+                seed=seed,
+                kills=told.kills,
+                streams=told.streams,
+                gap_s=tuple(told.gap_s),
+                progress=lambda line: print(line, flush=True),
+            )
+        print(outcome.text())
+        if outcome.tally.faults:
+            print(log.read_text()[-3000:])
+    return 1 if outcome.tally.faults or outcome.kills < told.kills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""Streams whose every token is known in advance, and an engine that is killed below them.
+
+An emulated engine's answer follows from prompt, seed and position, so whoever asks knows it: a token that is lost, said
+twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn ones,
+several samples, stop texts, `min_tokens`, answers that end by themselves.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.api.emulate import Vocabulary
+from lockstep.api.plain_text import BYTES, END, FIRST_WORD
+from tests.support.live_server import LiveServer
+
+VOCABULARY = 151_936  # of qwen3
+MEAN_TOKENS = 60
+ARGUMENTS = ("--emulate", "qwen3-0.6b@h200", "--answer-tokens", str(MEAN_TOKENS), "--shutdown-s", "1")
+WORDS = Vocabulary(first=FIRST_WORD, count=VOCABULARY - FIRST_WORD, end=END, mean_tokens=MEAN_TOKENS)
+TIMEOUT_S = 120.0  # without a line
+DRAINED_S = 0.05  # what a dead engine had sent has arrived by then
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request, and what must come of it."""
+
+    body: dict[str, Any]
+    texts: list[str]  # by sample
+    reasons: list[str]
+
+
+def ask(rng: random.Random, name: str, tokens: tuple[int, int]) -> Asked:
+    """A request of some kind, with at most so many tokens."""
+    prompt = f"{name}: {'x' * rng.randrange(200)}"
+    ids = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)
+    assert int(ids.max()) < BYTES
+    kind = rng.choice(("greedy", "greedy", "drawn", "samples", "stop", "min_tokens"))
+    most = rng.randint(*tokens)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    samples, least, stop, seed = 1, 0, "", None
+    if kind in ("drawn", "samples"):
+        seed = rng.randrange(2**31)
+        body |= {"temperature": 1, "seed": seed}
+    if kind == "samples":
+        samples = body["n"] = rng.randint(2, 4)
+    if kind == "min_tokens":
+        least = body["min_tokens"] = rng.randint(1, most)
+    else:
+        body["ignore_eos"] = True
+    if kind == "stop":
+        text, _ = _answer(ids, None, most, 0, ends=False)
+        at = rng.choice(text.split())
+        stop = body["stop"] = rng.choice((f" {at}", f"{at} ", at[1:]))
+    texts, reasons = [], []
+    for sample in range(samples):
+        own = None if seed is None else seed + sample
+        text, reason = _answer(ids, own, most, least, ends=kind == "min_tokens")
+        cut = text.find(stop) if stop else -1
+        texts.append(text if cut < 0 else text[:cut])
+        reasons.append(reason if cut < 0 else "stop")
+    return Asked(body=body, texts=texts, reasons=reasons)
+
+
+def _answer(ids: Any, seed: int | None, most: int, least: int, *, ends: bool) -> tuple[str, str]:
+    """The text of an answer, and why it ends."""
+    key = WORDS.key(ids, seed)
+    length = max(WORDS.length(key), least + 1)
+    words = [f" w{word}" for word in WORDS.words(np.array([key], np.uint64).repeat(most), np.arange(most)).tolist()]
+    if length <= most:
+        if ends:
+            return "".join(words[: length - 1]), "stop"
+        words[length - 1] = ""  # the end, which is passed over
+    return "".join(words), "length"
+
+
+@dataclass
+class Tally:
+    """What became of all requests."""
+
+    requests: int = 0
+    tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)  # the first of them, in words
+    heard_s: float = 0.0  # when the newest token came
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault(self, kind: str, what: str) -> None:
+        """Note that something was not as it must be."""
+        with self.lock:
+            self.faults[kind] += 1
+            if len(self.first) < 10:
+                self.first.append(f"{kind}: {what}")
+
+
+def serve_one(url: str, asked: Asked, tally: Tally) -> None:
+    """Send a request, read its stream to the end, and hold it against what it must be."""
+    host = url.removeprefix("http://")
+    texts, reasons, over = [""] * len(asked.texts), [""] * len(asked.texts), False
+    connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(asked.body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            tally.fault("refused", f"{answer.status} {answer.read()[:300]!r} for {asked.body['prompt'][:20]}")
+            return
+        while line := answer.readline():
+            if line == b"data: [DONE]\n":
+                over = True
+            elif line.startswith(b"data: "):
+                said = json.loads(line[6:])
+                if "error" in said:
+                    tally.fault("error", f"{said['error']['message']} for {asked.body['prompt'][:20]}")
+                    return
+                for choice in said["choices"]:
+                    texts[choice["index"]] += choice["text"]
+                    reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+                    tally.heard_s = time.monotonic()
+    except (OSError, http.client.HTTPException) as error:
+        tally.fault("broken", f"{type(error).__name__}: {error} for {asked.body['prompt'][:20]}")
+        return
+    finally:
+        connection.close()
+    if not over:
+        tally.fault("broken", f"no [DONE] for {asked.body['prompt'][:20]}")
+    with tally.lock:
+        tally.requests += 1
+        tally.tokens += sum(text.count(" w") for text in asked.texts)
+    for sample, (got, wanted) in enumerate(zip(texts, asked.texts, strict=True)):
+        if got != wanted:
+            tally.fault(_kind(got, wanted), f"sample {sample} of {asked.body}: {_difference(got, wanted)}")
+        elif reasons[sample] != asked.reasons[sample]:
+            tally.fault("reason", f"{reasons[sample]}, not {asked.reasons[sample]}, for {asked.body}")
+
+
+def _kind(got: str, wanted: str) -> str:
+    words, expected = re.findall(r" w\d+", got), re.findall(r" w\d+", wanted)
+    if len(words) > len(expected) or len(set(words)) < len(words):
+        return "doubled"
+    return "lost" if set(words) < set(expected) else "wrong"
+
+
+def _difference(got: str, wanted: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+    return f"{len(got)} characters for {len(wanted)}, from {at} on {got[at : at + 40]!r} for {wanted[at : at + 40]!r}"
+
+
+@dataclass
+class Outcome:
+    """A campaign, as figures."""
+
+    kills: int
+    seconds: float
+    tally: Tally
+    back_s: list[float]  # from each kill to the first token of an engine that came after it
+
+    def text(self) -> str:
+        """In words."""
+        tally, back = self.tally, sorted(self.back_s)
+        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.faults.items()))
+        verdict = f"FAULTS: {faults}" if faults else "0 lost, 0 doubled, 0 wrong, every stream ended as it should"
+        shown = [f"{self.kills} kills in {self.seconds:.0f} s: {tally.requests} requests, {tally.tokens:,} tokens"]
+        shown.append(verdict)
+        if back:
+            p99 = back[min(len(back) - 1, round(0.99 * (len(back) - 1)))]
+            shown.append(f"kill to next token: median {back[len(back) // 2]:.3f} s, p99 {p99:.3f}, max {back[-1]:.3f}")
+        return "\n".join([*shown, *tally.first])
+
+
+def campaign(
+    server: LiveServer,
+    *,
+    seed: int,
+    kills: int,
+    streams: int = 32,
+    gap_s: tuple[float, float] = (0.05, 1.0),
+    tokens: tuple[int, int] = (20, 150),
+    progress: Callable[[str], object] = lambda _: None,
+    how: signal.Signals = signal.SIGKILL,
+) -> Outcome:
+    """Kill the engine so often, at random instants, while so many clients ask one thing after the other."""
+    rng, tally, enough = random.Random(seed), Tally(), threading.Event()
+
+    def client(number: int) -> None:
+        own = random.Random(f"{seed} {number}")
+        count = 0
+        while not enough.is_set():
+            serve_one(server.url, ask(own, f"{seed}-{number}-{count}", tokens), tally)
+            count += 1
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(streams)]
+    for thread in threads:
+        thread.start()
+    began_s, back_s, done = time.monotonic(), list[float](), 0
+    killed_s: float | None = None
+    next_s = began_s + 0.5
+    pid = 0
+    while done < kills and server.process.poll() is None and not tally.faults:
+        now_s = time.monotonic()
+        if killed_s is not None and tally.heard_s > killed_s + DRAINED_S:
+            back_s.append(tally.heard_s - killed_s)
+            killed_s = None
+        if now_s >= next_s:
+            alive = server.children().get("engine", 0)
+            if alive and alive != pid:
+                os.kill(alive, how)
+                pid, done = alive, done + 1
+                killed_s = killed_s or time.monotonic()  # a kill before it was back counts from the one before
+                next_s = time.monotonic() + rng.uniform(*gap_s)
+                if done % 20 == 0:
+                    progress(f"{done} kills, {tally.requests} requests")
+        time.sleep(0.002)
+    enough.set()
+    for thread in threads:
+        thread.join()
+    if killed_s is not None and tally.heard_s > killed_s + DRAINED_S:
+        back_s.append(tally.heard_s - killed_s)
+    if server.process.poll() is not None:
+        tally.fault("server", f"it ended with {server.process.returncode}")
+    return Outcome(done, time.monotonic() - began_s, tally, back_s)
