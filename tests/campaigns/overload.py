@@ -1,4 +1,4 @@
-"""More than a server can do, from all sides at once: `python3 dev.py overload`, or `make overload`.
+"""More than a server can do, from all sides: `python3 dev.py overload`, or `make overload`.
 
 An emulated engine serves a closed loop of clients that keeps its batch full in every phase. Beside them come, one phase
 after another: ten times as many requests as it can answer; readers that take a byte a second; clients that leave in the
@@ -23,6 +23,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,8 +45,8 @@ TOKENS = 160  # of an answer: the batch turns over in about two seconds
 STALLED_S = 3.0
 CONFIG = f"""
 emulate = "qwen3-0.6b@h200"
-speed = 0.08
-slow_reader_s = 5.0
+speed = 0.12
+slow_reader_s = 45.0
 stalled_s = {STALLED_S}
 shutdown_s = 1.0
 
@@ -61,6 +62,7 @@ max_running_requests = {ROWS}
 """
 FINE = frozenset({200, 400, 401, 404, 405, 408, 413, 415, 429, 501, 503})
 READ_S = 60.0
+READERS_S = 200.0  # for all slow readers to be let in, one after another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +98,17 @@ class Phase:
     healthy: int = 0  # looks at /health, and how many said 200
     looks: int = 0
     slowest_look_s: float = 0.0
+    slow: int = 0  # readers that were let in,
+    slow_now: int = 0
+    slow_most: int = 0  # and of these at once
 
     def line(self) -> str:
         answers = " ".join(f"{status}x{count}" for status, count in sorted(self.statuses.items()))
+        slow = f"; {self.slow} slow, {self.slow_most} at once" if self.slow else ""
         return (
             f"{self.name:12} {self.seconds:6.1f} {self.steps:7} {self.engine_us:9.1f} {self.worker_share:7.2f} "
             f"{self.engine_bytes / 1e6:9.1f} {self.worker_bytes / 1e6:9.1f} {self.healthy:4}/{self.looks:<4} "
-            f"{self.slowest_look_s * 1e3:7.0f}  {answers}"
+            f"{self.slowest_look_s * 1e3:7.0f}  {answers}{slow}"
         )
 
 
@@ -141,10 +147,10 @@ class Overload:
             print(f"sustainable: {rate:.1f} requests/s of {TOKENS} tokens", flush=True)
             phases: tuple[tuple[str, Callable[[], Awaitable[None]]], ...] = (
                 ("10x", lambda: self.open_loop(10.0 * rate, plan.seconds)),
-                ("slow readers", lambda: self.crowd(self.slow_reader, plan.readers, plan.readers)),
-                ("leavers", lambda: self.crowd(self.leaver, plan.leavers, 30)),
-                ("bodies", lambda: self.crowd(self.bad_body, plan.bodies, 24)),
-                ("bytes", lambda: self.crowd(self.bad_bytes, plan.bodies // 2, 24)),
+                ("slow readers", lambda: self.crowd(self.slow_reader, plan.readers, plan.seconds / 6)),
+                ("leavers", lambda: self.crowd(self.leaver, plan.leavers, plan.seconds)),
+                ("bodies", lambda: self.crowd(self.bad_body, plan.bodies, plan.seconds)),
+                ("bytes", lambda: self.crowd(self.bad_bytes, plan.bodies // 2, plan.seconds / 2)),
             )
             for name, do in phases:
                 await self.phase(name, do)
@@ -264,15 +270,15 @@ class Overload:
             task.add_done_callback(asked.discard)
         await asyncio.gather(*asked)
 
-    async def crowd(self, one: Callable[[int], Awaitable[None]], count: int, at_once: int) -> None:
-        """So many of a kind, some of them at once."""
-        gate = asyncio.Semaphore(at_once)
+    async def crowd(self, one: Callable[[int], Awaitable[None]], count: int, over_s: float) -> None:
+        """So many of a kind, who come over so long a time."""
+        draw = random.Random(f"{self.plan.seed} {one.__name__}")
 
-        async def enter(number: int) -> None:
-            async with gate:
-                await one(number)
+        async def enter(number: int, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            await one(number)
 
-        await asyncio.gather(*(enter(number) for number in range(count)))
+        await asyncio.gather(*(enter(number, draw.random() * over_s) for number in range(count)))
 
     async def complete(self, prompt: str, *, stream: bool) -> int:
         """A request as it should be. Returns its status."""
@@ -282,21 +288,23 @@ class Overload:
 
     async def slow_reader(self, number: int) -> None:
         """Asks for a stream that says everything so far in each event, and takes a byte a second."""
-        params = {"max_new_tokens": TOKENS, "ignore_eos": True}
+        params = {"max_new_tokens": TOKENS, "ignore_eos": True, "n": 2}
         body = json.dumps({"text": f"slow {number}", "sampling_params": params, "stream": True}).encode()
-        until_s = time.monotonic() + READ_S
+        until_s = time.monotonic() + READERS_S
         while time.monotonic() < until_s:
-            reader, writer = await asyncio.open_connection(*self.where, limit=1024)
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, self.where)
+            reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
             try:
                 writer.write(request("/generate", body))
                 first = await asyncio.wait_for(reader.readexactly(12), READ_S)
                 self.now.statuses[int(first[9:12])] += 1
                 if first[9:12] == b"503":
-                    await asyncio.sleep(1.0 + number % 7 / 7)  # as it was told to
+                    await asyncio.sleep(1.0 + number % 70 / 70)  # as it was told to
                     continue
-                for _ in range(15):
-                    await reader.readexactly(1)
-                    await asyncio.sleep(1.0)
+                await self.read_slowly(reader)
             except (OSError, asyncio.IncompleteReadError):
                 pass  # given up by the server
             except TimeoutError:
@@ -304,6 +312,20 @@ class Overload:
             finally:
                 writer.transport.abort()
             return
+        self.now.problems.append("a slow reader was never let in")
+
+    async def read_slowly(self, reader: asyncio.StreamReader) -> None:
+        """A byte a second, for a minute or as long as the server bears it."""
+        phase = self.now
+        phase.slow_now += 1
+        phase.slow_most = max(phase.slow_most, phase.slow_now)
+        phase.slow += 1
+        try:
+            for _ in range(round(self.plan.seconds)):
+                await reader.readexactly(1)
+                await asyncio.sleep(1.0)
+        finally:
+            phase.slow_now -= 1
 
     async def leaver(self, number: int) -> None:
         """Leaves somewhere between connecting and the middle of an answer."""
