@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios golden swarm bench gpu-check
+.PHONY: help demo check test scenarios golden swarm overload bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ golden:     ## record golden journals that are missing; ARGS=NAME records one ag
 
 swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_000" for so many steps
 	@$(PYTHON) dev.py swarm $(ARGS)
+
+overload:   ## more than a server can do, from all sides, for five minutes; ARGS=--short for one
+	@$(PYTHON) dev.py overload $(ARGS)
 
 bench:      ## the benchmarks
 	@$(PYTHON) dev.py bench $(ARGS)

@@ -8,6 +8,7 @@
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
     python3 dev.py golden ARGS        record golden journals that are missing, or by name again
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
+    python3 dev.py overload ARGS      more than a server can do, from all sides; --short for a minute of it
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py gpu-check ARGS     on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
@@ -116,6 +117,10 @@ def swarm(args):
     return call(PYTHON, "tests/swarm.py", *args)
 
 
+def overload(args):
+    return call(PYTHON, "-m", "tests.campaigns.overload", *args)
+
+
 def bench(args):
     return call(PYTHON, "benchmarks/run.py", *args)
 
@@ -142,6 +147,7 @@ TASKS = {
     "scenarios": ("dev", scenarios),
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
+    "overload": ("dev", overload),
     "bench": ("demo", bench),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),

@@ -1,0 +1,1 @@
+"""Long runs against a live server: what it promises, at a volume that no test has time for."""
