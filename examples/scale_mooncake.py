@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--by", type=int, default=16, help="divides 512")
     parser.add_argument("--outputs-by", type=int, help="divides outputs, if not as prompts are")
-    parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt, scaled; longer ones are left out")
+    parser.add_argument("--longest", type=int, default=3072, help="tokens of a prompt, scaled; longer are left out")
     parser.add_argument("--limit", type=int, help="rows to read")
     arguments = parser.parse_args()
     by = arguments.by
