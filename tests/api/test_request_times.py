@@ -45,6 +45,6 @@ def test_who_was_never_admitted_has_none() -> None:
     arrived = RequestArrived(5, request_id=3, prompt=TokenIds(b"\0\0\0\0"), max_new_tokens=1, parallel_samples=2)
     times.observe(arrived, Step())
     assert times.take(3, -1, -1) == RequestTimes()
-    admitted = RequestAdmitted(9, request_id=4, row=0, cached_tokens=0, new_tokens=1)
+    admitted = RequestAdmitted(9, request_id=4, row=0, cached_tokens=0, new_tokens=1, waited_us=4)
     times.observe(LaneReady(9), Step(decided=[admitted]))
     assert times.take(4, -1, -1) == RequestTimes(4)
