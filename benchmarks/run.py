@@ -27,6 +27,7 @@ NEEDS = {
     "host_loop": ("torch",),
     "overlap": (),
     "http_overhead": ("fastapi",),
+    "load_generators": ("aiperf",),
     "simulation_speed": ("LOCKSTEP_PEERS",),
     "memory_growth": ("LOCKSTEP_PEERS",),
     "cluster_speed": (),

@@ -29,7 +29,7 @@ import zmq
 
 from lockstep.api import children
 from lockstep.api.claims import Claims, Lost
-from lockstep.api.engines import EngineUnit, Place, build_engine
+from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
 from lockstep.api.sockets import engine_address, reader
 from lockstep.api.wire import (
@@ -97,6 +97,7 @@ class EngineProcess:
         self._mailbox = reader(self._context, engine_address(folder))
         self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
         self.outbox = Outbox(Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift)
+        self.host.observe = both(self.host.observe, self.outbox.times.observe)
         self._open: dict[tuple[int, int], _Open] = {}  # by worker and ticket; entries leave in the host's thread
 
     def run(self) -> None:

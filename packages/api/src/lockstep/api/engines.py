@@ -245,11 +245,11 @@ def _model(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     )
     if meter is None:
         return unit
-    llm.host.observe = _both(llm.host.observe, meter.fold)
+    llm.host.observe = both(llm.host.observe, meter.fold)
     return replace(unit, drift=meter.read)
 
 
-def _both(first: Observer | None, second: Observer) -> Observer:
+def both(first: Observer | None, second: Observer) -> Observer:
     """Two observers as one."""
     if first is None:
         return second

@@ -20,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from lockstep.api.metrics_folder import FOLDER
-from lockstep.api.wire import RATIOS, BatchDrift, Gauges
+from lockstep.api.wire import ITERATION_TOKENS, RATIOS, BatchDrift, Ended, Gauges
 
 if TYPE_CHECKING:
     from lockstep.api.generation import Choice, Generation
@@ -44,8 +44,14 @@ SGLANG = {
     "num_requests_waiting": "num_queue_reqs",
     "kv_cache_usage_perc": "token_usage",
     "num_preemptions": "num_retracted_reqs",
+    "request_queue_time_seconds": "queue_time_seconds",
+    "kv_used_tokens": "num_used_tokens",
+    "prefix_cache_hit_ratio": "cache_hit_rate",
 }
 """Where the meaning is equal; the prefix is sglang:."""
+
+NOT_VLLM = ("http_", "batch_", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio")
+"""What vLLM has not begins so; everything else is its name, too."""
 
 
 class Metrics:
@@ -74,6 +80,12 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
         self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From the engine's door to admission.", REQUEST_S)
+        self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token.", REQUEST_S)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
+        self._inference = histogram("request_inference_time_seconds", "From admission to the last token.", REQUEST_S)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token but the first.", ITL_S)
+        self._asked = histogram("request_max_num_generation_tokens", "Tokens that an answer may have.", TOKENS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
@@ -90,6 +102,8 @@ class Metrics:
         """A request was sent to the engine."""
         for choice in generation.choices:
             self._prompt.observe(len(choice.prompt.ids))
+            if generation.wanted.max_tokens is not None:
+                self._asked.observe(generation.wanted.max_tokens)
         self._prompt_tokens.inc(generation.usage().prompt_tokens)
 
     def saw(self, generation: Generation, choice: Choice) -> None:
@@ -114,6 +128,19 @@ class Metrics:
         self._cached.inc(ended.cached_tokens)
         self._queries.inc(ended.prompt_tokens)
         self._hits.inc(ended.cached_tokens)
+        self._saw_phases(ended)
+
+    def _saw_phases(self, ended: Ended) -> None:
+        """Where its time went, as the engine says."""
+        if ended.queue_us >= 0:
+            self._queue.observe(ended.queue_us / 1e6)
+        if ended.prefill_us < 0:
+            return
+        self._prefill.observe(ended.prefill_us / 1e6)
+        self._decode.observe(ended.decode_us / 1e6)
+        self._inference.observe((ended.prefill_us + ended.decode_us) / 1e6)
+        if ended.output_tokens > 1:
+            self._tpot.observe(ended.decode_us / 1e6 / (ended.output_tokens - 1))
 
     def _saw_times(self, generation: Generation, choice: Choice, arrivals: list[tuple[float, int]]) -> None:
         times = [now_s for now_s, _ in arrivals]
@@ -143,10 +170,15 @@ class Metrics:
     def _engine(self, gauges: Gauges) -> Iterator[Metric]:
         """How the engine stands."""
         labels, values = ("model_name", "engine"), self._labels
+        used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
+        hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
         for name, about, value in (
             ("num_requests_running", "Requests that run.", gauges.running),
             ("num_requests_waiting", "Requests that wait.", gauges.waiting),
             ("kv_cache_usage_perc", "Share of the KV pool that cannot be had at once, 0 to 1.", gauges.token_usage),
+            ("kv_used_tokens", "Tokens of the KV pool that cannot be had at once.", used_tokens),
+            ("kv_cached_pages", "Pages that only the radix cache holds.", gauges.pages_cached),
+            ("prefix_cache_hit_ratio", "Prompt tokens found in the radix cache, of all; 0 to 1.", hit_ratio),
         ):
             one = GaugeMetricFamily(f"lockstep_{name}", about, labels=labels)
             one.add_metric(values, value)
@@ -154,6 +186,11 @@ class Metrics:
         counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
         counted.add_metric(values, gauges.retractions)
         yield counted
+        batches = HistogramMetricFamily("lockstep_iteration_tokens_total", "Tokens of a batch.", labels=labels)
+        bounds = zip([*map(str, ITERATION_TOKENS), "+Inf"], accumulate(gauges.batch_counts), strict=True)
+        if gauges.batch_counts:
+            batches.add_metric(values, list(bounds), gauges.batch_tokens)
+            yield batches
         if gauges.drift:
             yield from self._drift(gauges.drift)
 
@@ -176,7 +213,7 @@ class Metrics:
         """The same under the names that other servers' dashboards ask for."""
         for metric in metrics:
             name = metric.name.removeprefix("lockstep_")
-            if "vllm" in self._compat and not name.startswith(("http_", "batch_")):  # which it has not
+            if "vllm" in self._compat and not name.startswith(NOT_VLLM):
                 yield _called(metric, f"vllm:{name}")
             if "sglang" in self._compat and name in SGLANG:
                 yield _called(metric, f"sglang:{SGLANG[name]}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+from lockstep.api.request_times import EngineTimes
 from lockstep.api.sockets import worker_address, writer
 from lockstep.api.wire import Answered, BatchDrift, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
 from lockstep.core.commands import FinishRequest, RejectRequest
@@ -89,6 +90,7 @@ class Outbox:
         drift: Callable[[], tuple[BatchDrift, ...]] = tuple,
     ) -> None:
         self._writers, self._engine, self._stuck, self._drift = writers, engine, stuck, drift
+        self.times = EngineTimes()
         self._pages: dict[int, _Page] = {}
         self._answers: list[Answered] = []
         self._gauges_us = -GAUGES_EVERY_US
@@ -100,6 +102,10 @@ class Outbox:
         if page is None:
             page = self._pages[worker] = _Page()
         return page
+
+    def now_us(self) -> int:
+        """The time of the event that is performed."""
+        return self._engine.now_us
 
     def answer(self, answer: Answered) -> None:
         """Put the answer to a control request down."""
@@ -138,6 +144,10 @@ class Outbox:
             retractions=now.counts.retractions,
             accepting=not now.draining,
             drift=self._drift(),
+            page_size=engine.config.page_size,
+            batch_counts=tuple(self.times.batch_counts),
+            batch_tokens=self.times.batch_tokens,
+            pages_cached=now.pages_cached,
         )
 
 
@@ -150,9 +160,13 @@ class SampleSink:
 
     def __init__(self, outbox: Outbox, worker: int, ticket: int, sample: int, over: Callable[[], object]) -> None:
         self._outbox, self._worker, self._ticket, self._sample, self._over = outbox, worker, ticket, sample, over
+        self._first_us = self._last_us = -1  # tokens
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Put new tokens down."""
+        self._last_us = self._outbox.now_us()
+        if self._first_us < 0:
+            self._first_us = self._last_us
         page = self._outbox.page(self._worker)
         if logprobs is not None:
             page.logprobs.append(_packed(len(page.tickets), logprobs))
@@ -168,6 +182,7 @@ class SampleSink:
         logprobs = [extras.prompt_logprobs[position] for position in positions]
         tops = [list(extras.prompt_top_logprobs.get(position, {}).items()) for position in positions]
         most = min(map(len, tops), default=0)
+        times = self._outbox.times.take(end.request_id, self._first_us, self._last_us)
         self._end(
             Ended(
                 self._ticket,
@@ -182,6 +197,9 @@ class SampleSink:
                 prompt_top_ids=np.array([[token for token, _ in one[:most]] for one in tops], "<i4").tobytes(),
                 prompt_top_logprobs=np.array([[value for _, value in one[:most]] for one in tops], "<f4").tobytes(),
                 vector=b"" if extras.pooled is None else _floats(extras.pooled.values),
+                queue_us=times.queue_us,
+                prefill_us=times.prefill_us,
+                decode_us=times.decode_us,
             )
         )
 

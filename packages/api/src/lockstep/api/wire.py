@@ -150,6 +150,10 @@ class BatchDrift(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     predicted_s: float
 
 
+ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
+"""Upper bounds of the counts of batches by their tokens, as vLLM has them."""
+
+
 class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How an engine stands, a few times a second while it works and once when it comes to rest."""
 
@@ -162,6 +166,12 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     retractions: int
     accepting: bool  # whether new requests are taken
     drift: tuple[BatchDrift, ...] = ()  # by kind of batch; none without a calibration
+    page_size: int = 0  # tokens
+    batch_counts: tuple[
+        int, ...
+    ] = ()  # since the engine began: batches by their tokens, up to ITERATION_TOKENS and more
+    batch_tokens: int = 0  # and their tokens
+    pages_cached: int = 0  # held by nobody but the radix cache
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -203,6 +213,9 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     prompt_top_ids: bytes = b""  # int32 [positions, tops]: the likeliest in their places
     prompt_top_logprobs: bytes = b""  # float32
     vector: bytes = b""  # float32: of a request of kind embed
+    queue_us: int = -1  # from its arrival at the engine to its admission; -1 where that is not known,
+    prefill_us: int = -1  # from there to its first token,
+    decode_us: int = -1  # and from there to its last
 
 
 class StepAnswers(ToWorker, frozen=True):
