@@ -40,7 +40,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, Parallel, build_model
-from lockstep.runtime.models.settings import DTYPES
+from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.rank_wire import RankSettings

@@ -157,7 +157,7 @@ class Executor:
         self.pooling, self.split = pooling or Pooling(), split
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
-        self._unfolded: deque[_Launched] = deque()  # begun, and their changes are not in the tables: failed, or the newest
+        self._unfolded: deque[_Launched] = deque()  # begun, and not in the tables: failed, or newest
         self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
         self._prompt_tops = [0] * tables.count  # likeliest tokens wanted beside each of the prompt, likewise
         self._sums: dict[int, Tensor] = {}  # float32 [hidden] by row of kind embed
