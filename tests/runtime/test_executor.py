@@ -292,6 +292,35 @@ def test_what_a_failed_batch_wrote_may_be_read_only_by_who_could_not_know() -> N
         device.collect()
 
 
+@pytest.mark.parametrize("place", ["lane.begin", "lane.upload", "tables.fold"])
+@pytest.mark.parametrize("canary", [False, True])
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+def test_changes_of_a_batch_that_failed_early_are_made_before_anything_else_runs(
+    run_at: WhenToRun, canary: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 3 goes from r0 to r1, whose decode is launched behind: it must not write into the pages that r0 left."""
+    device = executor(run_at, canary=canary)
+    run(device, EXTEND)
+    part: Any = getattr(device, place.partition(".")[0])
+    inner, calls = getattr(part, place.partition(".")[2]), []
+
+    def fails_twice(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) < 3:
+            raise RuntimeError("out of pinned memory")
+        return inner(*given)
+
+    monkeypatch.setattr(part, place.partition(".")[2], fails_twice)
+    told = contexts_of(ARRIVALS)
+    taken = (RowTaken(3, 1, 0),)
+    device.launch(plan(1, "extend", [(3, 1, 0, 2)], rows_taken=taken, deltas=deltas((3, 0, [30]))), contexts=told)
+    device.launch(plan(2, "decode", [(3, 1, 2, 3)]), contexts=told)
+    device.launch(plan(3, "decode", [(3, 1, 3, 4)]), contexts=told)
+    assert [device.collect().error for _ in range(3)] == ["RuntimeError: out of pinned memory"] * 2 + [""]
+    assert device.tables.page_table[3, :2].tolist() == [30, device.tables.page_count]
+    assert run(device, replace(SHARED, batch_id=4)) == [alone(PROMPTS[2], 1)]
+
+
 def test_kv_of_another_namespace_is_not_its_own() -> None:
     """The core puts the version of the weights into the namespace as well."""
     device = executor()

@@ -190,6 +190,32 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     assert whole.text
 
 
+def test_an_end_token_that_the_model_does_not_have_fails_nobody(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, VOCABULARY + 5]}))
+    with LLM(tmp_path, random_weights_seed=1, **SMALL) as llm:
+        assert llm.config.eos_token_ids == (2, 7)
+        answers = llm.generate([[5, 6, 7], [8, 9]], [Params(max_new_tokens=4, min_new_tokens=4), Params()])
+        assert [answer.error for answer in answers] == ["", ""]
+    assert f"`eos_token_id` {VOCABULARY + 5} is passed over" in caplog.text
+    with pytest.raises(ConfigError, match=f"`eos_token_ids` holds token 999, but the model has {VOCABULARY}"):
+        LLM(folder, random_weights_seed=1, eos_token_ids=(999,), **SMALL)
+
+
+def test_settings_that_only_the_sampler_finds_wrong_end_one_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(folder, random_weights_seed=1, **SMALL) as llm:
+        monkeypatch.setattr(llm.host, "_check_request", lambda request: None)
+        wrong = Params(max_new_tokens=4, min_new_tokens=4, stop_token_ids=[VOCABULARY])
+        asked = [llm.ask([5, 6, 7], one) for one in (Params(max_new_tokens=4, ignore_eos=True), wrong)]
+        good, bad = [llm.wait(one) for one in asked]
+    assert (good.error, len(good.token_ids)) == ("", 4)
+    assert (bad.finish_reason, bad.token_ids) == ("invalid", [])
+
+
 def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> None:
     """Chat models name the end of a turn in generation_config.json only."""
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())

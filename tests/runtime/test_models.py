@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.runtime.models import Decoder, Parallel, build_model  # noqa: E402
+from lockstep.runtime.models.config_reader import ConfigReader  # noqa: E402
 from lockstep.runtime.models.rope import RopeSettings, read_rope  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 
@@ -271,11 +272,103 @@ def test_a_config_without_a_folder_needs_a_seed() -> None:
 
 
 def test_rope_settings_are_read_in_both_forms() -> None:
-    problems: list[str] = []
-    older = read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, problems)
-    newer = read_rope({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}}, problems)
-    assert older == newer == RopeSettings(theta=5e5, kind="linear", factor=2.0)
-    assert not problems
-    read_rope({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, problems)
-    (problem,) = problems
+    older = rope_of({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}})
+    newer = rope_of({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}})
+    by_layer = {"full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}, "sliding_attention": {}}
+    assert older == newer == rope_of({"rope_parameters": by_layer}) == RopeSettings(theta=5e5, kind="linear", factor=2)
+    reader = ConfigReader({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
+    read_rope(reader)
+    (problem,) = reader.problems
     assert problem.endswith("lacks `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`")
+
+
+def rope_of(config: dict[str, Any]) -> RopeSettings:
+    reader = ConfigReader(config)
+    rope = read_rope(reader)
+    reader.check()
+    return rope
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("`rope_theta` must be a positive number, got `abc`", {"rope_theta": "abc"}),
+    ("`rope_theta` must be a positive number, got `nan`", {"rope_theta": float("nan")}),
+    ("`max_position_embeddings` must be a positive whole number, got `x`", {"max_position_embeddings": "x"}),
+    ("`rope_scaling` must be an object, got `[3]`", {"rope_scaling": [3]}),
+    ("`layer_types` must be a list of texts, got `5`", {"layer_types": 5}),
+    ("`layer_types` may hold only `full_attention`", {"layer_types": ["sliding_attention"]}),
+    ("`architectures` must be a list of texts, got `[['x']]`", {"architectures": [["x"]]}),
+    ("`architectures` must be a list of texts, got `LlamaForCausalLM`", {"architectures": "LlamaForCausalLM"}),
+    ("`dtype` must be bfloat16, float16, float32, got `['a']`", {"dtype": ["a"]}),
+    ("`torch_dtype` must be bfloat16, float16, float32, got `int8`", {"torch_dtype": "int8"}),
+    ("`mlp_only_layers` must be a list of whole numbers from 0 on, got `3`", {"mlp_only_layers": 3}),
+    ("`eos_token_id` must be token ids, got `true`", {"eos_token_id": True}),
+    ("`eos_token_id` must be token ids, got `</s>`", {"eos_token_id": "</s>"}),
+    (
+        "`rope_scaling.original_max_position_embeddings` must be a positive whole number, got `[3]`",
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": [3]}},
+    ),
+    ("`rope_scaling.factor` must be a number of at least 1, got `-1`", {"rope_scaling": {**YARN, "factor": -1}}),
+    ("`rope_scaling.factor` must be a number of at least 1, got `true`", {"rope_scaling": {**YARN, "factor": True}}),
+    (
+        "`rope_scaling.factor` must be a number of at least 1, got `0`",
+        {"rope_scaling": {"type": "linear", "factor": 0}},
+    ),
+    (
+        "`rope_scaling.attention_factor` must be a positive number, got `1.0`",
+        {"rope_scaling": {**YARN, "attention_factor": "1.0"}},
+    ),
+    ("`rope_scaling.mscale` must be a number of at least 0, got `x`", {"rope_scaling": {**YARN, "mscale": "x"}}),
+    ("`rope_scaling.truncate` must be true or false, got `1`", {"rope_scaling": {**YARN, "truncate": 1}}),
+    ("`rope_scaling.beta_fast` must be above `beta_slow`", {"rope_scaling": {**YARN, "beta_fast": 1.0}}),
+    ("`rope_theta` must be above 1 with yarn, got 1", {"rope_theta": 1, "rope_scaling": YARN}),
+    (
+        "`rope_scaling.high_freq_factor` must be above `low_freq_factor`, which is 4, got `4.0`",
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+    ),
+    ("`rope_scaling.partial_rotary_factor` must be", {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}),
+    (
+        "`rope_parameters` holds `sliding_attention`, where numbers are expected, or one object `full_attention`",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}}},
+    ),
+    (
+        "`rope_parameters` holds `full_attention`, where numbers are expected",
+        {"rope_parameters": {"rope_theta": 50.0, "full_attention": {"rope_theta": 60.0}}},
+    ),
+    (
+        "`rope_parameters.full_attention.rope_theta` must be a positive number, got `x`",
+        {"rope_parameters": {"full_attention": {"rope_theta": "x"}}},
+    ),
+    ("`vocab_size` must be a positive whole number", {"vocab_size": 10**30}),
+]
+
+
+@pytest.mark.parametrize(("problem", "settings"), BAD, ids=[problem for problem, _ in BAD])
+def test_a_value_that_cannot_be_is_named_in_the_one_error(problem: str, settings: dict[str, Any]) -> None:
+    config = SMALL | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, **EXPERTS, **settings}
+    also = "hidden_act" if "architectures" not in settings else "architectures"
+    with pytest.raises(ConfigError) as caught:
+        build_model(config | {"hidden_act": "gelu"}, random_weights_seed=0)
+    assert problem in str(caught.value)
+    assert f"`{also}`" in str(caught.value)
+
+
+def test_yarn_extends_the_context_that_the_folder_names() -> None:
+    """Qwen's folders keep the original context in `max_position_embeddings`, and add `rope_scaling` by hand."""
+
+    def context(**settings: Any) -> int:
+        config = SMALL | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, **settings}
+        return build_model(config, random_weights_seed=0).settings.context_tokens
+
+    assert context(rope_scaling=YARN) == 4 * 64
+    assert context(rope_scaling=YARN, max_position_embeddings=80) == 4 * 64
+    assert context(rope_scaling=YARN, max_position_embeddings=300) == 300
+    assert context(rope_scaling={"type": "yarn", "factor": 2.5}) == 160
+    assert context(rope_scaling=LLAMA3) == 64
+
+
+def test_end_tokens_that_the_model_does_not_have_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    config = SMALL | {"architectures": ["LlamaForCausalLM"], "eos_token_id": [1, 97, -1, 96]}
+    with caplog.at_level("WARNING", "lockstep.runtime"):
+        assert build_model(config, random_weights_seed=0).settings.end_tokens == (1, 96)
+    assert "`eos_token_id` 97, -1 is passed over: the model has 97 tokens" in caplog.text

@@ -50,6 +50,20 @@ def bitmask(allowed: list[int], vocab: int = VOCAB) -> Any:
     return torch.from_numpy(words.view(np.int32)[None])
 
 
+def test_a_row_that_is_refused_is_invalid_and_its_neighbours_are_not() -> None:
+    table, logits = SamplingTable(3, VOCAB, "cpu"), logits_of(3)
+    table.take_row(0, SamplingParams(allowed_token_ids=(4,)))
+    table.refuse_row(1)
+    table.take_row(2, None)
+    drawn = sample(table, logits, [0, 1, 2], 5)
+    assert drawn.invalid.tolist() == [False, True, False]
+    assert drawn.tokens.tolist() == [4, 0, int(logits.argmax())]
+    table.take_row(1, None)
+    again = sample(table, logits, [0, 1, 2], 5)
+    assert again.invalid.tolist() == [False] * 3
+    assert again.tokens.tolist() == [4, int(logits.argmax()), int(logits.argmax())]
+
+
 # -------------------------------------------------------------------------------------------------------- distributions
 
 

@@ -40,7 +40,7 @@ from lockstep.runtime.graphs import (
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, Parallel, build_model
-from lockstep.runtime.models.settings import DTYPES
+from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.rank_wire import RankSettings
@@ -76,16 +76,24 @@ class TableSampler:
         self.table, self.sampler = table, sampler
 
     def take_row(self, taken: RowTaken, context: RowContext) -> None:
-        """Settings, and what penalties start with."""
-        self.table.take_row(
-            taken.row,
-            taken.sampling,
-            context.tokens[: context.prompt_tokens],
-            context.tokens[context.prompt_tokens :],
-            min_new_tokens=context.min_new_tokens,
-            stop_token_ids=context.stop_token_ids,
-            logprobs=taken.logprobs,
-        )
+        """Settings, and what penalties start with. A row whose settings cannot work ends as invalid; the others go on.
+
+        Hosts check settings before the engine hears of them. This is for what gets past them, or comes from a journal.
+        """
+        try:
+            self.table.take_row(
+                taken.row,
+                taken.sampling,
+                context.tokens[: context.prompt_tokens],
+                context.tokens[context.prompt_tokens :],
+                min_new_tokens=context.min_new_tokens,
+                stop_token_ids=context.stop_token_ids,
+                logprobs=taken.logprobs,
+            )
+        except Exception as error:
+            why = str(error).partition("\n")[0] if isinstance(error, ConfigError) else repr(error)
+            log.error("r%d cannot be sampled, and ends as invalid: %s", taken.request_id, why)
+            self.table.refuse_row(taken.row)
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
@@ -295,6 +303,8 @@ def _sized(
             f"{model.settings.context_tokens}\nhint: leave it out to take the model's"
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
+    if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
+        raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
     choice, sizes = pick(without_pages)

@@ -8,8 +8,9 @@ back in launch order, each batch once, by `collect`.
 A batch with deferred sampling keeps its logits until `sample` is called for it. Those behind it stay in the queue
 until then: a decode reads the newest token of its row, and that is not drawn yet.
 
-A model that raises spoils its batch and nothing else: the batch comes back with `error`. What went wrong with the plan
-itself (PlanError) or with the device (DeviceLost) is raised, and ends the engine.
+A model that raises spoils its batch and nothing else: the batch comes back with `error`, and whatever it changes in the
+tables is folded in front of the next one. What went wrong with the plan itself (PlanError) or with the device
+(DeviceLost) is raised, and ends the engine.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ class Executor:
         self.pooling, self.split = pooling or Pooling(), split
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
+        self._unfolded: deque[_Launched] = deque()  # begun, and not in the tables: failed, or newest
         self._kinds: list[RequestKind] = ["generate"] * tables.count  # as of the last plan on the device
         self._prompt_tops = [0] * tables.count  # likeliest tokens wanted beside each of the prompt, likewise
         self._sums: dict[int, Tensor] = {}  # float32 [hidden] by row of kind embed
@@ -239,6 +241,7 @@ class Executor:
             try:
                 with self.lane.stream(), torch.inference_mode():
                     if launched.begun is None:
+                        self._unfolded.append(launched)
                         launched.begun = self.lane.begin()
                         self._compute(launched)
                     if not launched.may_sample:
@@ -257,17 +260,25 @@ class Executor:
                         self.canary.spoil([tensors.slots for tensors in launched.laid])
 
     def _compute(self, launched: _Launched) -> None:
-        """Fold a plan and run its first pass, up to the logits."""
-        plan = launched.plan
-        launched.laid = self.tables.fold(launched.packed, self.lane.upload(launched.packed.flat))
-        for taken, context in zip(plan.rows_taken, launched.contexts, strict=True):
+        """Fold a plan, behind those that failed before they were folded, and run its first pass, up to the logits."""
+        while self._unfolded:
+            one = self._unfolded[0]
+            one.laid = self.tables.fold(one.packed, self.lane.upload(one.packed.flat))
+            self._unfolded.popleft()
+            self._take_rows(one)
+            if one.error and self.canary is not None:
+                self.canary.spoil([tensors.slots for tensors in one.laid])
+        launched.logits = self._pass(launched, 0)
+
+    def _take_rows(self, launched: _Launched) -> None:
+        """What is kept by row beside the tables starts anew in the rows that a plan takes."""
+        for taken, context in zip(launched.plan.rows_taken, launched.contexts, strict=True):
             self.sampler.take_row(taken, context)
             self._kinds[taken.row] = context.kind
             self._prompt_tops[taken.row] = 0 if taken.sampling is None else taken.sampling.prompt_top_logprobs
             self._sums.pop(taken.row, None)
             if self.canary is not None:
                 self.canary.take_row(taken.row, context.namespace, context.tokens)
-        launched.logits = self._pass(launched, 0)
 
     def _pass(self, launched: _Launched, number: int) -> Tensor:
         """Run one pass; keep what is wanted of its hidden states. Returns the logits of its sampling rows."""

@@ -32,6 +32,8 @@ Hazards, and how each is closed:
     behind the replay; so is every copy that a backend's plan makes.
 12. A replay overwrites what the one before computed. Logits are taken from its hidden states on `forward`, in front of
     the next replay, and whatever leaves on `copy` is a copy outside of the graphs' memory.
+13. A batch fails before its changes are in the page table, and one behind writes KV to pages that its rows do not have
+    any more. Such changes are folded, in launch order, before anything else runs (`Executor._unfolded`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder, model_name
 from lockstep.runtime.memory import MIB
 from lockstep.runtime.models import read_settings
-from lockstep.runtime.models.settings import DTYPES
+from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.pooling import choose_pooling
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up

@@ -15,11 +15,11 @@ from lockstep.runtime.models import llama as llama
 from lockstep.runtime.models import qwen2 as qwen2
 from lockstep.runtime.models import qwen3 as qwen3
 from lockstep.runtime.models import qwen3_moe as qwen3_moe
+from lockstep.runtime.models.config_reader import DTYPES, ConfigReader
 from lockstep.runtime.models.decoder import Decoder as Decoder
 from lockstep.runtime.models.layers import Maker
 from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
-from lockstep.runtime.models.settings import DTYPES, ConfigReader
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
 
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
@@ -52,9 +52,7 @@ def build_model(
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:
-        reader = ConfigReader(config)
-        dtype = reader.dtype()
-        reader.check()
+        dtype = ConfigReader(config).dtype()  # one that is wrong is named with everything else, when the model is made
     if dtype not in DTYPES.values():
         raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
     parallel = parallel or Parallel()
@@ -78,10 +76,9 @@ def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint
     Embedding models are saved without `model.` and often without `lm_head`, whatever `architectures` says.
     """
     bare = "embed_tokens.weight" in checkpoint.stored
-    names = config.get("architectures") or [""]
-    untied = not config.get("tie_word_embeddings")
-    if bare and untied and "lm_head.weight" not in checkpoint.stored and str(names[0]).endswith(GENERATES):
-        config = {**config, "architectures": [str(names[0]).removesuffix(GENERATES) + VECTORS_ONLY]}
+    name, untied = _named(config), not config.get("tie_word_embeddings")
+    if bare and untied and "lm_head.weight" not in checkpoint.stored and name.endswith(GENERATES):
+        config = {**config, "architectures": [name.removesuffix(GENERATES) + VECTORS_ONLY]}
     return _builder(config)(config, maker), "model." if bare else ""
 
 
@@ -104,10 +101,17 @@ def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]
     return config | {"eos_token_id": [*found, *more]} if more else config
 
 
+def _named(config: Mapping[str, Any]) -> str:
+    """The first of `architectures`; empty where there is none. Raises ConfigError."""
+    reader = ConfigReader(config)
+    names = reader.texts("architectures")
+    reader.check()
+    return names[0] if names else ""
+
+
 def _builder(config: Mapping[str, Any]) -> Builder:
-    names = config.get("architectures") or []
-    name = named = names[0] if isinstance(names, list) and names else None
-    if isinstance(named, str) and named.endswith(VECTORS_ONLY):
+    name = named = _named(config)
+    if named.endswith(VECTORS_ONLY):
         name = named.removesuffix(VECTORS_ONLY) + GENERATES
     if name not in BUILDERS:
         raise ConfigError(

@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.runtime.models.config_reader import ConfigReader
 from lockstep.runtime.models.layers import Rotation
 
 KINDS = ("default", "linear", "llama3", "yarn")
+FULL = "full_attention"
+"""The kind of layer whose settings are taken where `rope_parameters` has them by kind. There is no other here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,14 @@ class RopeSettings:
     attention_factor: float | None = None  # yarn: of cosines and sines; None follows from `factor`
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+    @property
+    def extended_tokens(self) -> int:
+        """Context that the scaling makes of the original one, whatever `max_position_embeddings` says; 0 if unknown.
+
+        Folders that are used with yarn keep the original context in `max_position_embeddings`, as Qwen documents it.
+        """
+        return int(self.original_tokens * self.factor) if self.kind == "yarn" else 0
 
     def frequencies(self, head_dim: int) -> Tensor:
         """Radians per position, float32 [head_dim / 2]."""
@@ -103,38 +113,74 @@ class Rotary(nn.Module):
         return Rotation((angles.cos() * self.scale).to(self.dtype), (angles.sin() * self.scale).to(self.dtype))
 
 
-def read_rope(config: Mapping[str, Any], problems: list[str]) -> RopeSettings:
+def read_rope(read: ConfigReader) -> RopeSettings:
     """Rotary settings of a config.json, in the older form (`rope_theta`, `rope_scaling`) or as `rope_parameters`.
 
-    What is wrong is added to `problems`.
+    What is wrong is added to the reader's problems.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    name = "rope_parameters" if read.config.get("rope_parameters") else "rope_scaling"
+    given = read.config.get(name) or {}
     if not isinstance(given, Mapping):
-        problems.append(f"`rope_scaling` must be an object, got {given!r}")
+        read.wrong(name, "an object")
         return RopeSettings()
-    kind = given.get("rope_type", given.get("type", "default"))
+    if objects := [key for key, value in given.items() if isinstance(value, Mapping)]:
+        if FULL not in objects or len(objects) < len(given):  # else by kind of layer, all of which are of this one
+            listed = ", ".join(f"`{key}`" for key in objects)
+            read.problems.append(f"`{name}` holds {listed}, where numbers are expected, or one object `{FULL}`")
+            return RopeSettings()
+        name, given = f"{name}.{FULL}", given[FULL]
+    inner = ConfigReader(given, read.where, inside=name, problems=read.problems)
+    inner.only("partial_rotary_factor", 1.0, None)
+    kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in KINDS:
         why = "; its frequencies would depend on the batch" if kind == "dynamic" else ""
-        problems.append(f"`rope_scaling` has `rope_type` `{kind}`, known are {', '.join(KINDS)}{why}")
+        read.problems.append(f"`{name}` has `rope_type` `{kind}`, known are {', '.join(KINDS)}{why}")
         return RopeSettings()
     needed = {"default": (), "linear": ("factor",), "yarn": ("factor",)}.get(
         kind, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    if lacking := [name for name in needed if not isinstance(given.get(name), int | float)]:
-        problems.append(f"`rope_scaling` of type `{kind}` lacks {', '.join(f'`{name}`' for name in lacking)}")
+    if lacking := [one for one in needed if not inner.has(one)]:
+        read.problems.append(f"`{name}` of type `{kind}` lacks {', '.join(f'`{one}`' for one in lacking)}")
         return RopeSettings()
-    original = given.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0
+    theta = (inner if inner.has("rope_theta") else read).number("rope_theta", 10_000.0)
+    match kind:
+        case "linear":
+            return RopeSettings(theta, kind, inner.number("factor", least=1.0))
+        case "llama3":
+            found = len(read.problems)
+            low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+            if low >= high and found == len(read.problems):
+                inner.wrong("high_freq_factor", f"above `low_freq_factor`, which is {low:g}")
+            return RopeSettings(
+                theta,
+                kind,
+                inner.number("factor", least=1.0),
+                inner.count("original_max_position_embeddings"),
+                low_freq_factor=low,
+                high_freq_factor=high,
+            )
+        case "yarn":
+            return _read_yarn(read, inner, theta)
+    return RopeSettings(theta)
+
+
+def _read_yarn(read: ConfigReader, inner: ConfigReader, theta: float) -> RopeSettings:
+    """Of kind `yarn`. Without an original context, it was the model's whole."""
+    original = "original_max_position_embeddings"
+    fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
+    if fast <= slow:
+        inner.problems.append(f"{inner.called('beta_fast')} must be above `beta_slow`, got {fast:g} and {slow:g}")
+    if theta <= 1.0:
+        read.problems.append(f"`rope_theta` must be above 1 with yarn, got {theta:g}")
     return RopeSettings(
-        theta=float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        kind=kind,
-        factor=float(given.get("factor") or 1.0),
-        original_tokens=int(original),
-        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=given.get("attention_factor"),
-        mscale=given.get("mscale"),
-        mscale_all_dim=given.get("mscale_all_dim"),
+        theta,
+        "yarn",
+        inner.number("factor", least=1.0),
+        inner.count(original) if inner.has(original) else read.count("max_position_embeddings"),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=inner.flag("truncate", True),
+        attention_factor=inner.number_or_none("attention_factor"),
+        mscale=inner.number_or_none("mscale", least=0.0),
+        mscale_all_dim=inner.number_or_none("mscale_all_dim", least=0.0),
     )

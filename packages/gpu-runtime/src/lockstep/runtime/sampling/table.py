@@ -202,6 +202,13 @@ class SamplingTable:
         self._mask(row, sampling.allowed_token_ids)
         self._rows_changed[row] = None
 
+    def refuse_row(self, row: int) -> None:
+        """Give a row to a request that cannot be sampled: nothing is allowed there, so that its draws are invalid."""
+        self.take_row(row, None)
+        slot = self._mask_slots.give(int(self._ints[row, MASK]), True)
+        self._ints[row, MASK], self.masked[row] = slot, True
+        self._masks_changed[slot] = np.zeros(self.columns.masks.shape[1], np.int64)
+
     def clear(self) -> None:
         """Forget every row, as after a restart."""
         flags = (self.sampled, self.limited, self.edited, self.penalised, self.masked, self.logprobs)
