@@ -569,7 +569,8 @@ class EngineHost:
 
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
-        queue, until_us = self.device.queue, self.arrivals.next_us
+        queue = self.device.queue
+        until_us: float = self.arrivals.next_us
         newest = queue[-1]
         worth_us = newest.finished_us + RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
         if until_us < worth_us or not self._decode_runs:
