@@ -7,6 +7,8 @@ file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.
 - `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite it under a
   copy that still waits behind a running pass. `PinnedRing` closes that.
 - A wrapper for CUDA graphs belongs to one number of rows; buffers, split workspace included, keep their addresses.
+- With tensor cores a decode's `plan` goes through the rows' lengths in Python, some microseconds a row, and copies them
+  from memory that is not pinned. Overlap hides what the CPU does; at depth 0 it is seen.
 - The decode kernels without tensor cores know few group sizes, and no fixed split size.
 """
 
