@@ -74,9 +74,8 @@ NEVER_US = 2**62
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
-OF_THE_DEVICE = frozenset(
-    (LaunchBatch, SampleBatch, StreamTokens)
-)  # commands that are seen to where they are looked for
+OF_THE_DEVICE = frozenset((LaunchBatch, SampleBatch, StreamTokens))
+"""Commands that `EngineHost._fold` leaves to whoever folds a launch or a result."""
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
@@ -569,7 +568,7 @@ class EngineHost:
 
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
-        queue, until_us = self.device.queue, self.arrivals.next_us
+        queue, until_us = self.device.queue, float(self.arrivals.next_us)
         newest = queue[-1]
         worth_us = newest.finished_us + RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
         if until_us < worth_us or not self._decode_runs:
