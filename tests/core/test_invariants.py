@@ -137,11 +137,11 @@ def page_lost(engine: Engine) -> None:
 
 def page_freed_twice_and_another_lost(engine: Engine) -> None:
     pool = engine.memory.pool
-    pool._stack[0] = pool._stack[1]
+    pool._stack[-1] = pool._stack[-2]
 
 
 def page_beyond_the_pool(engine: Engine) -> None:
-    engine.memory.pool._stack[0] = 32
+    engine.memory.pool._stack[-1] = 32
 
 
 def row_freed_while_held(engine: Engine) -> None:

@@ -809,15 +809,15 @@ class Engine:
         """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
         requests = [part.request for part in parts]
         request_ids = np.array([request.request_id for request in requests], np.int64)
-        rows, starts, stops = np.array(
-            ([request.row for request in requests], [part.start for part in parts], [part.stop for part in parts]),
-            np.int32,
-        )
+        rows = np.array([request.row for request in requests], np.int32)
+        starts = np.array([part.start for part in parts], np.int32)
+        stops = np.array([part.stop for part in parts], np.int32)
         done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
         pooled = [i for i in done if requests[i].prefill_only]
         sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
-        prefilled = Cohort.of([requests[i] for i in sampling]) if sampling else EMPTY_COHORT
-        sample_rows = np.array(sampling, np.int32) if sampling else NO_ROWS
+        prefilled, sample_rows = EMPTY_COHORT, NO_ROWS
+        if sampling:
+            prefilled, sample_rows = Cohort.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
         decodes = self._decodes_along(requests, step)
         along = decodes.cohort
         mode: Mode = "mixed" if along.size else "extend"
@@ -846,10 +846,10 @@ class Engine:
             hidden_spans=special.hidden_spans,
         )
         ending = self._join_cohort(prefilled, stops[sampling]) if sampling else []
-        ending += [prefilled.size + i for i in decodes.ending]
-        return InFlight(
-            plan, requests + along.requests, prefilled.joined_by(along) if along.size else prefilled, ending
-        )
+        if along.size:
+            ending += [prefilled.size + i for i in decodes.ending]
+            return InFlight(plan, requests + along.requests, prefilled.joined_by(along), ending)
+        return InFlight(plan, requests, prefilled, ending)
 
     def _join_cohort(self, prefilled: Cohort, positions: Int32s) -> list[int]:
         """Whose prompt ends here decodes next, from this position on. Returns those who end with their first token."""

@@ -231,7 +231,8 @@ class Memory:
             if row not in batch.dead and batch.names(row):
                 batch.dead.append(row)
                 fence = batch.plan.batch_id
-        self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
+        if self.rewrites:
+            self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
         lease = Lease(
             fence,
             row,
@@ -277,7 +278,8 @@ class Memory:
                 whole = lease.computed // page_size
                 tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
                 already = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle).already
-                self.pool.free(pages[kept:already].copy())
+                if already > kept:
+                    self.pool.free(pages[kept:already].copy())
                 kept = whole
             if lease.handle is not None:
                 cached = self.radix.evictable_pages
@@ -328,9 +330,10 @@ class Memory:
             mine[twice] = radix.pages_of(node)[twice]
             self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
             self._free_behind(row, duplicates)
-        radix.lock_node(node)
         if request.handle is not None:
-            radix.unlock(request.handle)
+            radix.move_down(request.handle, node)
+        else:
+            radix.lock_node(node)
         if writer is not None and already < pages:
             self.pending.append(Pending(writer, node, already))
         request.handle = node

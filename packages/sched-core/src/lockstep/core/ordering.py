@@ -232,9 +232,10 @@ class Ordering:
 
         Whoever no longer waits when the next one is asked for was admitted. The line keeps them until `close`.
         """
-        if self._plain:
-            yield from self._plain_turn(engine.waiting)
-            return
+        return self._plain_turn(engine.waiting) if self._plain else self._policy_turn(engine)
+
+    def _policy_turn(self, engine: Engine) -> Iterator[Request]:
+        """As the policy says, but whoever was passed by often enough first."""
         order, at, admitted, patience = self._ordered(engine), 0, 0, -1
         if self._defers:
             self._begin_writers(engine)

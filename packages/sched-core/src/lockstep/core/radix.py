@@ -245,6 +245,24 @@ class RadixCache:
             step = step.parent
         self._settle(node)
 
+    def move_down(self, handle: RadixNode, node: RadixNode) -> None:
+        """Lock `node`, which lies below `handle`, instead of that: as `lock_node` and `unlock`. Raises: LockError."""
+        if not handle.handles:
+            raise LockError(f"{handle} has no handle to give back")
+        path = []
+        step: RadixNode | None = node
+        while step is not handle:
+            if step is None:
+                raise LockError(f"{node} does not lie below {handle}")
+            path.append(step)
+            step = step.parent
+        handle.handles -= 1
+        node.handles += 1
+        for step in path:
+            if not step.lock_count:
+                self.locked_pages += len(step.pages)
+            step.lock_count += 1
+
     def touch(self, node: RadixNode) -> None:
         """Count the path down to a node as used just now, if it is still in the tree."""
         if node.parent is not None:

@@ -410,19 +410,16 @@ class Cohort:
     __slots__ = (
         "_ids_digest",
         "constrained",
-        "every",
         "everyone",
         "facts",
         "ignores_eos",
         "limits",
-        "min_new",
         "ones",
         "prompts",
         "request_ids",
         "requests",
         "rows",
         "size",
-        "special",
         "steady",
         "stops",
         "watched",
@@ -433,21 +430,36 @@ class Cohort:
         self.size = len(requests)
         self.request_ids = request_ids
         self._ids_digest: bytes | None = None
-        self.facts = facts  # [FACTS, size]; the columns below are its lines
+        self.facts = facts  # [FACTS, size]; the columns are its lines
         self.rows: Int32s = facts[0]
         self.prompts: Int32s = facts[1]
         self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
-        self.min_new: Int32s = facts[3]
-        self.every: Int32s = facts[4]  # tokens between messages; negative: the request does not stream, see sent_by
         self.ignores_eos: Int32s = facts[5]  # 0 or 1
-        self.special: Int32s = facts[6]  # HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE: what few requests ask for
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
-        special = int(np.bitwise_or.reduce(self.special)) if np.count_nonzero(self.special) else 0
+        special = int(np.bitwise_or.reduce(facts[6])) if np.count_nonzero(facts[6]) else 0
         self.constrained = bool(special & HAS_GRAMMAR)
         self.watched = bool(special & WATCHES_TEXT)
         self.steady = not special & (WATCHES_TEXT | HAS_CADENCE)  # a message for every token of each
         self.everyone: Int32s = _counting(self.size)
         self.ones: Int32s = _ones(self.size)
+
+    @property
+    def min_new(self) -> Int32s:
+        """Per member: output tokens before which only its length ends it."""
+        column: Int32s = self.facts[3]
+        return column
+
+    @property
+    def every(self) -> Int32s:
+        """Per member: tokens between messages; negative: the request does not stream, see `delivery.sent_by`."""
+        column: Int32s = self.facts[4]
+        return column
+
+    @property
+    def special(self) -> Int32s:
+        """Per member: HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE, what few requests ask for."""
+        column: Int32s = self.facts[6]
+        return column
 
     @property
     def has_grammar(self) -> NDArray[np.bool_]:
@@ -526,7 +538,7 @@ def _no_stops(size: int) -> Int32s:
 
 
 def _stops(requests: list[Request]) -> Int32s:
-    widest = max((len(r.stop_token_ids) for r in requests), default=0)
+    widest = max([len(r.stop_token_ids) for r in requests], default=0)
     if not widest:
         return _no_stops(len(requests))
     stops = np.full((len(requests), widest), NO_TOKEN, np.int32)

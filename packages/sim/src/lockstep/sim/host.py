@@ -74,9 +74,8 @@ NEVER_US = 2**62
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
-OF_THE_DEVICE = frozenset(
-    (LaunchBatch, SampleBatch, StreamTokens)
-)  # commands that are seen to where they are looked for
+OF_THE_DEVICE = frozenset((LaunchBatch, SampleBatch, StreamTokens))
+"""Commands that `EngineHost._fold` leaves to whoever folds a launch or a result."""
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
