@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -69,6 +70,24 @@ def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path:
     assert found["late_us"]["p50"] < 500_000  # on a very busy machine; it does not add up
     late = [one["sent_us"] - one["due_us"] for one in sent.values()]
     assert found["late_us"]["max"] == max(late)
+
+
+def test_nothing_that_was_there_before_is_collected_while_requests_are_due(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking through all that a process has imported takes 25 ms, five times what a request may be late."""
+    frozen: list[int] = []
+    converse = live.Sender._converse
+
+    async def seen(*arguments: Any) -> None:
+        frozen.append(gc.get_freeze_count())
+        await converse(*arguments)
+
+    monkeypatch.setattr(live.Sender, "_converse", seen)
+    assert run_live("gen:n=3,rate=50,input=fixed:4,output=fixed:2", "--to", server).exit_code == 0
+    assert len(frozen) == 3
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_prompts_share_what_they_shared_and_go_on_from_real_answers(server: str) -> None:
