@@ -69,10 +69,8 @@ class Claims:
         """
         told = self._told
         if told is None:
-            kept = "nothing" if self._keeper is None else "digests only"
-            raise Lost(
-                f"the engine ended and began again, and of what it had done {kept} was kept; ask again", "engine"
-            )
+            kept = "nothing was" if self._keeper is None else "only digests were"
+            raise Lost(f"the engine ended and began again, and of its work {kept} kept; ask again", "engine")
         if told.image.strikes.get(request.origin, 0) >= STRIKES_MAX:
             raise Lost(POISON, "error")
         try:

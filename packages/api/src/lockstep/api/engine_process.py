@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from lockstep.api import children
+from lockstep.api import children, faults
 from lockstep.api.claims import Claims, Lost
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
@@ -264,6 +264,7 @@ def main(folder: Path, generation: int, death: Death | None, alive: Callable[[],
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         unit = build_engine(settings, Place(folder, death))
+        faults.install(unit.host, generation)
         log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)
         EngineProcess(unit, folder, generation, alive).run()
     except LockstepError as error:
