@@ -63,7 +63,7 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
     seed, kills = random.SystemRandom().randrange(2**31), 12
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--restarts", "1000") as server:
         outcome = campaign(server, seed=seed, kills=kills)
-    told = f"python tests/kill_campaign.py --seed {seed} --kills {kills}\n{outcome.text()}\n{server.text()[-2000:]}"
+    told = f"python -m tests.campaigns.kills --seed {seed} --kills {kills}\n{outcome.text()}\n{server.text()[-2000:]}"
     assert not outcome.tally.faults, told
     assert outcome.kills == kills, told
     assert outcome.tally.requests >= 32, told
