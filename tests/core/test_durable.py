@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -126,3 +127,35 @@ def test_an_engine_begins_where_the_one_before_stopped(tmp_path: Path) -> None:
     assert isinstance(list(read_journal(tmp_path).events())[-1].event, EngineRestarted)
     with pytest.raises(ConfigError, match="`page_size` 4 \\(was 2\\)"):
         keeper.check(SchedConfig(pages=64, page_size=4))
+
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
+def test_journals_of_every_version_and_feature_are_gone_on_with(name: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name / "journal", tmp_path / "journal")
+    before = replay(tmp_path)
+    keeper = Keeper(tmp_path, death="killed")
+    assert keeper.recovered is not None
+    assert keeper.recovered.steps == before.steps
+    engine, journal = keeper.begin(before.header)
+    journal.close()
+    assert replay(tmp_path).digest == engine.digest
+    assert not engine.in_flight
+    assert all(request.row < 0 for request in engine.requests.values())
+
+
+def test_a_snapshot_of_another_format_is_passed_over_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = record(tmp_path, 1)
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 2)
+    told = recover(tmp_path)
+    assert told.journal.first_step == 0
+    assert told.steps == len(states)
+    assert all("snapshot format 1, this version reads 2" in why for why in told.refused)
+    expired = tmp_path / "expired"
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 1)
+    record(expired, 2, bytes_max=40_000)
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 2)
+    with pytest.raises(JournalError, match=r"holds nothing to begin with: .*snapshot format 1, this version reads 2"):
+        recover(expired)
