@@ -5,10 +5,10 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios golden swarm overload bench gpu-check
+.PHONY: help demo check test scenarios golden swarm overload kill-campaign bench gpu-check
 
 help:       ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo:       ## how many requests a second one GPU serves within its SLOs; no GPU, no torch
 	@$(PYTHON) dev.py demo $(ARGS)
@@ -30,6 +30,9 @@ swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_00
 
 overload:   ## more than a server can do, from all sides, for five minutes; ARGS=--short for one
 	@$(PYTHON) dev.py overload $(ARGS)
+
+kill-campaign: ## the server's engine killed 1,000 times below 32 streams, nothing lost or doubled; ARGS="--kills 200"
+	@$(PYTHON) dev.py kill-campaign $(ARGS)
 
 bench:      ## the benchmarks
 	@$(PYTHON) dev.py bench $(ARGS)

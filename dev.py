@@ -9,6 +9,7 @@
     python3 dev.py golden ARGS        record golden journals that are missing, or by name again
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py overload ARGS      more than a server can do, from all sides; --short for a minute of it
+    python3 dev.py kill-campaign ARGS the server's engine killed 1,000 times below 32 streams; --kills 200
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py gpu-check ARGS     on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
@@ -121,6 +122,10 @@ def overload(args):
     return call(PYTHON, "-m", "tests.campaigns.overload", *args)
 
 
+def kill_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.kills", *args)
+
+
 def bench(args):
     return call(PYTHON, "benchmarks/run.py", *args)
 
@@ -148,6 +153,7 @@ TASKS = {
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
     "overload": ("dev", overload),
+    "kill-campaign": ("dev", kill_campaign),
     "bench": ("demo", bench),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -20,11 +21,27 @@ from lockstep.core.events import CancelMany, ObservedEvent, RequestArrived, Requ
 from lockstep.core.journal import JournalError
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import RuntimeHost, Sink, Untold
-from lockstep.host.recovery import STRIKES_MAX, Probation, may_go_on
+from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
 
 log = logging.getLogger("lockstep.engine")
 
 POISON = "the engine ended twice while it worked on this request, which is therefore not tried again"
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What there was when an engine began.
+
+    Args:
+        death: how the engine before it ended, if there was one in this server.
+        workers: those that may have something open.
+    """
+
+    death: Death | None = None
+    workers: tuple[int, ...] = ()
+
+
+FIRST = Before()
 
 
 class Lost(LockstepError):
@@ -45,9 +62,10 @@ class Claims:
     Args:
         keeper: what is known of the engine before; None: nothing was kept.
         server: what origins of this server begin with. A request of another one has no client any more.
+        workers: those that there are.
     """
 
-    def __init__(self, host: RuntimeHost, keeper: Keeper | None, server: str) -> None:
+    def __init__(self, host: RuntimeHost, keeper: Keeper | None, server: str, workers: Sequence[int]) -> None:
         self._host, self._keeper = host, keeper
         self._told = None if keeper is None else keeper.recovered
         self._taken: set[RequestId] = set()
@@ -59,6 +77,7 @@ class Claims:
                 whose, _, rest = origin.partition("/")
                 if whose == server and any(first + sample in host.engine.requests for sample in range(samples)):
                     self.workers.add(int(rest.partition("/")[0]))
+            self.workers.intersection_update(workers)
 
     def take(self, request: RequestArrived, have: Sequence[int], sinks: Sequence[Sink]) -> RequestId | None:
         """Take up a request that an engine before this one was sent.
@@ -69,10 +88,8 @@ class Claims:
         """
         told = self._told
         if told is None:
-            kept = "nothing" if self._keeper is None else "digests only"
-            raise Lost(
-                f"the engine ended and began again, and of what it had done {kept} was kept; ask again", "engine"
-            )
+            kept = "nothing was" if self._keeper is None else "only digests were"
+            raise Lost(f"the engine ended and began again, and of its work {kept} kept; ask again", "engine")
         if told.image.strikes.get(request.origin, 0) >= STRIKES_MAX:
             raise Lost(POISON, "error")
         try:

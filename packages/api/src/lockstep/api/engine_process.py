@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from lockstep.api import children
-from lockstep.api.claims import Claims, Lost
+from lockstep.api import children, faults
+from lockstep.api.claims import FIRST, Before, Claims, Lost
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
 from lockstep.api.sockets import engine_address, reader
@@ -59,7 +59,6 @@ from lockstep.core.journal import JournalError
 from lockstep.core.replay import Divergence
 from lockstep.core.support import samples_asked
 from lockstep.host.errors import EngineStopped
-from lockstep.host.recovery import Death
 
 log = logging.getLogger("lockstep.engine")
 
@@ -83,16 +82,22 @@ class EngineProcess:
     Args:
         folder: of the sockets.
         generation: of this engine; the server's first is 0.
+        before: what there was when it began.
         alive: called several times a second while the engine gets on.
     """
 
     def __init__(
-        self, unit: EngineUnit, folder: Path, generation: int = 0, alive: Callable[[], object] = lambda: None
+        self,
+        unit: EngineUnit,
+        folder: Path,
+        generation: int = 0,
+        before: Before = FIRST,
+        alive: Callable[[], object] = lambda: None,
     ) -> None:
         self.unit, self.host = unit, unit.host
         self.generation, self._alive = generation, alive
         self.stopping = False
-        self._claims = Claims(self.host, unit.keeper, folder.name)
+        self._claims = Claims(self.host, unit.keeper, folder.name, before.workers)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, engine_address(folder))
         self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
@@ -257,15 +262,16 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
 }
 
 
-def main(folder: Path, generation: int, death: Death | None, alive: Callable[[], object]) -> int:
+def main(folder: Path, generation: int, before: Before, alive: Callable[[], object]) -> int:
     """Build the engine of a folder's settings and serve it. Returns the exit status."""
     settings = children.begin(folder, "engine" if not generation else f"engine {generation}")
     # Where all processes of a service get it: workers end first, then comes Stop. SIG_IGN would be inherited by ranks.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        unit = build_engine(settings, Place(folder, death))
+        unit = build_engine(settings, Place(folder, before.death))
+        faults.install(unit.host, generation)
         log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)
-        EngineProcess(unit, folder, generation, alive).run()
+        EngineProcess(unit, folder, generation, before, alive).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)

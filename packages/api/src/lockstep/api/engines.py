@@ -73,14 +73,14 @@ class Place:
 
 def preload(settings: ServeSettings) -> None:
     """Import what an engine of these settings needs, and read what does not change. Opens no device."""
-    if settings.emulate is None:
-        import lockstep.runtime
-
-        return
-    with suppress(LockstepError):  # what is wrong is said by the engine that needs it
-        check_names(settings)
-        import lockstep.api.emulate
-        import lockstep.sim.simulate  # noqa: F401
+    with suppress(LockstepError, ImportError):  # what is missing is said by the engine that needs it
+        if settings.emulate is None:
+            import lockstep.runtime.llm  # and with it torch, which takes seconds
+        else:
+            check_names(settings)
+            import lockstep.api.drift
+            import lockstep.api.emulate
+            import lockstep.sim.simulate  # noqa: F401
 
 
 def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:

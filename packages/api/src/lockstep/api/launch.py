@@ -260,7 +260,7 @@ class Launcher:
 
     def _begin_engine(self, death: Death | None) -> None:
         self.engine = Life(self._generation, heard_s=time.monotonic())
-        self._tell_nursery(Begin(self._generation, death))
+        self._tell_nursery(Begin(self._generation, death, tuple(worker.number for worker in self.workers)))
         self._generation += 1
 
     def _tell_nursery(self, command: lives.Command) -> None:

@@ -16,9 +16,10 @@ class ToNursery(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_u
 
 
 class Begin(ToNursery, frozen=True):
-    """Fork an engine. `death` is how the one before ended, if there was one."""
+    """Fork an engine. `death` is how the one before ended, if there was one; `workers` are those that there are."""
 
     death: Death | None
+    workers: tuple[int, ...] = ()
 
 
 class End(ToNursery, frozen=True):

@@ -23,9 +23,9 @@ import warnings
 from pathlib import Path
 
 from lockstep.api import children, engine_process
+from lockstep.api.claims import Before
 from lockstep.api.engines import preload
 from lockstep.api.lives import MESSAGE_BYTES_MAX, Alive, Began, Begin, End, Over, encode, read_command
-from lockstep.host.recovery import Death
 
 log = logging.getLogger("lockstep.nursery")
 
@@ -53,10 +53,10 @@ class Nursery:
                 self._reap()
             if self.control.fileno() in ready:
                 match read_command(self.control.recv(MESSAGE_BYTES_MAX)):
-                    case Begin(generation, death):
+                    case Begin(generation, death, workers):
                         pid = os.fork()
                         if not pid:
-                            return self._live(generation, death)
+                            return self._live(generation, Before(death, workers))
                         self.generations[pid] = generation
                         self.control.send(encode(Began(generation, pid)))
                     case End(generation):
@@ -71,7 +71,7 @@ class Nursery:
                 over = Over(self.generations.pop(pid), os.waitstatus_to_exitcode(status))
                 self.control.send(encode(over))
 
-    def _live(self, generation: int, death: Death | None) -> int:
+    def _live(self, generation: int, before: Before) -> int:
         """Be an engine."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -85,7 +85,7 @@ class Nursery:
             except BlockingIOError:  # the launcher has not read for long, and will find enough
                 return
 
-        return engine_process.main(self.folder, generation, death, alive)
+        return engine_process.main(self.folder, generation, before, alive)
 
 
 def main(arguments: list[str]) -> int:

@@ -32,6 +32,7 @@ Content = Literal["full", "digests"]
 LOOK_EVERY = 64  # events between two looks at the clock
 COST_SHARE = 0.01  # of the time that snapshots may take
 RECENT_S = 60.0  # so long whatever ended may not have reached who asked, and nothing expires
+OLD_SNAPSHOTS_MAX = 32  # where a journal may begin once more of it expires; beyond, every other one goes
 SNAPSHOTS_KEPT = 2  # the newest, beside the one that a journal begins with
 
 
@@ -158,11 +159,14 @@ class DurableJournal:
         openings = self._openings = {
             path: self._openings[path] if path in self._openings else opening_snapshot(path) for path in segments
         }
-        starts = segments if self.digests_only else [path for path in segments if openings[path] is not None]
+        there = {path.name for path in folder.glob("snapshot-*")}
+        starts = segments if self.digests_only else [path for path in segments if openings[path] in there]
         needed = starts[-SNAPSHOTS_KEPT:]  # to recover, also in case the newest snapshot is damaged
         first = self._first_kept(segments, [*starts[:-SNAPSHOTS_KEPT], *needed[:1]])
-        recent = [path for path in starts if time.time() - path.stat().st_mtime < RECENT_S]
-        names = {name for path in (first, *recent, *needed) if (name := openings[path])}
+        old = [path for path in starts if first < path and time.time() - path.stat().st_mtime >= RECENT_S]
+        thinned = old[::2] if len(old) > OLD_SNAPSHOTS_MAX else old
+        kept = [path for path in starts if path not in old or path in thinned]
+        names = {name for path in (first, *kept, *needed) if (name := openings[path])}
         self.writer.drop_before(int(first.stem), names)
 
     def _first_kept(self, segments: list[Path], starts: list[Path]) -> Path:

@@ -48,6 +48,7 @@ class Keeper:
     verdict: Verdict = field(default_factory=Verdict)
     before: JournalHeader | None = None  # of the journal that is there
     start_us: int = 0
+    last_request_id: int = -1  # in a journal without content
     took_s: float = 0.0  # to recover
 
     def __post_init__(self) -> None:
@@ -67,6 +68,8 @@ class Keeper:
             self.start_us = self.recovered.engine.now_us + max(0, round((time.time() - newest) * 1e6))
             for why in self.recovered.refused:
                 log.warning("recovery began at an older snapshot: %s", why)
+        else:
+            self._read_ids(folder)
         self.took_s = time.monotonic() - began_s
 
     @property
@@ -123,17 +126,19 @@ class Keeper:
         journal.begin_segment(expire=False)
         return engine, journal
 
+    def _read_ids(self, folder: Path) -> None:
+        """How far a journal without content went."""
+        for record in read_journal(folder, repair=True).events():
+            self.start_us = record.event.time_us
+            if isinstance(record.event, RequestArrived):
+                self.last_request_id = record.event.request_id + samples_asked(record.event) - 1
+
     def _begin_without_content(self, header: JournalHeader) -> Started:
         """An empty engine behind a journal of digests; ids go on, so that none is used twice."""
-        journal = read_journal(self.run, repair=True)
         engine = Engine(header.config)
-        for record in journal.events():
-            engine.now_us = record.event.time_us
-            if isinstance(record.event, RequestArrived):
-                engine.last_request_id = record.event.request_id + samples_asked(record.event) - 1
-        writer = JournalWriter.go_on(journal, durability=self.durability)
+        engine.now_us, engine.last_request_id = self.start_us, self.last_request_id
+        writer = JournalWriter.go_on(read_journal(self.run), durability=self.durability)
         kept = DurableJournal(writer, engine, self.retention, image=HostImage())
-        self.start_us = engine.now_us
         event = EngineRestarted(engine.now_us, engine.generation + 1)
         kept.append(event, engine.step(event).digest)
         kept.flush()

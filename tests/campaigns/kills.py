@@ -1,8 +1,8 @@
 """Kill the engine of a live server again and again, below streams whose every token is known.
 
-    python tests/kill_campaign.py                    1,000 kills, 32 streams
-    python tests/kill_campaign.py --kills 200
-    python tests/kill_campaign.py --seed 7           the same requests and the same pauses again
+    python -m tests.campaigns.kills                    1,000 kills, 32 streams
+    python -m tests.campaigns.kills --kills 200
+    python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
 Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if anything was.
 """
@@ -14,8 +14,6 @@ import random
 import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.kills import ARGUMENTS, campaign
 from tests.support.live_server import serving
@@ -33,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
     told = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
-    print(f"seed {seed}: python tests/kill_campaign.py --seed {seed} --kills {told.kills}", flush=True)
+    print(f"seed {seed}: python -m tests.campaigns.kills --seed {seed} --kills {told.kills}", flush=True)
     given = ("--speed", str(told.speed), "--snapshot-s", str(told.snapshot_s))
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"

@@ -1,0 +1,133 @@
+"""Faults for tests of recovery: an engine that dies at a place that no test could hit from outside.
+
+LOCKSTEP_FAULT is one of
+
+    written:N[:LIVES]   killed once records were written N times and before anything of the last is performed or sent
+    recovered           killed in every second life, when it has recovered and nothing was sent
+    hang:N              stands still at its Nth launch, in its first life
+    poison:TOKEN        aborts whenever a batch computes this token
+    arrival:TOKEN       the core raises whenever a prompt that begins with this token arrives
+
+`written` dies in that many lives, or in one. Only the environment of the process can ask for them, no client.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.core.commands import BatchPlan, Step
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import BatchId, ObservedEvent, RequestArrived, RequestId
+from lockstep.core.requests import prompt_bytes
+from lockstep.host.batches import BatchExecutor, BatchResult, ContextOf
+from lockstep.host.loop import JournalSink, RuntimeHost
+
+VARIABLE = "LOCKSTEP_FAULT"
+POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 1), "arrival": (1, 1)}
+"""How many numbers follow each, at least and at most."""
+
+
+def install(host: RuntimeHost, generation: int) -> None:
+    """Put in what the environment asks for. Raises ConfigError for what is no fault."""
+    said = os.environ.get(VARIABLE, "")
+    if not said:
+        return
+    point, *texts = said.split(":")
+    least, most = POINTS.get(point, (1, 0))
+    if not least <= len(texts) <= most or not all(text.isdecimal() for text in texts):
+        raise ConfigError(f"{VARIABLE} must be {', '.join(POINTS)} with their numbers, got `{said}`")
+    numbers = [int(text) for text in texts]
+    match point:
+        case "written":
+            if generation < (numbers[1] if len(numbers) > 1 else 1):
+                host.journal = _DiesBehindWrites(host.journal, numbers[0])
+        case "recovered":
+            if generation % 2:
+                _die()
+        case "hang":
+            if not generation:
+                host.executor = _Faulty(host.executor, hangs_at=numbers[0])
+        case "poison":
+            host.executor = _Faulty(host.executor, poison=numbers[0])
+        case "arrival":
+            _raise_at_arrival(host, numbers[0])
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _DiesBehindWrites:
+    """A journal behind whose Nth write the process dies."""
+
+    def __init__(self, journal: JournalSink, writes: int) -> None:
+        self._journal, self._left = journal, writes
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Record one event."""
+        self._journal.append(event, digest)
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Record an event whose step raised."""
+        self._journal.append_unsealed(event)
+
+    def flush(self) -> None:
+        """Write, and perhaps die."""
+        self._journal.flush()
+        self._left -= 1
+        if not self._left:
+            _die()
+
+
+class _Faulty:
+    """An executor that fails at a launch."""
+
+    def __init__(self, executor: BatchExecutor, *, hangs_at: int = 0, poison: int = -1) -> None:
+        self._executor, self._hangs_at, self._poison = executor, hangs_at, poison
+        self._launches = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Batches launched and not collected."""
+        return self._executor.in_flight
+
+    def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
+        """Launch, or not."""
+        self._launches += 1
+        while self._launches == self._hangs_at:
+            time.sleep(1)
+        if bool((plan.token_ids == self._poison).any()):
+            os.abort()
+        self._executor.launch(plan, deferred=deferred, contexts=contexts)
+
+    def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
+        """Let a deferred batch sample."""
+        self._executor.sample(batch_id, advance)
+
+    def ready(self) -> bool:
+        """Whether the oldest batch's results are there."""
+        return self._executor.ready()
+
+    def pause_s(self) -> float:
+        """How long to wait before the oldest batch is looked at again."""
+        return self._executor.pause_s()
+
+    def collect(self) -> BatchResult:
+        """The oldest batch's results."""
+        return self._executor.collect()
+
+
+def _raise_at_arrival(host: RuntimeHost, token: int) -> None:
+    step = host.engine.step
+
+    def faulty(event: ObservedEvent) -> Step:
+        if isinstance(event, RequestArrived) and np.frombuffer(prompt_bytes(event.prompt), np.int32)[0] == token:
+            raise RuntimeError("a mistake in the core")
+        return step(event)
+
+    host.engine.step = faulty  # type: ignore[method-assign,assignment]

@@ -1,0 +1,233 @@
+"""An engine that dies, in whatever way, below streams whose every token is known: nobody loses or gets anything twice.
+
+`make kill-campaign` does for as long as one likes what `test_killed_at_random_instants` does for a moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+
+from lockstep.core.journal import read_journal  # noqa: E402
+from lockstep.core.replay import replay  # noqa: E402
+from tests.support.kills import ARGUMENTS, Asked, Tally, ask, campaign, serve_one  # noqa: E402
+from tests.support.live_server import LiveServer, serving, until  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+SLOW = ("--speed", "0.1", "--snapshot-s", "0.5")
+
+
+class Clients:
+    """Requests that are answered at the same time, and what came of them."""
+
+    def __init__(self, server: LiveServer, asked: list[Asked]) -> None:
+        self.tally = Tally()
+        self._threads = [threading.Thread(target=serve_one, args=(server.url, one, self.tally)) for one in asked]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> Tally:
+        """What came of them, when all have ended."""
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a stream did not end"
+        return self.tally
+
+
+def some(count: int, seed: int = 1, tokens: tuple[int, int] = (20, 60)) -> list[Asked]:
+    """So many requests of all kinds."""
+    rng = random.Random(seed)
+    return [ask(rng, f"{seed}-{number}", tokens) for number in range(count)]
+
+
+def lives(server: LiveServer) -> int:
+    """How many engines there were after the first."""
+    return server.text().count(" s after the end of the one before")
+
+
+def test_killed_at_random_instants(tmp_path: Path) -> None:
+    seed, kills = random.SystemRandom().randrange(2**31), 12
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--restarts", "1000") as server:
+        outcome = campaign(server, seed=seed, kills=kills)
+    told = f"python -m tests.campaigns.kills --seed {seed} --kills {kills}\n{outcome.text()}\n{server.text()[-2000:]}"
+    assert not outcome.tally.faults, told
+    assert outcome.kills == kills, told
+    assert outcome.tally.requests >= 32, told
+
+
+@pytest.mark.parametrize("writes", [5, 23, 40])
+def test_killed_between_journal_and_stream(writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written and not sent is said by the next engine, which was told to die at the same place."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"written:{writes}:3")
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
+        tally = Clients(server, some(8, tokens=(60, 90))).wait()
+        assert not tally.faults, tally.first
+        assert tally.requests == 8
+        assert lives(server) == 3
+
+
+def test_killed_again_while_it_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", "recovered")
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
+        clients = Clients(server, some(8))
+        until(lambda: clients.tally.requests > 0 or clients.tally.heard_s > 0)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        tally = clients.wait()
+        assert not tally.faults, tally.first
+        assert server.text().count("the engine ended with signal SIGKILL") == 2
+        assert lives(server) == 1
+
+
+def test_a_torn_tail_is_cut_off_and_computed_again(tmp_path: Path) -> None:
+    """The last record is damaged before the next engine reads it. What it said is drawn again, and not said twice."""
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--journal", str(tmp_path / "run")) as server:
+        clients = Clients(server, some(8, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        time.sleep(0.3)
+        nursery = server.children()["nursery"]
+        os.kill(nursery, signal.SIGSTOP)  # it cannot fork before the tail is torn
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        time.sleep(0.2)
+        newest = max((tmp_path / "run" / "journal").glob("*.log"))
+        size = newest.stat().st_size
+        os.truncate(newest, size - 5)
+        os.kill(nursery, signal.SIGCONT)
+        tally = clients.wait()
+        assert not tally.faults, tally.first
+        assert lives(server) == 1
+        assert newest.stat().st_size < size - 5
+    assert replay(tmp_path / "run").tail is not None
+
+
+def test_an_engine_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", "hang:9")
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--batch-timeout-s", "1") as server:
+        tally = Clients(server, some(8)).wait()
+        assert not tally.faults, tally.first
+        assert "the engine stood still" in server.text()
+
+
+def test_an_engine_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--batch-timeout-s", "1") as server:
+        clients = Clients(server, some(8, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        os.kill(server.children()["engine"], signal.SIGSTOP)
+        tally = clients.wait()
+        assert not tally.faults, tally.first
+        assert "the engine got nothing done for 1 s" in server.text()
+
+
+def test_a_nursery_that_dies_is_replaced_with_its_engine(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
+        time.sleep(2.0)  # one that dies young is not replaced
+        clients = Clients(server, some(8, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        engine = server.children()["engine"]
+        os.kill(server.children()["nursery"], signal.SIGKILL)
+        tally = clients.wait()
+        assert not tally.faults, tally.first
+        assert not Path(f"/proc/{engine}").exists() or " Z " in Path(f"/proc/{engine}/stat").read_text()
+
+
+def post(server: LiveServer, **body: Any) -> Any:
+    """A request that is not streamed."""
+    return httpx2.post(f"{server.url}/v1/completions", json={"temperature": 0, **body}, timeout=60)
+
+
+@pytest.mark.parametrize("fault", ["poison", "arrival"])
+def test_what_kills_the_engine_twice_is_failed_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that run beside it lose nothing, and nobody else is suspected afterwards."""
+    poison = 31337
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault}:{poison}")
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
+        clients = Clients(server, some(8, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        answer = post(server, prompt=[poison, 1, 2], max_tokens=5)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
+        assert "ended twice" in answer.json()["error"]["message"]
+        tally = clients.wait()
+        assert not tally.faults, tally.first
+        assert lives(server) == 2
+        assert post(server, prompt="and on", max_tokens=3).status_code == 200
+        assert server.status_of("/health") == server.status_of("/ready") == 200
+
+
+def test_too_many_restarts_end_the_server_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:6:99")
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--restarts", "2") as server:
+        tally = Clients(server, some(4, tokens=(60, 90))).wait()
+        assert server.process.wait(30) == 1
+    assert tally.faults == {"error": 4}
+    assert "signal SIGKILL, and 2 restarts in 300 s are the most that there may be" in tally.first[0]
+
+
+def test_without_content_what_was_open_is_refused_and_the_server_goes_on(tmp_path: Path) -> None:
+    secret = "nobody must find this text"
+    kept = ("--journal", str(tmp_path / "run"), "--journal-content", "digests")
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, *kept) as server:
+        clients = Clients(server, some(3, tokens=(90, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        tally = clients.wait()
+        assert tally.faults == {"error": 3}
+        assert "of its work only digests were kept" in tally.first[0]
+        assert post(server, prompt=secret, max_tokens=3, stop=["never"]).status_code == 200
+    data = b"".join(path.read_bytes() for path in (tmp_path / "run" / "journal").iterdir())
+    assert secret.encode("utf-32-le") not in data  # as token ids
+    assert read_journal(tmp_path / "run").header.content == "digests"
+    assert not list((tmp_path / "run" / "journal").glob("snapshot-*"))
+
+
+def test_a_server_goes_on_with_the_journal_of_the_one_before(tmp_path: Path) -> None:
+    """Whose clients have left: nothing of theirs is computed any more. The whole journal replays."""
+    kept = ("--journal", str(tmp_path / "run"))
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, *kept) as server:
+        clients = Clients(server, some(4, tokens=(90, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        server.process.kill()
+        clients.wait()
+        until(lambda: not _locked(tmp_path / "run"))
+    with serving(tmp_path / "log2", *ARGUMENTS, *SLOW, *kept) as server:
+        tally = Clients(server, some(4, seed=2)).wait()
+        assert not tally.faults, tally.first
+        assert re.search(r"recovered (\d+) requests .*; \1 of them nobody asks for", server.text()), server.text()
+    assert replay(tmp_path / "run").tail is not None
+    other = LiveServerThatEnds(tmp_path / "log3", *ARGUMENTS, *SLOW, *kept, "--set", "page_size=32")
+    assert "was begun with other settings: `page_size` 32 (was " in other.text
+
+
+class LiveServerThatEnds:
+    """One that cannot begin."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        server = LiveServer(*arguments, log=log)
+        assert server.process.wait(60) == 1
+        self.text = server.text()
+        server.end()
+
+
+def _locked(run: Path) -> bool:
+    folder = os.open(run / "journal", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(folder)
+    return False

@@ -1,0 +1,161 @@
+"""A journal that begins segments with snapshots: wherever it breaks off, the engine is picked up as it stood there."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from lockstep.core import snapshot
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import EngineRestarted, LaneReady, RequestArrived, TokenIds
+from lockstep.core.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
+from lockstep.core.replay import fold, replay
+from lockstep.host import durable
+from lockstep.host.durable import DurableJournal, Retention
+from lockstep.host.keeping import Keeper
+from lockstep.host.recovery import recover
+from tests.support.driver import Driver, pressed_actions, pressed_config
+
+
+def record(run: Path, seed: int, actions: int = 150, bytes_max: int = 1 << 30, every: int = 25) -> list[bytes]:
+    """Run a history with a snapshot every so many events. Returns the engine's state behind each event."""
+    rng = random.Random(seed)
+    driver = Driver(pressed_config(rng))
+    clock = count()
+    header = JournalHeader(config=driver.engine.config)
+    states = []
+    with JournalWriter.create(run, header) as writer:
+        retention = Retention(snapshot_s=0.0, bytes_max=bytes_max)
+        journal = DurableJournal(writer, Engine(header.config), retention, now_s=lambda: float(next(clock)))
+        for action in pressed_actions(rng, actions):
+            before = len(driver.events)
+            driver.do(action)
+            for event, digest in driver.events[before:]:
+                assert journal.engine.step(event).digest == digest
+                journal.append(event, digest)
+                states.append(snapshot.dump(journal.engine))
+                if len(states) % every == 0:
+                    journal.begin_segment()
+    return states
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "RECENT_S", 0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recovered_from_wherever_it_breaks_off(seed: int, tmp_path: Path) -> None:
+    """The last segment is cut at random places, within its header and snapshot record as well."""
+    states = record(tmp_path, seed)
+    newest = max((tmp_path / "journal").glob("*.log"))
+    data, rng = newest.read_bytes(), random.Random(seed)
+    for size in sorted(rng.sample(range(len(data)), 30), reverse=True):
+        newest.write_bytes(data[:size])
+        told = recover(tmp_path)
+        steps = told.journal.tail.steps
+        assert snapshot.dump(told.engine) == states[steps - 1], (seed, size)
+        assert told.steps <= 50
+        newest.write_bytes(b"")
+
+
+def test_a_damaged_snapshot_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    states = record(tmp_path, 1)
+    newest = max((tmp_path / "journal").glob("snapshot-*"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    told = recover(tmp_path)
+    assert snapshot.dump(told.engine) == states[-1]
+    assert len(told.refused) == 1
+    assert told.steps > 25
+
+
+def test_what_expired_is_gone_and_what_is_left_replays(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    states = record(whole, 2)
+    assert record(part, 2, bytes_max=40_000) == states
+    kept = read_journal(part)
+    assert kept.first_step > 0
+    assert sum(path.stat().st_size for path in kept.folder.iterdir()) < 80_000
+    assert replay(part).digest == replay(whole).digest
+    assert replay(part).steps == len(states) - kept.first_step
+    assert [step.digest for _, step in fold(part)] == [step.digest for _, step in fold(whole)][kept.first_step :]
+    assert snapshot.dump(recover(part).engine) == states[-1]
+    with pytest.raises(JournalError, match="have expired, so that it can only be replayed as it was decided"):
+        list(fold(part, lambda header: Engine(header.config), strict=False))
+
+
+def test_a_first_segment_without_a_snapshot_is_missing_what_came_before(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with JournalWriter.create(run, JournalHeader(config=SchedConfig(pages=8)), segment_bytes=200) as writer:
+        engine = Engine(SchedConfig(pages=8))
+        for time_us in range(20):
+            event = LaneReady(time_us)
+            writer.append(event, engine.step(event).digest)
+            writer.flush()
+    (run / "journal" / "00000000.log").unlink()
+    with pytest.raises(JournalCorrupt, match="missing segment"):
+        read_journal(run)
+
+
+def test_an_engine_begins_where_the_one_before_stopped(tmp_path: Path) -> None:
+    config = SchedConfig(pages=64, page_size=2)
+    header = JournalHeader(config=config)
+    keeper = Keeper(tmp_path)
+    engine, journal = keeper.begin(header)
+    arrival = RequestArrived(
+        5, request_id=0, prompt=TokenIds(bytes(16)), max_new_tokens=4, origin="server/0/7", parallel_samples=2
+    )
+    for event in (arrival, LaneReady(6)):
+        journal.append(event, engine.step(event).digest)
+    journal.flush()
+    journal.writer._release()  # it dies
+
+    keeper = Keeper(tmp_path, death="crashed")
+    again, _ = keeper.begin(header)
+    assert keeper.recovered is not None
+    assert keeper.recovered.find("server/0/7", [0, 1]) == 0
+    assert keeper.recovered.find("server/0/8", [0]) is None
+    assert keeper.verdict.suspects == {0: 0}  # the other sample waits for the first one's prompt
+    assert again.generation == 1
+    assert [request.request_id for request in again.requests.values()] == [0, 1]
+    assert isinstance(list(read_journal(tmp_path).events())[-1].event, EngineRestarted)
+    with pytest.raises(ConfigError, match="`page_size` 4 \\(was 2\\)"):
+        keeper.check(SchedConfig(pages=64, page_size=4))
+
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
+def test_journals_of_every_version_and_feature_are_gone_on_with(name: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name / "journal", tmp_path / "journal")
+    before = replay(tmp_path)
+    keeper = Keeper(tmp_path, death="killed")
+    assert keeper.recovered is not None
+    assert keeper.recovered.steps == before.steps
+    engine, journal = keeper.begin(before.header)
+    journal.close()
+    assert replay(tmp_path).digest == engine.digest
+    assert not engine.in_flight
+    assert all(request.row < 0 for request in engine.requests.values())
+
+
+def test_a_snapshot_of_another_format_is_passed_over_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = record(tmp_path, 1)
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 2)
+    told = recover(tmp_path)
+    assert told.journal.first_step == 0
+    assert told.steps == len(states)
+    assert all("snapshot format 1, this version reads 2" in why for why in told.refused)
+    expired = tmp_path / "expired"
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 1)
+    record(expired, 2, bytes_max=40_000)
+    monkeypatch.setattr(snapshot, "SNAPSHOT_FORMAT", 2)
+    with pytest.raises(JournalError, match=r"holds nothing to begin with: .*snapshot format 1, this version reads 2"):
+        recover(expired)
