@@ -79,7 +79,7 @@ def test_a_served_run_verifies_and_stands_beside_its_simulation(tmp_path: Path) 
         run(bench, "serve", "--to", server.url, *load, "--out", real)
     assert "equal: " in run(replay, journal).stdout
 
-    machine = ("--model", demo_model_folder(), "--gpu", ROOT / "examples" / "cpu.json")
+    machine = ("--model", demo_model_folder(), "--gpu", "cpu-core")
     calibration = tmp_path / "mine.json"
     run(calibrate, "journal", journal, *machine, "--date", "2026-11-22", "--out", calibration)
     run(simulate, *machine, "--calibration", calibration, *load, *SCHEDULER, "--out", simulated)

@@ -53,6 +53,8 @@ EXPECTED = {
     ("GET", "/load"): (401, 200, 200),
     ("GET", "/get_load"): (401, 200, 200),
     ("GET", "/usage"): (401, 200, 200),
+    ("GET", "/ui"): (200, 200, 200),
+    ("GET", "/ui/requests"): (401, 200, 200),
     **{("POST", path): (401, 501, 501) for path in ("/score", "/v1/score", "/rerank", "/v1/rerank")},
     **{("POST", path): (401, 501, 501) for path in ("/pooling", "/classify", "/v1/moderations")},
 }

@@ -31,10 +31,13 @@ from lockstep.api import (
     openai_api,
     responses_api,
     schemas,
+    ui,
 )
 from lockstep.api.errors import CLIENT_LEFT, ApiError
 from lockstep.api.http import ClientLeft, EventStream, error_response, read_body
+from lockstep.api.logs import EXTRA
 from lockstep.api.schemas import Body
+from lockstep.api.served import Served
 from lockstep.api.server import Call, Server
 
 log = logging.getLogger("lockstep.http")
@@ -90,6 +93,8 @@ ROUTES = (
     Route("GET", "/load", "user", native_api.load),
     Route("GET", "/get_load", "user", native_api.load),
     Route("GET", "/usage", "user", native_api.usage),
+    Route("GET", "/ui", "public", ui.page),
+    Route("GET", "/ui/requests", "user", ui.requests),
     Route("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
     Route("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
 )
@@ -174,7 +179,7 @@ def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Res
         came_s = time.monotonic()
         named = request.headers.get("x-request-id", "")
         label = named if LABEL.fullmatch(named) else secrets.token_hex(16)
-        status = 500
+        status, tenant = 500, ""
         try:
             tenant = let_in(server, route.access, request)
             body = None
@@ -200,9 +205,28 @@ def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Res
 
         def answered(status: int) -> None:
             server.metrics.answered(route.path, route.method, status)
-            if route.access != "public":
-                took_ms = (time.monotonic() - came_s) * 1000
-                log.info("%s %s %d %.1f ms, request %s", route.method, route.path, status, took_ms, label)
+            if route.access == "public":
+                return
+            served = Served(
+                request_id=label,
+                method=route.method,
+                path=route.path,
+                status=status,
+                tenant=tenant,
+                came_s=came_s,
+                ended_s=time.monotonic(),
+                headers=request.headers,
+                generation=getattr(request.state, "generation", None),
+            )
+            if log.isEnabledFor(logging.INFO):
+                fields = {"method": served.method, "tenant": tenant, **served.row()}
+                took_ms = served.took_s * 1000
+                log.info(
+                    *("%s %s %d %.1f ms, request %s", route.method, route.path, status, took_ms, label),
+                    extra={EXTRA: fields},
+                )
+            for watcher in server.watchers:
+                watcher(served)
 
         if isinstance(response, EventStream):
             response.ended = lambda all_sent: answered(status if all_sent else CLIENT_LEFT)

@@ -6,12 +6,12 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import msgspec
 
+from lockstep.api.logs import start_log
 from lockstep.api.settings import ServeSettings
 
 SETTINGS_FILE = "settings.json"
@@ -34,21 +34,10 @@ def read_settings(folder: Path) -> ServeSettings:
 def begin(folder: Path, role: str) -> ServeSettings:
     """Read the settings and set up a child: Ctrl-C is its parent's business, and without a parent it ends."""
     settings = read_settings(folder)
-    start_log(settings.log_level, role)
+    start_log(settings.log_level, role, settings.log_format)
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which their own children would inherit
     threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
     return settings
-
-
-def start_log(level: str, role: str) -> None:
-    """Log to stderr."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {role}: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
 
 
 def _end_with_parent(folder: Path) -> None:

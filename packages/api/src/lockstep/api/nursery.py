@@ -26,6 +26,7 @@ from lockstep.api import children, engine_process
 from lockstep.api.claims import Before
 from lockstep.api.engines import preload
 from lockstep.api.lives import MESSAGE_BYTES_MAX, Alive, Began, Begin, End, Over, encode, read_command
+from lockstep.api.logs import start_log
 
 log = logging.getLogger("lockstep.nursery")
 
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     control = socket.socket(fileno=int(arguments[1]))
     settings = children.read_settings(folder)
-    children.start_log(settings.log_level, "engine")
+    start_log(settings.log_level, "engine", settings.log_format)
     signal.signal(signal.SIGINT, lambda *_: None)
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # OpenBLAS sees to that
     preload(settings)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from lockstep.api import children
+from lockstep.api.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 
 DEFAULTS = ServeSettings()
@@ -75,6 +75,8 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("stalled_s", float, "An engine that does nothing for so long, with work to do, is not well.")
 @_option("shutdown_s", float, "Answers get so long to end when the server is to stop.")
 @_option("log_level", click.Choice(["debug", "info", "warning", "error"]), "How much to log.")
+@_option("log_format", click.Choice(["text", "json"]), "Lines for people, or an object each.")
+@_option("otlp_endpoint", str, "Where OpenTelemetry spans of requests go: http://HOST:4318/v1/traces.", metavar="URL")
 @click.option("--set", "scheduler", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
 @click.option("--dry-run", is_flag=True, help="Print what would run, and end.")
 def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **given: Any) -> int:
@@ -92,7 +94,7 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
         return 0
     from lockstep.api.launch import Launcher
 
-    children.start_log(settings.log_level, "serve")
+    start_log(settings.log_level, "serve", settings.log_format)
     check(settings)
     launcher = Launcher(settings)
     click.echo(f"serving at {launcher.url}")
@@ -103,10 +105,13 @@ def check(settings: ServeSettings) -> None:
     """Find out what can be found out before processes are started. Raises ConfigError."""
     from lockstep.api.engines import check_names
     from lockstep.api.keys import read_keys
+    from lockstep.api.spans import check_endpoint
 
     check_names(settings)
     if settings.api_keys is not None:
         read_keys(Path(settings.api_keys))
+    if settings.otlp_endpoint is not None:
+        check_endpoint(settings.otlp_endpoint)
 
 
 def describe(settings: ServeSettings) -> str:

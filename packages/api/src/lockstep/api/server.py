@@ -18,6 +18,7 @@ from lockstep.api.keys import Keys
 from lockstep.api.metrics import Metrics
 from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Body
+from lockstep.api.served import Recent, Watcher
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.token_names import TokenNames
 from lockstep.api.usage import Usage
@@ -46,6 +47,8 @@ class Server:
     keys: Keys | None
     metrics: Metrics
     usage: Usage | None = None
+    watchers: list[Watcher] = field(default_factory=list)  # told of every request that was answered
+    recent: Recent = field(default_factory=Recent)
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     probe: asyncio.Future[bool] | None = None  # of /health_generate, the newest,
@@ -53,6 +56,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
+        self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
 
     def _welcome(self, about: About) -> None:
@@ -98,6 +102,7 @@ class Server:
         if self.usage is not None and self.keys is not None:
             admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
         generation.start(prompts, self.text, self.limits, admit=admit)
+        call.request.state.generation = generation
         return generation
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lockstep.api.logs import LogFormat
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
 
@@ -89,6 +90,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     strict: bool = False
     metrics_compat: tuple[str, ...] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
+    otlp_endpoint: str | None = None  # of OpenTelemetry spans, over HTTP; None: there are none
     limits: Limits = Limits()
 
     # what survives

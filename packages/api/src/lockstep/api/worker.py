@@ -27,6 +27,7 @@ from lockstep.api.metrics import Metrics
 from lockstep.api.protocol import bounded_by
 from lockstep.api.server import Server
 from lockstep.api.settings import ServeSettings
+from lockstep.api.spans import Spans
 from lockstep.api.usage import Usage
 from lockstep.core.errors import LockstepError
 
@@ -51,6 +52,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )
     server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage)
+    spans = None if settings.otlp_endpoint is None else Spans(settings.otlp_endpoint, lambda: server.models()[0])
+    if spans is not None:
+        server.watchers.append(spans.add)
     servers = [(_http(make_app(server), settings), socket.socket(fileno=listener))]
     if admin is not None:
         servers.append((_http(make_app(server, ADMIN_ROUTES), settings), socket.socket(fileno=admin)))
@@ -72,6 +76,8 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         await serving
         reading.cancel()
         bridge.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 def _http(app: Any, settings: ServeSettings) -> HttpServer:

@@ -1,0 +1,229 @@
+"""What one can see of a server: the log, the live page, the dashboard, spans."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs lockstep-api")
+
+from lockstep.api.logs import EXTRA, JsonLines
+from lockstep.api.serve import check
+from lockstep.api.served import RECENT, Recent, Served
+from lockstep.api.settings import read_settings
+from lockstep.core.errors import ConfigError
+from tests.support.browser import dom_of, needs_chromium
+from tests.support.live_server import EMULATED, LiveServer, serving, until
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "docs" / "grafana" / "lockstep.json"
+ONLY_WITH_A_CALIBRATION = {"lockstep_batch_seconds_total", "lockstep_batch_predicted_seconds_total"}
+
+
+def complete(url: str, label: str, **headers: str) -> dict[str, str]:
+    """Ask for a completion, and return the headers of its answer."""
+    body = {"prompt": "a prompt of a few words", "max_tokens": 6, "ignore_eos": True, "stream": True}
+    headers |= {"Content-Type": "application/json", "X-Request-Id": label}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
+        return dict(answer.headers)
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+# ------------------------------------------------------------------------------------------------------------- the log
+
+
+def test_a_line_of_json_holds_what_a_record_holds() -> None:
+    form = JsonLines("worker 3")
+    record = logging.LogRecord("lockstep.http", logging.INFO, "f", 1, "%s %d\n", ("GET", 200), None)
+    setattr(record, EXTRA, {"request_id": "r-1", "status": 200})
+    line = form.format(record)
+    assert "\n" not in line
+    said = json.loads(line)
+    assert (said["level"], said["process"], said["logger"]) == ("info", "worker 3", "lockstep.http")
+    assert (said["message"], said["request_id"], said["status"]) == ("GET 200\n", "r-1", 200)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"])
+    try:
+        raise ValueError("this")
+    except ValueError:
+        record = logging.LogRecord("l", logging.ERROR, "f", 1, "it failed", (), sys.exc_info())
+    assert "ValueError: this" in json.loads(form.format(record))["exception"]
+
+
+def test_every_line_of_a_server_is_json_with_the_request_id_of_its_client(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving(log, *EMULATED, "--speed", "20", "--log-format", "json") as server:
+        assert complete(server.url, "mine-1")["x-request-id"] == "mine-1"
+        until(lambda: "mine-1" in server.text())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {"engine", "worker 0"} <= {line["process"] for line in lines}
+    (line,) = [line for line in lines if line.get("request_id") == "mine-1"]
+    assert (line["path"], line["status"], line["output_tokens"]) == ("/v1/completions", 200, 6)
+    assert line["took_us"] >= line["queue_us"] + line["prefill_us"] + line["decode_us"] > 0
+    assert line["label"].startswith("cmpl-")
+
+
+# ------------------------------------------------------------------------------------------------------- the live page
+
+
+def test_only_the_last_requests_are_kept_and_a_tenant_sees_its_own() -> None:
+    recent = Recent()
+
+    class Stands:  # for a generation, as far as a row asks it
+        choices: tuple[Any, ...] = ()
+
+    served = {"method": "POST", "path": "/p", "status": 200, "came_s": 0.0, "ended_s": 0.5, "headers": {}}
+    recent.add(Served(request_id="none", tenant="a", **served))  # never came so far
+    recent.add(Served(request_id="empty", tenant="a", generation=Stands(), **served))  # type: ignore[arg-type]
+    assert recent.of(None) == []
+    for number in range(RECENT + 5):
+        recent._rows.append(("a" if number % 2 else "b", {"request_id": str(number)}))
+    assert len(recent.of(None)) == RECENT
+    assert recent.of(None)[0] == {"request_id": str(RECENT + 4)}
+    assert {int(row["request_id"]) % 2 for row in recent.of("a")} == {1}
+
+
+def test_the_page_loads_nothing_from_elsewhere(emulated: LiveServer) -> None:
+    page = (files("lockstep.api") / "ui.html").read_text("utf-8")
+    assert not re.search(r"(?:https?:)?//[a-z]", page)
+    with urllib.request.urlopen(f"{emulated.url}/ui", timeout=30) as answer:
+        assert answer.read().decode() == page
+        policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+
+
+@needs_chromium
+def test_the_page_shows_load_and_says_where_a_request_spent_its_time(emulated: LiveServer, tmp_path: Path) -> None:
+    for number in range(3):
+        complete(emulated.url, f"seen-{number}")
+    (row,) = [
+        row for row in json.loads(get(f"{emulated.url}/ui/requests"))["requests"] if row["request_id"] == "seen-1"
+    ]
+    dom = dom_of(f"{emulated.url}/ui#seen-1", tmp_path / "profile", virtual_ms=6000).split("<script>")[0]
+    assert "qwen3-0.6b on 1 x H200-SXM, emulated" in dom
+    for title in ("KV pool in use", "TTFT p99", "ITL p50", "output tokens per s", "running", "waiting"):
+        assert title in dom
+    for number in range(3):
+        assert f'href="#seen-{number}"' in dom
+    assert 'class="chosen"' in dom
+    assert f"lockstep explain RUN --request {row['label']}" in dom
+    assert "It waited" in dom
+    assert "It ended with: length." in dom
+    assert dom.count("<svg") == 5
+    assert 'class="bad"' not in dom
+
+
+@needs_chromium
+def test_with_keys_the_page_asks_for_one(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\ntenant = "alice"\nkey = "sk-a-key-of-alice"\n')
+    keys.chmod(0o600)
+    with serving(tmp_path / "log", *EMULATED, "--api-keys", str(keys)) as server:
+        dom = dom_of(f"{server.url}/ui", tmp_path / "profile", virtual_ms=4000).split("<script>")[0]
+    assert "a key is needed" in dom
+    assert '<form id="door">' in dom
+    assert "KV pool in use" not in dom
+
+
+# --------------------------------------------------------------------------------------------------------------- spans
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """A collector's address, and what was posted to it."""
+    posted: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/traces", posted
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_each_request_is_a_span_below_that_of_its_client(collector: tuple[str, list[bytes]], tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs lockstep-api[otel]")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    endpoint, posted = collector
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with serving(tmp_path / "log", *EMULATED, "--otlp-endpoint", endpoint, "--shutdown-s", "1") as server:
+        complete(server.url, "traced", traceparent=f"00-{trace}-{parent}-01")
+        get(f"{server.url}/v1/models")  # never comes to the engine, and has no span
+    found = {}
+    for data in posted:
+        message = ExportTraceServiceRequest.FromString(data)
+        for group in message.resource_spans:
+            assert {one.key: one.value.string_value for one in group.resource.attributes}["service.name"] == "lockstep"
+            found |= {span.name: span for scope in group.scope_spans for span in scope.spans}
+    assert set(found) == {"POST /v1/completions", "queue", "prefill", "decode"}
+    whole = found["POST /v1/completions"]
+    assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (trace, parent)
+    said = {one.key: one.value for one in whole.attributes}
+    assert said["gen_ai.request.id"].string_value == "traced"
+    assert said["gen_ai.usage.completion_tokens"].int_value == 6
+    assert said["gen_ai.request.model"].string_value == "qwen3-0.6b"
+    at_ns = whole.start_time_unix_nano
+    for name in ("queue", "prefill", "decode"):
+        assert found[name].parent_span_id == whole.span_id
+        assert at_ns <= found[name].start_time_unix_nano <= found[name].end_time_unix_nano
+        at_ns = found[name].end_time_unix_nano
+    assert at_ns <= whole.end_time_unix_nano
+
+
+def test_spans_without_the_sdk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    settings = read_settings(None, {"emulate": "qwen3-0.6b@h200", "otlp_endpoint": "http://127.0.0.1:4318/v1/traces"})
+    with pytest.raises(ConfigError, match=r"`otlp_endpoint` needs OpenTelemetry's SDK.*\n.*lockstep-api\[otel\]"):
+        check(settings)
+    wrong = read_settings(None, {"emulate": "qwen3-0.6b@h200", "otlp_endpoint": "localhost:4318"})
+    with pytest.raises(ConfigError, match="`otlp_endpoint` must be a URL, got `localhost:4318`"):
+        check(wrong)
+
+
+# ------------------------------------------------------------------------------------------------------- the dashboard
+
+
+def test_every_metric_of_the_dashboard_is_there(emulated: LiveServer) -> None:
+    complete(emulated.url, "for-the-dashboard")
+    shown = get(f"{emulated.url}/metrics")
+    there = set(re.findall(r"^(lockstep_[a-z_0-9]+)", shown, re.MULTILINE))
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    asked = set(re.findall(r"lockstep_[a-z_0-9]+", " ".join(queries)))
+    assert len(asked) > 20
+    assert asked - there == ONLY_WITH_A_CALIBRATION
+    labels = set(re.findall(r"by \(([a-z_]+)\)", " ".join(queries))) - {"kind"}
+    assert labels == {"le", "finished_reason", "status"}
+    for label in labels:
+        assert f'{label}="' in shown
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
