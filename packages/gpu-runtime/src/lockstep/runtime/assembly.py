@@ -403,16 +403,26 @@ def _draw_once(logits: Tensor) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """cpu, cuda, cuda:1; auto is a GPU if there is one. Raises ConfigError."""
+    """cpu, cuda, cuda:1; auto is a GPU if there is one, and cuda the current one. Raises ConfigError.
+
+    A GPU always comes with its number: what is current may change while the engine runs.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"`device` must be auto, cpu or cuda, got `{name}`") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"`device` is {name}, which torch {torch.__version__} cannot use here\nhint: --device cpu")
-    return device
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"`device` is {name}, but torch sees {count} GPUs, from cuda:0 on\nhint: CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", index)
 
 
 def device_name(device: torch.device) -> str:
