@@ -112,8 +112,11 @@ class OtherRanks(Protocol):
     def parallel(self) -> Parallel:
         """This rank's part."""
 
-    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
-        """The settings that hold on all ranks, given those that this one found; `chosen` must be the same on all."""
+    def compare(self, chosen: str) -> None:
+        """See that the same was chosen on all ranks, before a pass is run on any. Raises ConfigError on rank 0."""
+
+    def agree(self, config: SchedConfig) -> SchedConfig:
+        """The settings that hold on all ranks, given those that this one found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +159,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         )
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
-    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched)
+    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks)
     if ranks is not None:
-        config = ranks.agree(config, f"{choice.name} with {len(sizes)} graphs")
+        config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
     enabled = processors.load(settings.logit_processors, model.settings.vocab, device)
     executor = make_executor(
@@ -286,6 +289,7 @@ def _sized(
     numerics: Numerics,
     pick: Callable[[SchedConfig], Picked],
     sched: dict[str, Any],
+    ranks: OtherRanks | None,
 ) -> tuple[SchedConfig, MemoryBudget, Choice, tuple[int, ...]]:
     """Scheduler settings, with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -308,6 +312,8 @@ def _sized(
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
     choice, sizes = pick(without_pages)
+    if ranks is not None:
+        ranks.compare(f"{choice.name} with {len(sizes)} graphs")
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes,

@@ -95,6 +95,7 @@ def make_runner(
         )
     sched = {one: getattr(config, one) for one in config.__struct_fields__}
     sched |= {"pages": pages, "context_tokens_max": min(config.context_tokens_max, settings.context_tokens)}
+    sched["eos_token_ids"] = ()  # of the journal's model; plans say when a request ends
     clock = HostClock()
     made = assemble(
         RankSettings(
