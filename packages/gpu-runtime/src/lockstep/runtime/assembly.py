@@ -202,8 +202,14 @@ def make_executor(
     gpu = device.type == "cuda"
     if lane is None:
         lane = CudaLane(device, clock) if gpu else CpuLane(clock)
-    with lane.stream():  # memory belongs to the stream that it was made on, and goes back to it
-        with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
+    rest = explained(
+        "tables, workspace and graphs beside the pool",
+        device,
+        "a smaller mem_fraction or max_running_requests, or fewer `pages` or graphs (cuda_graph_max_batch)",
+    )
+    with lane.stream(), rest:  # memory belongs to the stream that it was made on, and goes back to it
+        what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
+        with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
             pool = make_pool(model, config.pages, config.page_size)
         attention = make(
             attention_backend,
@@ -250,6 +256,11 @@ def make_executor(
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
     """A pool for the model's KV."""
     return KvPool(model.layers, pages, page_size, model.kv_heads, model.head_dim, model.dtype, model.device)
+
+
+def page_bytes_of(model: Decoder, page_size: int) -> int:
+    """Bytes of a page of that pool."""
+    return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
 
 
 Picked = tuple[Choice, tuple[int, ...]]
@@ -310,7 +321,7 @@ def _sized(
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
-    page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
+    page_bytes = page_bytes_of(model, page_size)
     choice, sizes = pick(without_pages)
     if ranks is not None:
         ranks.compare(f"{choice.name} with {len(sizes)} graphs")
