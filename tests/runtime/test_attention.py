@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="the runtime needs torch")
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.runtime import attention  # noqa: E402
+from lockstep.runtime import attention, triton_trial  # noqa: E402
 from lockstep.runtime.attention import choose, flashinfer_backend, make  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
@@ -88,13 +88,17 @@ def test_reference_does_not_run_in_a_graph():
 def machine(monkeypatch):
     """A machine with a Hopper GPU and everything installed; a test takes away what it is about."""
     here = types.SimpleNamespace(
-        installed={"flashinfer", "flashinfer_jit_cache", "triton"}, flashinfer="0.6.18.post1", capability=(9, 0)
+        installed={"flashinfer", "flashinfer_jit_cache", "triton"},
+        flashinfer="0.6.18.post1",
+        capability=(9, 0),
+        triton_obstacle=None,
     )
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in here.installed else None)
     monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
     monkeypatch.setattr(attention, "_said", set())
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
+    monkeypatch.setattr(triton_trial, "obstacle", lambda device: here.triton_obstacle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of 2017")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -143,6 +147,16 @@ def test_a_forced_backend_that_cannot_run_says_why_and_what_can(machine, change,
         choose("flashinfer", CUDA, torch.bfloat16, 128, 16)
     others = "`reference`" if "capability" in change else "`triton`, `reference`"
     assert str(failed.value).endswith(f"hint: of those that can: {others}")
+
+
+def test_triton_that_does_not_work_is_passed_over_and_named_where_it_is_forced(machine):
+    machine.installed.discard("flashinfer")
+    machine.triton_obstacle = "a small kernel could not be run: RuntimeError: Failed to find C compiler."
+    choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
+    assert choice.name == "reference"
+    assert choice.reason.endswith(f"; triton cannot: {machine.triton_obstacle}")
+    with pytest.raises(ConfigError, match=r"triton cannot run here: a small kernel could not be run: .* C compiler\."):
+        choose("triton", CUDA, torch.bfloat16, 128, 16)
 
 
 def test_nonsense_is_named(machine):

@@ -970,3 +970,14 @@ def test_the_log_says_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
     assert run(folder, *one).stderr == "", "a text on a terminal"
     assert "warm-up: " in run(folder, *one, *one).stderr
     assert run(folder, *one, *one, "--quiet").stderr == ""
+    said = run(folder, *one, "--verbose").stderr
+    assert "\nKV pages" in said, "the memory table"
+    assert "warm-up: " in said
+    assert run(folder, *one, "--quiet", "--verbose").exception is not None
+
+
+def test_a_pool_that_no_memory_holds_is_explained(folder: Path) -> None:
+    error = run(folder, "--prompt", "the dog", "--set", "pages=1000000000").exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("`pages` 1,000,000,000 needs 1,953,125 MiB of KV, but ")
+    assert " MiB of memory are free\nweights " in str(error)

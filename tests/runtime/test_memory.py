@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.runtime import memory  # noqa: E402
 from lockstep.runtime.memory import CPU_KV_BYTES, MIB, Use, as_asked, explained, fitted, size_pool  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -60,9 +61,47 @@ def test_pages_that_were_asked_for_are_accounted_for() -> None:
 def test_running_out_of_memory_is_explained() -> None:
     with pytest.raises(ConfigError) as raised, explained("the weights", CPU, "a smaller model"):
         raise torch.OutOfMemoryError("Tried to allocate 9 GiB.\nmuch more")
-    assert str(raised.value) == "there is no room for the weights\nTried to allocate 9 GiB.\nhint: a smaller model"
-    with pytest.raises(ValueError, match="something else"), explained("the weights", CPU, "a smaller model"):
-        raise ValueError("something else")
+    first, *rest = str(raised.value).splitlines()
+    assert first.startswith("there is no room for the weights: ")
+    assert first.endswith(" MiB of memory are free")
+    assert rest == ["Tried to allocate 9 GiB.", "hint: a smaller model"]
+    for other in (ValueError("something else"), RuntimeError("CUDA error: device-side assert triggered")):
+        with pytest.raises(type(other), match=str(other)), explained("the weights", CPU, "a smaller model"):
+            raise other
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory\nmore"),
+        MemoryError(),
+    ],
+)
+def test_so_is_whatever_else_speaks_of_memory(error: Exception) -> None:
+    with pytest.raises(ConfigError, match="there is no room for the weights"), explained("the weights", CPU, "less"):
+        raise error
+
+
+@pytest.mark.parametrize("shape", [(10**14,), (10**9, 10**9, 10**9)])
+def test_what_torch_says_on_a_cpu_is_known(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="there is no room for it"), explained("it", CPU, "less"):
+        torch.zeros(shape)
+
+
+def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes_of", lambda device: 100 * MIB)
+    sizes = {"page_bytes": MIB, "weight_bytes": 5, "device": CPU, "mem_fraction": 0.9}
+    passes = {"largest_pass": lambda: None, "graphs": lambda: 0}
+    with pytest.raises(ConfigError) as raised:
+        size_pool(**sizes, **passes, pages_least=10, pages=100)
+    first, *table, hint = str(raised.value).splitlines()
+    assert first == "`pages` 100 needs 101 MiB of KV, but 100 MiB of memory are free"
+    assert len(table) == 4
+    assert hint == "hint: 99 would fit"
+    assert size_pool(**sizes, **passes, pages_least=10, pages=99).pages == 99
+    with pytest.raises(ConfigError, match="the longest request needs 1,001 MiB of KV"):
+        size_pool(**sizes, **passes, pages_least=1_000)
 
 
 def test_a_cpu_gets_a_fixed_amount() -> None:

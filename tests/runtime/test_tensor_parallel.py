@@ -60,7 +60,7 @@ from tests.support.small_runtime import SmallRuntime, alone, make_executor  # no
 T = TypeVar("T")
 
 # Mistakes planted in workers: at these prompts, and while a model is filled with random weights of this seed.
-RAISE, MISDRAW, CANNOT_BEGIN = [11] * 7, [13] * 7, 4711
+RAISE, MISDRAW, CANNOT_BEGIN, CHOOSES_OTHERWISE = [11] * 7, [13] * 7, 4711, 4712
 PLANTED = f"""
 import sys
 if "lockstep.runtime.worker" in sys.orig_argv:
@@ -81,6 +81,11 @@ if "lockstep.runtime.worker" in sys.orig_argv:
     def fill_randomly(wanted, seed, **ranks):
         if seed == {CANNOT_BEGIN}:
             raise OSError("planted")
+        if seed == {CHOOSES_OTHERWISE}:
+            import time
+            from lockstep.runtime import assembly
+            assembly._backend = lambda *_: (assembly.Choice("triton", "planted"), (1, 2))
+            assembly.size_pool = lambda **_: time.sleep(3600)  # as in a sum over ranks of which one does not come
         fill(wanted, seed, **ranks)
     models.fill_randomly = fill_randomly
     import lockstep.runtime.memory as memory
@@ -447,6 +452,13 @@ def test_a_worker_that_cannot_begin_says_why(engines: Engines, experts: Path) ->
     ) as said:
         LLM(experts, tensor_parallel=2, random_weights_seed=CANNOT_BEGIN, **SMALL)
     assert "\n" not in str(said.value)
+
+
+def test_ranks_that_chose_different_backends_end_before_any_pass(engines: Engines, experts: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="came to reference with 0 graphs on rank 0 and to triton with 2 graphs on"):
+        LLM(experts, tensor_parallel=2, device="cpu", random_weights_seed=CHOOSES_OTHERWISE, **SMALL)
+    assert time.monotonic() - began < 120
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_requests_longer_than_the_model_are_refused_with_both_numbers(tmp_path: 
 
 def test_a_pool_that_does_not_fit_is_refused_with_both_sizes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
-    monkeypatch.setattr("lockstep.runtime.recorded._free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("lockstep.runtime.recorded.free_bytes_of", lambda _: 1 << 20)
     result = on_hardware(run, "--device", "cpu")
     assert result.exit_code == 2
     assert "pages of 16 tokens" in result.stderr

@@ -112,8 +112,11 @@ class OtherRanks(Protocol):
     def parallel(self) -> Parallel:
         """This rank's part."""
 
-    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
-        """The settings that hold on all ranks, given those that this one found; `chosen` must be the same on all."""
+    def compare(self, chosen: str) -> None:
+        """See that the same was chosen on all ranks, before a pass is run on any. Raises ConfigError on rank 0."""
+
+    def agree(self, config: SchedConfig) -> SchedConfig:
+        """The settings that hold on all ranks, given those that this one found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +159,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         )
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
-    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched)
+    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks)
     if ranks is not None:
-        config = ranks.agree(config, f"{choice.name} with {len(sizes)} graphs")
+        config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
     enabled = processors.load(settings.logit_processors, model.settings.vocab, device)
     executor = make_executor(
@@ -199,8 +202,14 @@ def make_executor(
     gpu = device.type == "cuda"
     if lane is None:
         lane = CudaLane(device, clock) if gpu else CpuLane(clock)
-    with lane.stream():  # memory belongs to the stream that it was made on, and goes back to it
-        with explained(f"{config.pages:,} KV pages", device, "fewer `pages`, or a smaller mem_fraction"):
+    rest = explained(
+        "tables, workspace and graphs beside the pool",
+        device,
+        "a smaller mem_fraction or max_running_requests, or fewer `pages` or graphs (cuda_graph_max_batch)",
+    )
+    with lane.stream(), rest:  # memory belongs to the stream that it was made on, and goes back to it
+        what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
+        with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
             pool = make_pool(model, config.pages, config.page_size)
         attention = make(
             attention_backend,
@@ -249,6 +258,11 @@ def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
     return KvPool(model.layers, pages, page_size, model.kv_heads, model.head_dim, model.dtype, model.device)
 
 
+def page_bytes_of(model: Decoder, page_size: int) -> int:
+    """Bytes of a page of that pool."""
+    return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
+
+
 Picked = tuple[Choice, tuple[int, ...]]
 """The attention backend, and the numbers of rows that get graphs."""
 
@@ -286,6 +300,7 @@ def _sized(
     numerics: Numerics,
     pick: Callable[[SchedConfig], Picked],
     sched: dict[str, Any],
+    ranks: OtherRanks | None,
 ) -> tuple[SchedConfig, MemoryBudget, Choice, tuple[int, ...]]:
     """Scheduler settings, with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -306,8 +321,10 @@ def _sized(
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
-    page_bytes = KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
+    page_bytes = page_bytes_of(model, page_size)
     choice, sizes = pick(without_pages)
+    if ranks is not None:
+        ranks.compare(f"{choice.name} with {len(sizes)} graphs")
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes,
@@ -403,16 +420,26 @@ def _draw_once(logits: Tensor) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """cpu, cuda, cuda:1; auto is a GPU if there is one. Raises ConfigError."""
+    """cpu, cuda, cuda:1; auto is a GPU if there is one, and cuda the current one. Raises ConfigError.
+
+    A GPU always comes with its number: what is current may change while the engine runs.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"`device` must be auto, cpu or cuda, got `{name}`") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"`device` is {name}, which torch {torch.__version__} cannot use here\nhint: --device cpu")
-    return device
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"`device` is {name}, but torch sees {count} GPUs, from cuda:0 on\nhint: CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", index)
 
 
 def device_name(device: torch.device) -> str:

@@ -131,6 +131,7 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
 @click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
 @click.option("--quiet", is_flag=True, help="No log, summary and progress bar.")
+@click.option("--verbose", is_flag=True, help="The log with a single --prompt, too: backend, memory, time to start.")
 def generate(
     source: IO[bytes] | None,
     prompts: tuple[str, ...],
@@ -169,6 +170,7 @@ def generate(
     debug: bool,
     show_token_ids: bool,
     quiet: bool,
+    verbose: bool,
 ) -> int:
     """Answer prompts with a model in this process, from a JSONL file or from --prompt.
 
@@ -177,6 +179,8 @@ def generate(
     """
     if (source is None) == (not prompts):
         raise click.UsageError("give either INPUT.jsonl (- for stdin) or --prompt")
+    if quiet and verbose:
+        raise click.UsageError("give either --quiet or --verbose")
     if out is not None:
         _check_out(out, source)
     params = Params(
@@ -187,7 +191,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    click.get_current_context().with_resource(_logged(quiet or (len(prompts) == 1 and out is None)))
+    click.get_current_context().with_resource(_logged(quiet or (len(prompts) == 1 and out is None and not verbose)))
     try:
         llm = LLM(
             model,

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -56,6 +58,34 @@ def taken_bytes(device: torch.device) -> int:
     return int(total - free)
 
 
+def free_bytes_of(device: torch.device) -> int | None:
+    """Of a device's memory; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    with suppress(OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+SPEAKS_OF_MEMORY = (
+    "out of memory",  # CUDA's own, of what is not allocated by torch
+    "can't allocate memory",  # torch's allocator on a CPU
+    "ALLOC_FAILED",  # cuBLAS, cuDNN and their like, which keep a workspace
+    "Storage size calculation overflowed",
+)
+"""What says so in a RuntimeError that is no OutOfMemoryError."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no room."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in SPEAKS_OF_MEMORY)
+
+
 @contextmanager
 def explained(what: str, device: torch.device, hint: str) -> Iterator[None]:
     """Turn running out of memory at start into a ConfigError with the numbers.
@@ -66,7 +96,9 @@ def explained(what: str, device: torch.device, hint: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
         numbers = ""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
@@ -75,7 +107,9 @@ def explained(what: str, device: torch.device, hint: str) -> Iterator[None]:
                 f": of {total / MIB:,.0f} MiB of {device}, {ours / MIB:,.0f} were ours by then and "
                 f"{free / MIB:,.0f} free; the rest is other processes' and kept by the allocator"
             )
-        asked = str(error).partition("\n")[0]
+        elif (free_bytes := free_bytes_of(device)) is not None:
+            numbers = f": {free_bytes / MIB:,.0f} MiB of memory are free"
+        asked = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"there is no room for {what}{numbers}\n{asked}\nhint: {hint}") from error
 
 
@@ -104,7 +138,20 @@ def size_pool(
         raise ConfigError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`\nhint: 0.9 is usual")
     if device.type != "cuda":
         here = max(pages_least, CPU_KV_BYTES // page_bytes - 1) if pages is None else pages
-        return MemoryBudget(0, 0, weight_bytes, 0, 0, page_bytes, here)
+        budget = MemoryBudget(0, 0, weight_bytes, 0, 0, page_bytes, here)
+        free_bytes = free_bytes_of(device)
+        if free_bytes is not None and budget.kv > free_bytes:  # the system might promise it all the same
+            what = "the longest request" if pages is None else f"`pages` {pages:,}"
+            hint = (
+                "a shorter context_tokens_max"
+                if pages is None
+                else f"{max(free_bytes // page_bytes - 1, 0):,} would fit"
+            )
+            raise ConfigError(
+                f"{what} needs {budget.kv / MIB:,.0f} MiB of KV, but {free_bytes / MIB:,.0f} MiB of memory are free\n"
+                f"{budget.table()}\nhint: {hint}"
+            )
+        return budget
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -121,11 +121,16 @@ class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     what: str
 
 
+class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The model is there; what runs its passes must be the same on all ranks, which sum over each other in them."""
+
+    chosen: str  # attention backend and graphs
+
+
 class Sized(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """The model is there, and so many pages of KV fit beside it."""
+    """So many pages of KV fit beside the model."""
 
     pages: int
-    chosen: str  # attention backend and graphs
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -151,7 +156,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     trace: str
 
 
-ToLead = Doing | Sized | Ready | Collected | Failed
+ToLead = Doing | Chosen | Sized | Ready | Collected | Failed
 
 # --------------------------------------------------------------------------------------------------------- as bytes
 

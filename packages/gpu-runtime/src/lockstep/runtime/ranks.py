@@ -60,6 +60,7 @@ from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
     Channel,
+    Chosen,
     Collect,
     Collected,
     Doing,
@@ -135,6 +136,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     channel: Channel
     doing: str = "starting"
+    chosen: Chosen | None = None
     sized: Sized | None = None
     ready: bool = False
     launched: deque[BatchId] = field(default_factory=deque)  # and not answered
@@ -222,16 +224,20 @@ class RankGroup:
         assert self._collectives is not None
         return self._collectives.parallel()
 
-    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
-        """What holds on all ranks: the pool is as large as the smallest has room for. Raises ConfigError, RankLost."""
+    def compare(self, chosen: str) -> None:
+        """Raise ConfigError if a rank chose otherwise: its passes would wait for ours, and ours for its. RankLost."""
+        self._until(lambda worker: worker.chosen is not None, "to choose its attention backend")
+        for worker in self._workers:
+            if worker.chosen is not None and worker.chosen.chosen != chosen:
+                raise ConfigError(
+                    f"`attention_backend` came to {chosen} on rank 0 and to {worker.chosen.chosen} on rank "
+                    f"{worker.rank}\nhint: name one that all of the GPUs can run"
+                )
+
+    def agree(self, config: SchedConfig) -> SchedConfig:
+        """What holds on all ranks: the pool is as large as the smallest has room for. Raises RankLost."""
         self._until(lambda worker: worker.sized is not None, "to say how many pages of KV fit")
         said = [worker.sized for worker in self._workers if worker.sized is not None]
-        for rank, one in enumerate(said, 1):
-            if one.chosen != chosen:
-                raise ConfigError(
-                    f"`attention_backend` came to {chosen} on rank 0 and to {one.chosen} on rank {rank}\n"
-                    "hint: name one that all of the GPUs can run"
-                )
         agreed = msgspec.structs.replace(config, pages=min([config.pages, *(one.pages for one in said)]))
         for worker in self._workers:
             self._send(worker, Start(agreed))
@@ -409,6 +415,8 @@ class RankGroup:
             match message:
                 case Doing(what):
                     worker.doing = what
+                case Chosen():
+                    worker.chosen = message
                 case Sized():
                     worker.sized = message
                 case Ready():

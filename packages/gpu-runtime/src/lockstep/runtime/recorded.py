@@ -6,8 +6,6 @@ a large simulated device may fit a small one.
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +19,7 @@ from lockstep.host.loop import HostClock
 from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder, model_name
-from lockstep.runtime.memory import MIB
+from lockstep.runtime.memory import MIB, free_bytes_of
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.pooling import choose_pooling
@@ -86,7 +84,7 @@ def make_runner(
     pages = min(pages, config.pages)
     wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else settings.dtype)
     page_bytes = KvPool.bytes_per_page(settings.layers, config.page_size, settings.kv_heads, settings.head_dim, wanted)
-    free_bytes = _free_bytes(where)
+    free_bytes = free_bytes_of(where)
     if free_bytes is not None and (pages + 1) * page_bytes > free_bytes:
         raise ConfigError(
             f"the plans of this journal name {pages:,} pages of {config.page_size} tokens, "
@@ -95,6 +93,7 @@ def make_runner(
         )
     sched = {one: getattr(config, one) for one in config.__struct_fields__}
     sched |= {"pages": pages, "context_tokens_max": min(config.context_tokens_max, settings.context_tokens)}
+    sched["eos_token_ids"] = ()  # of the journal's model; plans say when a request ends
     clock = HostClock()
     made = assemble(
         RankSettings(
@@ -121,15 +120,3 @@ def make_runner(
         f"torch {torch.__version__}" + (f", {torch.get_num_threads()} threads" if where.type == "cpu" else ""),
     )
     return PlansRunner(made, name, folder, device_name(where), notes)
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Of a device's memory; None where nobody says."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    with suppress(OSError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

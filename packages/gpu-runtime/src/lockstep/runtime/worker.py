@@ -42,6 +42,7 @@ from lockstep.runtime.executor import Executor
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
     Channel,
+    Chosen,
     Collect,
     Collected,
     Doing,
@@ -151,9 +152,13 @@ class LeadRank:
         """This rank's part of the model."""
         return self._collectives.parallel()
 
-    def agree(self, config: SchedConfig, chosen: str) -> SchedConfig:
+    def compare(self, chosen: str) -> None:
+        """Tell what was chosen here. Rank 0 ends all of us if it differs."""
+        self._orders.channel.send(Chosen(chosen))
+
+    def agree(self, config: SchedConfig) -> SchedConfig:
         """Tell what fits here; hear what fits everywhere."""
-        self._orders.channel.send(Sized(config.pages, chosen))
+        self._orders.channel.send(Sized(config.pages))
         start = self._orders.expect(Start)
         self._orders.channel.send(Doing("making its pool and its executor"))
         return start.config

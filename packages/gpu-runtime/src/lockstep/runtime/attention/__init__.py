@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.core.errors import ConfigError
+from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend, Numerics
 from lockstep.runtime.kv_pool import KvPool
 
@@ -65,7 +66,7 @@ def choose(
     """Pick the attention backend; logs the choice with its reason once.
 
     FlashInfer is tried out on the device before it is taken: that its packages are there does not say that its kernels
-    for this dtype and head dim are, or that they can be built.
+    for this dtype and head dim are, or that they can be built. Triton is tried out likewise, see `triton_trial`.
 
     Args:
         requested: `auto`, or the name of the one to take.
@@ -199,7 +200,7 @@ def _triton_obstacle(needs: Needs) -> str | None:
         return f"it has kernels for head dims up to {TRITON_HEAD_DIM_MAX}, not for {needs.head_dim}"
     if needs.device.type == "cuda" and torch.cuda.get_device_capability(needs.device) < SMALLEST_CAPABILITY:
         return _too_old(needs.device)
-    return None
+    return triton_trial.obstacle(needs.device) if needs.device.type == "cuda" else None
 
 
 def _reference_obstacle(needs: Needs) -> str | None:

@@ -11,12 +11,11 @@ once at the end, torch after each operation.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+from lockstep.runtime import triton_trial
 
 
 def add_rms_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -94,9 +93,6 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether Triton does it."""
-    return tensor.device.type == "cuda" and tensor.dtype != torch.float64 and _triton_installed()
-
-
-@cache
-def _triton_installed() -> bool:
-    return find_spec("triton") is not None
+    return (
+        tensor.device.type == "cuda" and tensor.dtype != torch.float64 and triton_trial.obstacle(tensor.device) is None
+    )

@@ -5,7 +5,7 @@
     weights    [groups, outputs, inputs]
 
 On Hopper and B200 bfloat16 goes to torch's grouped product, which is one kernel of CUTLASS there. For other dtypes and
-GPUs torch would copy the ends to the CPU and wait; there our own kernel runs, `grouped_kernel.py`.
+GPUs torch would copy the ends to the CPU and wait; there our own kernel runs, `grouped_kernel.py`, if Triton works.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+from lockstep.runtime import triton_trial
 
 TORCH_CAPABILITIES = ((9, 0), (10, 0))  # Hopper and B200, for which it is compiled; not the RTX cards of 12.0
 ALIGNED = 16  # bytes that torch's kernel wants rows of both operands to begin at
@@ -30,6 +32,8 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return grouped_linear_reference(rows, weights, ends)
     if has_torch_kernel(rows, weights):
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    if triton_trial.obstacle(rows.device) is not None:
+        return grouped_linear_reference(rows, weights, ends)
     from lockstep.runtime.models.grouped_kernel import grouped_linear_triton
 
     return grouped_linear_triton(rows, weights, ends)

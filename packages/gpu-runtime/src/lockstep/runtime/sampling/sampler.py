@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
+from lockstep.runtime import triton_trial
 from lockstep.runtime.sampling import reference
 from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of
 from lockstep.runtime.sampling.processors import LogitProcessor
@@ -77,7 +78,7 @@ class Sampler:
 
     Args:
         table: the rows' settings. Its `processors` names must be those given here.
-        backend: "triton" or "torch"; "auto" takes Triton on a CUDA device where it is installed. They draw the same.
+        backend: "triton" or "torch"; "auto" takes Triton on a CUDA device where it works. They draw the same.
         logprobs: "raw", of the model's distribution, or "processed", of the one drawn from.
         processors: the enabled logit processors, from `processors.load`, in the order in which they apply.
     """
@@ -238,10 +239,12 @@ def _choose(backend: str, device: torch.device) -> tuple[str, ModuleType]:
         raise ConfigError(f"`backend` must be auto, torch or triton, got `{backend}`\nhint: auto takes what is fastest")
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", reference
-    if find_spec("triton") is None:
+    if device.type == "cuda" and (why := triton_trial.obstacle(device)) is not None:
         if backend == "triton":
-            raise ConfigError("`backend` triton needs triton, which is not installed\nhint: install it, or use torch")
+            raise ConfigError(f"`backend` triton cannot run here: {why}\nhint: use torch")
         return "torch", reference
+    if find_spec("triton") is None:
+        raise ConfigError("`backend` triton needs triton, which is not installed\nhint: install it, or use torch")
     from lockstep.runtime.sampling import kernels
 
     if not kernels.runs_on(device):
