@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_check.section import Section
 from lockstep.runtime.models import Decoder, build_model
-from lockstep.runtime.models.settings import DTYPES
+from lockstep.runtime.models.config_reader import DTYPES
 
 PAGE_SIZE = 16
 QWEN3_8B: dict[str, Any] = {  # config.json of Qwen/Qwen3-8B, but for what no kernel sees
