@@ -46,6 +46,7 @@ TELLING: dict[type[Decided], int] = {AdmissionDeferred: 1, RequestRetracted: 2}
 _encode = msgspec.msgpack.Encoder().encode
 _plan_head = Struct("<cBqqiiiii").pack
 _stream_head = Struct("<cii").pack
+_fresh = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the constructor
 
 
 def step_digest(previous: bytes, step: Step) -> bytes:
@@ -76,7 +77,9 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("answer", command.control_id, command.ok)))
         elif type(command) is LoadAdapter:
             add(_encode(("load", command.adapter, command.version, command.slot)))
-    return blake2b(b"".join(pieces), digest_size=DIGEST_BYTES).digest()
+    chain = _fresh()
+    chain.update(b"".join(pieces))
+    return chain.digest()
 
 
 def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:

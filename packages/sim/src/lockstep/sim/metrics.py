@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
+from struct import Struct
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -69,6 +70,7 @@ BINS_MAX = 600  # of the series; a chart has no more pixels to tell them apart
 
 COMPACT_ENTRIES = 2**18  # messages times their requests that `compact` lays out at a time: about 20 MB while it does
 COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two times
+_result = Struct("3q").pack  # batch_id, started_us, finished_us
 
 COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
 """The request got its whole answer. Latencies and throughput are those of completed requests."""
@@ -444,7 +446,7 @@ class MetricsFold:
         if type(event) is BatchFinished:
             if len(self._results) >= self._results_max:
                 self.compact()
-            self._results.extend((event.batch_id, event.started_us, event.finished_us))
+            self._results.frombytes(_result(event.batch_id, event.started_us, event.finished_us))
         elif type(event) is RequestArrived:
             self._arrive(event)
         for command in step.commands:
@@ -460,11 +462,12 @@ class MetricsFold:
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
         """Say how things stand after a LaneReady: requests waiting and running, pages free and cached."""
-        self._gauges.recent.extend((time_us, waiting, running, free_pages, cached_pages))
+        gauges = self._gauges
+        gauges.recent.frombytes(gauges.row(time_us, waiting, running, free_pages, cached_pages))
 
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
         """Say what the scheduler's CPU did in [start_us:stop_us), such as "plan" or "results"."""
-        self._cpu.recent.extend((start_us, stop_us - start_us, self._works[what]))
+        self._cpu.recent.frombytes(self._cpu.row(start_us, stop_us - start_us, self._works[what]))
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.

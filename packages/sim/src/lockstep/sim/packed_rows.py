@@ -1,7 +1,7 @@
 """Rows of integers that only grow, kept small: a run of a million requests has ten million batches.
 
     rows = PackedRows("time_us", "waiting")
-    rows.recent.extend((17, 3))             # one row, at the price of an append
+    rows.recent.frombytes(rows.row(17, 3))  # one row; half the price of `extend`
     rows.pack()                             # now and then: what is recent becomes a part
     rows.column("time_us")                  # int64 [n], made anew
     for time_us, waiting in rows.parts(): ...
@@ -14,7 +14,8 @@ by part from the values themselves, so nothing can overflow.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,7 @@ class PackedRows:
 
     def __init__(self, *names: str) -> None:
         self.names = names
+        self.row: Callable[..., bytes] = Struct(f"{len(names)}q").pack
         self.recent = array("q")  # rows behind the parts, end to end: whoever adds some writes here
         self._parts: list[tuple[_Packed, ...]] = []
         self._packed_rows = 0
