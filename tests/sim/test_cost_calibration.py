@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from lockstep.core.config import SchedConfig
+from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.sim.batch_times import of_journal
 from lockstep.sim.calibrate import calibration_of_batches, held_out, timed_batches
 from lockstep.sim.calibrate_cli import calibrate
@@ -476,6 +478,14 @@ def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
     result = run(calibrate, "journal", str(out), "--date", "today", "--out", str(tmp_path / "c.json"))
     assert result.exit_code == 2
     assert "expected a day as YYYY-MM-DD, got `today`" in result.stderr
+
+
+def test_times_that_an_emulation_sped_up_are_refused(tmp_path: Path) -> None:
+    header = JournalHeader(config=SchedConfig(pages=8), host={"model": "qwen3-0.6b", "gpu": "h200", "speed": 10.0})
+    JournalWriter.create(tmp_path / "run", header).close()
+    result = run(calibrate, "--from", str(tmp_path / "run"), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
+    assert result.exit_code == 2
+    assert "was emulated 10 times as fast as its cost model says" in result.stderr
 
 
 def test_factors_of_an_interval_are_finite_for_every_probability() -> None:

@@ -259,6 +259,11 @@ class Chronicle:
         if self._open:
             self._note_causes(event.time_us, engine)
 
+    @property
+    def complete(self) -> bool:
+        """Whether everybody asked for has come and ended."""
+        return not self._open and len(self.stories) == len(self.wanted)
+
     def close(self) -> Chronicle:
         """The journal has ended: so has what was still going on in it."""
         for story in self.stories.values():
@@ -370,15 +375,17 @@ class Chronicle:
     # ------------------------------------------------------------------------------------------------- what was done
 
     def _launch(self, number: int, time_us: int, plan: BatchPlan) -> None:
-        extends = plan.extend_rows
-        new_tokens = int((plan.stops[:extends] - plan.starts[:extends]).sum())
-        ids = plan.request_ids
-        batch = Batch(
-            plan.batch_id, number, plan.mode, time_us, len(plan.rows), tuple(ids[:extends].tolist()), new_tokens
-        )
+        extends, ids = plan.extend_rows, plan.request_ids
+        prompts, new_tokens = (), 0
+        if extends:
+            prompts = tuple(ids[:extends].tolist())
+            new_tokens = int((plan.stops[:extends] - plan.starts[:extends]).sum())
+        batch = Batch(plan.batch_id, number, plan.mode, time_us, len(plan.rows), prompts, new_tokens)
         self.batches[plan.batch_id] = batch
+        if not self._open:
+            return
         starts, stops = plan.starts.tolist(), plan.stops.tolist()
-        for i, request_id in enumerate(ids.tolist() if self._open else ()):
+        for i, request_id in enumerate(ids.tolist()):
             story = self._open.get(request_id)
             if story is not None and story.waits and story.waits[-1].admitted is not None:
                 story.works.append(Work(batch, len(story.waits) - 1, i < extends, starts[i], stops[i]))

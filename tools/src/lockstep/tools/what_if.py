@@ -294,7 +294,7 @@ def _stories(folder: Path, ids: Sequence[RequestId]) -> dict[RequestId, Story]:
     engines = sorted(path.parent for path in folder.glob("engines/*/journal"))
     found: dict[RequestId, Story] = {}
     for engine in engines or [folder]:
-        chronicle, _ = told(engine, list(ids))
+        chronicle, _ = told(engine, list(ids), to_the_end=False)
         found |= chronicle.stories
     return found
 

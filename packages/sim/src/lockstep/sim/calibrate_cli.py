@@ -226,6 +226,11 @@ def journal(
         else:
             header = _journal_header(run)
             said = {**header.host, "engine_version": header.core_version}
+            if said.get("speed", 1.0) != 1.0:
+                raise CalibrationError(
+                    f"{run} was emulated {said['speed']:g} times as fast as its cost model says: no device is\n"
+                    "hint: serve with --speed 1"
+                )
             times, file = None, run / "journal" if (run / "journal").is_dir() else run
         for name, value in (("model", model), ("gpu", gpu)):
             if not (value or said.get(name)):
