@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
     parser.add_argument("--speed", type=float, default=0.1, help="of the emulated GPU")
+    parser.add_argument("--api-workers", type=int, default=1)
     parser.add_argument("--snapshot-s", type=float, default=2.0)
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.05, 1.0), help="between two kills")
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
     seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
     print(f"seed {seed}: python -m tests.campaigns.kills --seed {seed} --kills {told.kills}", flush=True)
     given = ("--speed", str(told.speed), "--snapshot-s", str(told.snapshot_s))
+    given += ("--api-workers", str(told.api_workers))
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"
         with serving(log, *ARGUMENTS, *given, "--restarts", str(told.kills + 1)) as server:

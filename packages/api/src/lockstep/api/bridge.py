@@ -100,8 +100,10 @@ class Ticket:
         submit: it, as an engine of this generation is to be told, with what there is of its answers.
     """
 
-    def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
-        self.number, self.submit, self.replies, self.waiting_tokens = number, submit, replies, waiting_tokens
+    def __init__(
+        self, number: int, replies: list[Reply], waiting_tokens: int = 0, submit: Submit | None = None
+    ) -> None:
+        self.number, self.replies, self.waiting_tokens, self.submit = number, replies, waiting_tokens, submit
         self.sent = False  # to an engine, perhaps one that is not any more
 
     @property
@@ -176,7 +178,7 @@ class Bridge:
         waiting_tokens = prompt_length(request.prompt)
         request = msgspec.structs.replace(request, origin=f"{self._origin}/{number}")
         submit = Submit(self.worker, number, request, _ns(start_by_s), _ns(finish_by_s))
-        ticket = Ticket(number, submit, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens)
+        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens, submit)
         if not self.restarting:
             self._submit(ticket)
         self.waiting_answers += len(ticket.replies)
@@ -242,6 +244,7 @@ class Bridge:
             raise EngineUnavailable("the engine is starting again")
 
     def _submit(self, ticket: Ticket) -> None:
+        assert ticket.submit is not None
         have = tuple(len(reply.tokens) if reply.ended is None else OVER for reply in ticket.replies)
         self._send(msgspec.structs.replace(ticket.submit, generation=self.generation, again=ticket.sent, have=have))
         ticket.sent = True

@@ -102,7 +102,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     journal_content: Literal["full", "digests"] = "full"
     journal_bytes: int = 2**30  # the oldest part expires beyond so many
     journal_age_s: float | None = None  # what is older expires; None: nothing does by its age
-    snapshot_s: float = 10.0  # between two snapshots, at least
+    snapshot_s: float = 30.0  # between two snapshots, at least
 
     # time
     slow_reader_s: float = 30.0  # a stream that takes nothing for so long is cancelled

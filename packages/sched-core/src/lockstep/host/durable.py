@@ -75,7 +75,7 @@ class Retention:
         age_s: segments that ended longer ago expire; None: none does by age.
     """
 
-    snapshot_s: float = 10.0
+    snapshot_s: float = 30.0
     bytes_max: int = 1 << 30
     age_s: float | None = None
 
