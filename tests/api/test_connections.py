@@ -74,8 +74,8 @@ def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: Li
 
 def test_a_body_that_does_not_come_is_given_up(server: LiveServer) -> None:
     with connected(server) as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        connection.sendall(head)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Connection: close\r\nContent-Length: 99\r\n\r\n{")
         said = answer_to(connection)
         assert said.startswith("HTTP/1.1 408 ")
         assert json.loads(said.partition("\r\n\r\n")[2])["error"]["type"] == "RequestTimeoutError"
