@@ -52,7 +52,7 @@ def took_s(since_s: float) -> float:
 
 
 def test_a_head_that_does_not_come_is_given_up(server: LiveServer) -> None:
-    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"):
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
         began_s = time.monotonic()
         with connected(server) as connection:
             connection.sendall(sent)
@@ -62,7 +62,7 @@ def test_a_head_that_does_not_come_is_given_up(server: LiveServer) -> None:
 
 def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: LiveServer) -> None:
     with connected(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         began_s = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -74,10 +74,8 @@ def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: Li
 
 def test_a_body_that_does_not_come_is_given_up(server: LiveServer) -> None:
     with connected(server) as connection:
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        )
-        connection.sendall(head)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Connection: close\r\nContent-Length: 99\r\n\r\n{")
         said = answer_to(connection)
         assert said.startswith("HTTP/1.1 408 ")
         assert json.loads(said.partition("\r\n\r\n")[2])["error"]["type"] == "RequestTimeoutError"
@@ -100,7 +98,7 @@ def test_tokens_that_wait_are_limited(server: LiveServer) -> None:
     """Two answers run; a third prompt waits; a fourth would make it more tokens than may wait."""
     body = {"prompt": "a" * 3000, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
     raw = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = head + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw
     with contextlib.ExitStack() as opened:
         for number in (1, 2):
@@ -110,7 +108,7 @@ def test_tokens_that_wait_are_limited(server: LiveServer) -> None:
         waits.sendall(request)
         assert waits.recv(4096).startswith(b"HTTP/1.1 200 ")  # its stream begins, though nothing is in it yet
         refused = opened.enter_context(connected(server))
-        refused.sendall(request.replace(b"Host: a", b"Connection: close"))
+        refused.sendall(request.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
         said = answer_to(refused)
         assert said.startswith("HTTP/1.1 503 ")
         assert "3000 tokens of prompts wait already" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
+from tests.campaigns import hostile  # noqa: E402
 from tests.support.live_server import LiveServer  # noqa: E402
 
 JSON = {"content-type": "application/json"}
@@ -209,6 +211,11 @@ def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> N
     for number, body in enumerate(bodies):
         answer = client.post("/v1/completions", content=body, headers=JSON)
         assert answer.status_code in ((200, 400) if number < len(poison) else (400,))
+        sent += bystander.is_alive()
+    for number in range(120):  # of every endpoint
+        path, body = hostile.body(random.Random(number))
+        status = client.post(path, content=body, headers=JSON).status_code
+        assert status in (200, 400, 404), (number, path, status)
         sent += bystander.is_alive()
     assert sent > 5
     bystander.join(60)

@@ -263,7 +263,8 @@ def test_a_client_that_leaves_is_cancelled(client: Any, emulated: LiveServer) ->
 def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
     host, port = emulated.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "a", "max_tokens": 30_000, "ignore_eos": True, "stream": True, "n": 8}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))

@@ -119,6 +119,38 @@ def test_no_spelling_of_a_path_gets_around_the_key(tmp_path: Path) -> None:
     assert set(in_process(tmp_path, ROUTES, try_all)) <= {401, 404}
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "LOCALHOST:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "127.0.0.1:80"}, 200),
+        ({"Host": "[::1]:8000", "Origin": "https://[::1]"}, 200),
+        ({"Host": "models.example.com:443"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "0.0.0.0:8000"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://localhost@evil.example"}, 403),
+        ({"Origin": "http://localhost.evil.example:80"}, 403),
+    ],
+    ids=str,
+)
+def test_without_keys_no_page_of_another_site_may_ask(tmp_path: Path, headers: dict[str, str], status: int) -> None:
+    async def ask(client: Any, app: Any) -> list[int]:
+        found = [(await client.get(path, headers=headers)).status_code for path in ("/v1/models", "/health")]
+        found.append((await client.post("/v1/completions", headers=headers, json={"prompt": ""})).status_code)
+        return found
+
+    said = in_process(tmp_path, ROUTES, ask, keys=None, allowed_hosts=("models.example.com",))
+    assert said == [status, 200, 400 if status == 200 else status]
+
+
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer x", f"Basic {USER}", USER, f"Bearer {USER}x"])
 def test_what_is_no_key_opens_nothing(header: str) -> None:
     assert KEYS.tenant_of(header) is None

@@ -299,7 +299,7 @@ class Overload:
             reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
             try:
                 writer.write(request("/generate", body))
-                first = await asyncio.wait_for(reader.readexactly(12), READ_S)
+                first = await within(READ_S, reader.readexactly(12))
                 self.now.statuses[int(first[9:12])] += 1
                 if first[9:12] == b"503":
                     await asyncio.sleep(1.0 + number % 70 / 70)  # as it was told to
@@ -337,9 +337,9 @@ class Overload:
             stay = draw.randrange(4)
             writer.write(raw[: draw.randrange(len(raw))] if stay == 1 else raw if stay else b"")
             if stay == 3:
-                first = await asyncio.wait_for(reader.readexactly(12), 20)
+                first = await within(20.0, reader.readexactly(12))
                 self.now.statuses[int(first[9:12])] += 1
-                await asyncio.wait_for(reader.read(draw.randrange(1, 4000)), 20)
+                await within(20.0, reader.read(draw.randrange(1, 4000)))
             else:
                 await asyncio.sleep(draw.random() * 0.2)
         if draw.random() < 0.5:
@@ -368,7 +368,7 @@ class Overload:
                 if step < len(raw):
                     await asyncio.sleep(0)
             writer.write_eof()
-            said = await asyncio.wait_for(reader.read(), 30)
+            said = await within(30.0, reader.read())
         except TimeoutError:
             self.now.problems.append(f"bytes {number}: neither an answer nor an end")
         except OSError:
@@ -390,7 +390,7 @@ class Overload:
             return b""
         try:
             writer.write(request(path, body))
-            return await asyncio.wait_for(reader.read(), READ_S)
+            return await within(READ_S, reader.read())
         except TimeoutError:
             self.now.problems.append(f"{path} was not answered within {READ_S:g} s")
             return b""
@@ -480,6 +480,12 @@ class Overload:
                 return
             await asyncio.sleep(0.1)
         self.problems.append("/health is not 200 ten seconds after the engine went on")
+
+
+async def within(seconds: float, read: Awaitable[bytes]) -> bytes:
+    """What is read in time. Raises TimeoutError. (asyncio.wait_for loses a cancel that comes with the last byte.)"""
+    async with asyncio.timeout(seconds):
+        return await read
 
 
 def request(path: str, body: bytes) -> bytes:

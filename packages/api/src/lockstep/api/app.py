@@ -39,6 +39,7 @@ from lockstep.api.logs import EXTRA
 from lockstep.api.schemas import Body
 from lockstep.api.served import Served
 from lockstep.api.server import Call, Server
+from lockstep.api.settings import is_loopback
 
 log = logging.getLogger("lockstep.http")
 
@@ -240,7 +241,10 @@ def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Res
 
 def let_in(server: Server, access: Access, request: Request) -> str:
     """The tenant whom a request is from. Raises ApiError, 401, for one without a key that opens this."""
-    if access == "public" or (access == "user" and server.keys is None):
+    if access == "public":
+        return ""
+    if access == "user" and server.keys is None:
+        _refuse_strangers(server, request)
         return ""
     tenant = None
     if server.keys is not None:
@@ -251,6 +255,22 @@ def let_in(server: Server, access: Access, request: Request) -> str:
     if tenant is None:
         raise ApiError(401, "Unauthorized: send the header `Authorization: Bearer KEY` with a key that opens this")
     return tenant
+
+
+def _refuse_strangers(server: Server, request: Request) -> None:
+    """Where there are no keys, being on this machine is what lets somebody in, and a browser is on this machine too.
+
+    So a page of another site, whose browser sends its `Origin`, may not ask; nor one whose name was made to point here,
+    which shows in `Host`. Raises ApiError, 403.
+    """
+    for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
+        if value is None:
+            continue
+        named = value.partition("://")[2] if header == "Origin" else value
+        name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
+        if not is_loopback(name.lower()) and name.lower() not in server.settings.allowed_hosts:
+            message = f"the header `{header}` is {value[:60]!r}, and without keys only this machine may ask"
+            raise ApiError(403, f"{message}; --allowed-host lets a name in")
 
 
 def _body_schema(body: type[Body]) -> dict[str, Any]:

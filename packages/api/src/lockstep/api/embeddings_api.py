@@ -9,7 +9,7 @@ import numpy as np
 from starlette.responses import Response
 
 from lockstep.api.errors import ApiError, failure
-from lockstep.api.generation import Prompt, Wanted, check_answers, encode, prompts_of
+from lockstep.api.generation import Prompt, Wanted, check_answers, prompts_of
 from lockstep.api.http import JsonResponse, unless_left
 from lockstep.api.schemas import EmbeddingBody, Sampling
 from lockstep.api.server import Call, Server
@@ -29,7 +29,7 @@ async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     given = prompts_of(body.input, "input")
     check_answers(len(given), 1, server.limits, "input")
     prompts = [
-        Prompt(await encode(server.needs_text("a text input"), one, special=body.add_special_tokens), one)
+        Prompt(await server.encode("`input`", one, special=body.add_special_tokens), one)
         if isinstance(one, str)
         else Prompt(one)
         for one in given

@@ -23,6 +23,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 Result = TypeVar("Result")
 
 PROBLEMS_SHOWN = 3
+FIELDS_MAX = 512  # of a body
 
 
 class ClientLeft(Exception):
@@ -62,7 +63,13 @@ async def read_body(
     except TimeoutError:
         raise ApiError(408, f"the body took longer than the {seconds:g} s that are given to it") from None
     try:
-        body = schema.model_validate_json(raw)
+        given = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"Invalid JSON: {error}") from None
+    if isinstance(given, dict) and len(given) > FIELDS_MAX:
+        raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are looked at")
+    try:
+        body = schema.model_validate(given)
     except ValidationError as error:
         raise _bad_body(error) from None
     refuse_unserved(body, strict=strict)
@@ -94,9 +101,12 @@ def _bad_body(error: ValidationError) -> ApiError:
         place = [str(one) for one in problem["loc"] if isinstance(one, int) or str(one).isidentifier()]
         where = ".".join(place)
         param = param or where or None
-        given = repr(problem.get("input"))
-        got = f", got {given}" if where and len(given) <= 60 and problem["type"] != "missing" else ""
-        problems.append(f"`{where}`: {problem['msg']}{got}" if where else problem["msg"])
+        given = problem.get("input")
+        short = isinstance(given, int | float | None) or (isinstance(given, str) and len(given) <= 60) or not given
+        written = repr(given) if short else ""
+        got = f", got {written}" if where and 0 < len(written) <= 60 and problem["type"] != "missing" else ""
+        said = problem["msg"].removeprefix("Value error, ")
+        problems.append(f"`{where}`: {said}{got}" if where else said)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
 
 

@@ -25,7 +25,6 @@ from lockstep.api.generation import (
     check_answers,
     check_logprobs,
     check_sampling,
-    encode,
     seed_of,
     unavailable,
 )
@@ -58,9 +57,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
     start = body.logprob_start_len
     session, session_start = _session(body, call.tenant)
     prompts = [
-        Prompt(await encode(server.needs_text("`text`"), one, special=True), one)
-        if isinstance(one, str)
-        else Prompt(one)
+        Prompt(await server.encode("`text`", one, special=True), one) if isinstance(one, str) else Prompt(one)
         for one in given
     ]
     if start is not None and start >= 0 and (shortest := min(len(one.ids) for one in prompts)) < start:
@@ -204,7 +201,7 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
         raise ApiError(400, "give either `prompt` or `messages`", "prompt")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = await encode(server.needs_text("a text prompt"), body.prompt, special=special)
+        ids = await server.encode("`prompt`", body.prompt, special=special)
     else:
         told = await conversation(server, body.messages or [], body.tools, generation_prompt=body.add_generation_prompt)
         ids = told.ids

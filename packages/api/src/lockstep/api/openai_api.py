@@ -29,7 +29,6 @@ from lockstep.api.generation import (
     check_answers,
     check_logprobs,
     check_sampling,
-    encode,
     finish_reason,
     prompts_of,
     seed_of,
@@ -114,7 +113,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
 
 async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
     if isinstance(given, str):
-        return Prompt(await encode(server.needs_text("a text prompt"), given, special=special), given)
+        return Prompt(await server.encode("`prompt`", given, special=special), given)
     text = server.needs_text("`echo`").decode(given) if echo else None
     return Prompt(given, text)
 
@@ -191,7 +190,9 @@ async def conversation(
         raise ApiError(400, message, "continue_final_message")
     text = server.needs_text("a conversation")
     messages = [_message(one, i) for i, one in enumerate(given)]
-    if sum(len(str(one.get("content") or "")) for one in messages) <= AT_ONCE_CHARACTERS:
+    characters = sum(len(str(one.get("content") or "")) for one in messages)
+    server.check_length(f"`{field}`", characters)
+    if characters <= AT_ONCE_CHARACTERS:
         return _written(text, messages, tools, generation_prompt, go_on)
     return await asyncio.to_thread(_written, text, messages, tools, generation_prompt, go_on)
 

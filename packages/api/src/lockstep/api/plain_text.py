@@ -28,6 +28,9 @@ class Texts(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; with `special`, what the tokenizer puts around every text as well."""
 
+    def characters_max(self) -> int:
+        """Of text, the most that one token of it can stand for."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text, without special tokens."""
 
@@ -46,6 +49,10 @@ class PlainText:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """A token for each byte of UTF-8; what is no Unicode text, such as half a surrogate, is replaced."""
         return list(text.encode("utf-8", "replace"))
+
+    def characters_max(self) -> int:
+        """A token of a prompt is a byte, a character one or more."""
+        return 1
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text, without the end."""

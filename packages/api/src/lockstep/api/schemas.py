@@ -6,15 +6,101 @@ REFUSED is known: it is accepted as long as it has a value that changes nothing,
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=2**27)]
 Name = Annotated[str, Field(max_length=256)]
+
+ITEMS_MAX = 2**14
+"""Of a list of objects: messages, parts of one, tools. Each costs a microsecond or more."""
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
+"""A list in which the first mistake is the only one that is told: telling a million takes minutes, and gigabytes."""
+
+Objects = Items[dict[str, Any]]
+
+
+def _check_ids(value: Any) -> list[int]:
+    """Token ids: a list of whole numbers, looked at without a step in Python for each."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("Input should be a list of token ids")
+    if value and not 0 <= min(value) <= max(value) < 2**31:
+        raise ValueError(f"Token ids should be 0 to {2**31 - 1}")
+    return value
+
+
+def _check_texts(value: Any) -> str | list[str]:
+    """A text, or a list of texts."""
+    if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {str}):
+        return value
+    raise ValueError("Input should be a text or a list of texts")
+
+
+def _check_id_lists(value: Any) -> list[Any]:
+    """Token ids, or a list of lists of them."""
+    if isinstance(value, list) and set(map(type, value)) == {list}:
+        _check_ids(list(chain.from_iterable(value)))
+        return value
+    return _check_ids(value)
+
+
+def _check_prompts(value: Any) -> str | list[Any]:
+    """A text, token ids, or a list of one kind of these."""
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds == {int} or kinds == {list}:
+        return _check_id_lists(value)
+    if not isinstance(value, str) and not (isinstance(value, list) and kinds <= {str}):
+        raise ValueError("Input should be a text, a list of texts, token ids, or a list of lists of token ids")
+    return value
+
+
+def _check_bias(value: Any) -> dict[str, float]:
+    """Biases by token, as JSON has them."""
+    if not isinstance(value, dict) or not set(map(type, value.values())) <= {int, float}:
+        raise ValueError("Input should be an object of numbers, by token id")
+    if value and not -100.0 <= min(value.values()) <= max(value.values()) <= 100.0:
+        raise ValueError("A bias should be -100 to 100")
+    return value
+
+
+def _check_arguments(value: Any) -> dict[str, dict[str, Any]]:
+    """An object of objects."""
+    if not isinstance(value, dict) or not set(map(type, value.values())) <= {dict}:
+        raise ValueError("Input should be an object of objects, by name")
+    return value
+
+
+def _check_metadata(value: Any) -> dict[str, str]:
+    """A few short texts by name, within OpenAI's limits."""
+    if not isinstance(value, dict) or len(value) > 16 or not set(map(type, value.values())) <= {str}:
+        raise ValueError("Input should be an object of at most 16 texts")
+    if any(len(name) > 64 or len(text) > 512 for name, text in value.items()):
+        raise ValueError("Names should have at most 64 characters, texts 512")
+    return value
+
+
+TEXTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+ID_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
+PROMPTS_SCHEMA = {"anyOf": [TEXTS_SCHEMA, ID_LISTS_SCHEMA]}
+BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+
+OBJECTS_SCHEMA = {"type": "object", "additionalProperties": {"type": "object"}}
+METADATA_SCHEMA = {"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}}
+
+Arguments = Annotated[dict[str, dict[str, Any]], PlainValidator(_check_arguments), WithJsonSchema(OBJECTS_SCHEMA)]
+Metadata = Annotated[dict[str, str], PlainValidator(_check_metadata), WithJsonSchema(METADATA_SCHEMA)]
+TokenIdList = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema(IDS_SCHEMA)]
+TextOrTexts = Annotated[str | list[str], PlainValidator(_check_texts), WithJsonSchema(TEXTS_SCHEMA)]
+IdLists = Annotated[list[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
+Prompts = Annotated[str | list[Any], PlainValidator(_check_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
+Biases = Annotated[dict[str, float], PlainValidator(_check_bias), WithJsonSchema(BIAS_SCHEMA)]
 
 Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
 
@@ -74,14 +160,14 @@ class Sampling(Body):
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     seed: Int64 | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Text | Items[Text] | None = None
+    stop_token_ids: TokenIdList | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    logit_processors: dict[str, dict[str, Any]] | None = None  # those that the operator enabled: name and arguments
+    logit_bias: Biases | None = None
+    allowed_token_ids: TokenIdList | None = None
+    logit_processors: Arguments | None = None  # those that the operator enabled, by name
 
 
 class Timed(Body):
@@ -139,7 +225,7 @@ class OpenAI(Sampling, Timed):
 class CompletionBody(OpenAI):
     """POST /v1/completions"""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count | None = None
@@ -152,20 +238,20 @@ class ChatMessage(Body):
     """A message; what else it has is for the template, if it knows it."""
 
     role: Name
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | Objects | None = None
     name: Name | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: Name | None = None
 
 
 class ChatBody(OpenAI):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
@@ -223,8 +309,8 @@ class SessionParams(Body):
 class GenerateBody(Timed):
     """POST /generate"""
 
-    text: Text | list[Text] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    text: TextOrTexts | None = None
+    input_ids: IdLists | None = None
     sampling_params: NativeSampling = NativeSampling()
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -253,7 +339,7 @@ class EmbeddingBody(Timed):
     """POST /v1/embeddings"""
 
     model: Name | None = None
-    input: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Name | None = None
@@ -274,18 +360,18 @@ class InputItem(Body):
 
     type: Name = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | Objects | None = None
 
 
 class ResponseBody(Sampling, Timed):
     """POST /v1/responses"""
 
     model: Name | None = None
-    input: Text | Annotated[list[InputItem], Field(min_length=1)]
+    input: Text | Annotated[Items[InputItem], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stream: bool | None = None
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
+    metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
     cache_salt: Name | None = None
@@ -315,7 +401,7 @@ class MessageItem(Body):
     """One message of Anthropic's API."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[dict[str, Any]]
+    content: Text | Objects
 
 
 class MessageMetadata(Body):
@@ -328,8 +414,8 @@ class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
     model: Name | None = None
-    messages: Annotated[list[MessageItem], Field(min_length=1)]
-    system: Text | list[dict[str, Any]] | None = None
+    messages: Annotated[Items[MessageItem], Field(min_length=1)]
+    system: Text | Objects | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
@@ -347,7 +433,7 @@ class MessageBody(CountBody):
     """POST /v1/messages"""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Items[Text] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -362,8 +448,8 @@ class TokenizeBody(Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[ChatMessage] | None = None
+    tools: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
 
@@ -372,7 +458,7 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: TokenIdList
 
 
 class AbortBody(Body):
@@ -415,7 +501,7 @@ class ProfileBody(Body):
 
     start_step: Count | None = None
     num_steps: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    activities: list[Literal["CPU", "GPU"]] | None = None
+    activities: Items[Literal["CPU", "GPU"]] | None = None
     record_shapes: bool | None = None
     with_stack: bool | None = None
     profile_by_stage: bool | None = None

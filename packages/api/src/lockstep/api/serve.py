@@ -34,6 +34,7 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("tokenizer", click.Path(), "A folder with tokenizer.json, if not that of the model.", metavar="DIR")
 @_option("host", str, "Address to listen on. Beyond loopback it needs --api-keys.")
 @_option("port", int, "Port to listen on; 0 takes a free one.")
+@_option("allowed_hosts", str, "A name that a proxy calls it by, without keys.", multiple=True, flag="--allowed-host")
 @_option("api_workers", int, "Processes that speak HTTP.")
 @_option("api_keys", click.Path(), "A TOML file of keys and the tenants that they stand for.", metavar="FILE")
 @_option("usage_dir", click.Path(), "Where to keep what tenants used, beyond the server's end.", metavar="DIR")

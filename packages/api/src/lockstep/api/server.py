@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from lockstep.api.bridge import Bridge, EngineUnavailable
 from lockstep.api.errors import ApiError
-from lockstep.api.generation import Generation, Prompt, Wanted, unavailable
+from lockstep.api.generation import Generation, Prompt, Wanted, encode, unavailable
 from lockstep.api.keys import Keys
 from lockstep.api.metrics import Metrics
 from lockstep.api.plain_text import Texts
@@ -25,6 +25,10 @@ from lockstep.api.usage import Usage
 from lockstep.api.wire import About
 
 BodyType = TypeVar("BodyType", bound=Body | None)
+
+
+CHARACTERS_MIN = 2**20
+"""Text up to so long is always put into tokens before it is found to be too long; some tokenizers drop characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
+        self._token_characters = 1 if self.text is None else self.text.characters_max()
         self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
 
@@ -90,6 +95,18 @@ class Server:
         if self.text is None:
             raise ApiError(400, f"{what} needs a tokenizer, and this model came without; give token ids")
         return self.text
+
+    async def encode(self, what: str, prompt: str, *, special: bool) -> list[int]:
+        """Tokens of a text. Raises ApiError for one that is longer than any that could fit."""
+        text = self.needs_text(what)
+        self.check_length(what, len(prompt))
+        return await encode(text, prompt, special=special)
+
+    def check_length(self, what: str, characters: int) -> None:
+        """Refuse text whose tokens nobody needs to count: making them takes memory and time. Raises ApiError."""
+        most = max(CHARACTERS_MIN, self.about().prompt_tokens_max * self._token_characters)
+        if characters > most:
+            raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 
     def generate(self, call: Call[BodyType], wanted: Wanted, prompts: list[Prompt]) -> Generation:
         """Send what is wanted to the engine. Raises ApiError."""

@@ -83,6 +83,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # HTTP
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()  # names in Host and Origin, beside this machine's, where there are no keys
     api_workers: int = 1
     api_keys: str | None = None  # a file, see keys.py
     usage_dir: str | None = None  # where it is kept what tenants used; None: as long as the server runs

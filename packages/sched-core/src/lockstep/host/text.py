@@ -52,6 +52,10 @@ class Text:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
+    def characters_max(self) -> int:
+        """Of text, the most that one token of the vocabulary can stand for."""
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
