@@ -18,7 +18,7 @@ from lockstep.core.errors import ConfigError
 LINE_BYTES_MAX = 1 << 20
 HEADERS_MAX = 200
 TOO_LONG_IDLE = 408
-"""What a server may say to a connection on which nothing came for long; it has not read what is sent then (RFC 9110)."""
+"""What a server may tell a connection on which nothing came for long. What is sent then it has not read (RFC 9110)."""
 
 
 class Target(NamedTuple):
