@@ -150,17 +150,18 @@ def decode_us(rows: int) -> float:
 
 
 def children(pid: int) -> dict[str, int]:
-    """The processes of a server by their role."""
-    found = {}
+    """The processes of a server by their role: a worker is the launcher's child, the engine one of its nursery."""
+    table: dict[int, tuple[int, list[str]]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 words = (folder / "cmdline").read_bytes().decode().split("\0")
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                for role, module in (("worker", "lockstep.api.worker"), ("engine", "lockstep.api.engine_process")):
-                    if parent == pid and module in words:
-                        found[role] = int(folder.name)
-    return found
+                table[int(folder.name)] = parent, words
+    own = {module: child for child, (parent, words) in table.items() if parent == pid for module in words[2:3]}
+    nursery = own["lockstep.api.nursery"]
+    engine = next(child for child, (parent, _) in table.items() if parent == nursery)
+    return {"worker": own["lockstep.api.worker"], "engine": engine}
 
 
 def wait_ready(url: str) -> None:

@@ -19,9 +19,11 @@ import pytest
 pytest.importorskip("fastapi", reason="needs lockstep-api")
 
 from lockstep.api.logs import EXTRA, JsonLines
-from lockstep.api.serve import check
+from lockstep.api.metrics import Metrics
+from lockstep.api.serve import check, serve
 from lockstep.api.served import RECENT, Recent, Served
 from lockstep.api.settings import read_settings
+from lockstep.api.wire import Gauges
 from lockstep.core.errors import ConfigError
 from tests.support.browser import dom_of, needs_chromium
 from tests.support.live_server import EMULATED, LiveServer, serving, until
@@ -227,3 +229,45 @@ def test_every_metric_of_the_dashboard_is_there(emulated: LiveServer) -> None:
         assert f'{label}="' in shown
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
+
+
+VLLM = """e2e_request_latency_seconds_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+request_inference_time_seconds_bucket request_time_per_output_token_seconds_bucket request_prompt_tokens_bucket
+request_generation_tokens_bucket request_max_num_generation_tokens_sum iteration_tokens_total_bucket prompt_tokens_total
+generation_tokens_total prompt_tokens_cached_total num_requests_running num_requests_waiting kv_cache_usage_perc
+prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total"""
+SGLANG = """num_running_reqs num_queue_reqs num_used_tokens token_usage cache_hit_rate
+time_to_first_token_seconds_bucket
+inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket queue_time_seconds_bucket
+prompt_tokens_total generation_tokens_total cached_tokens_total num_requests_total num_aborted_requests_total
+num_retracted_reqs_total"""
+
+
+def test_dashboards_of_other_servers_find_their_names() -> None:
+    metrics = Metrics(("vllm", "sglang"))
+    metrics.name_model("m")
+    gauges = Gauges(3, 2, 100, 0.25, 40, 60, 5, True, page_size=16, batch_counts=(1,) * 14, batch_tokens=99)
+    text = metrics.exposition(gauges).decode()
+    for prefix, names in (("vllm", VLLM), ("sglang", SGLANG)):
+        for name in names.split():
+            assert f'\n{prefix}:{name}{{engine="0"' in text or f"\n{prefix}:{name}{{" in text, f"{prefix}:{name}"
+    labels = 'engine="0",model_name="m"'
+    assert re.search(r"\nsglang:num_used_tokens\{[^}]*\} 400\.0\n", text), labels
+    assert re.search(r"\nsglang:cache_hit_rate\{[^}]*\} 0\.4\n", text)
+    assert re.search(r"\nvllm:num_requests_waiting\{[^}]*\} 3\.0\n", text)
+    assert "vllm:num_requests_total" not in text
+    assert "vllm:kv_used_tokens" not in text
+
+
+def test_the_settings_of_the_deployment_page_are_settings(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "serve.toml").write_text(block)
+    settings = read_settings(tmp_path / "serve.toml", {})
+    assert (settings.log_format, settings.limits.requests_max, settings.api_workers) == ("json", 2048, 2)
+    options = {option for parameter in serve.params for option in parameter.opts}
+    for command in re.findall(r"lockstep serve ([^`\n]*)", page):
+        assert {word for word in command.split() if word.startswith("--")} <= options
+    stop_s = int(re.search(r"TimeoutStopSec=(\d+)", page)[1])  # type: ignore[index]  # it is there
+    assert stop_s > settings.shutdown_s

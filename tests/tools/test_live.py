@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import signal
@@ -20,7 +21,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.sim.token_runs import prompt_ids
 from lockstep.sim.workload import open_workload
 from lockstep.tools import live
-from lockstep.tools.http_stream import Target
+from lockstep.tools.http_stream import Client, Target
 from lockstep.tools.replay import replay
 from tests.support.recorded import record_simulation
 
@@ -162,3 +163,34 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be"):
         Target.parse("http://x:99999999")
     assert Target.parse("https://host/base/v1/") == Target("host", 443, "/base", True)
+
+
+def test_a_kept_connection_that_was_told_to_go_is_replaced() -> None:
+    """A server that closes idle connections may say so first, with a 408 that answers no request."""
+
+    async def run() -> tuple[int, int, bytes]:
+        asked = connected = 0
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked, connected
+            connected += 1
+            if connected <= 2:
+                writer.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 3\r\n\r\nidl")
+            else:
+                await reader.readuntil(b"\r\n\r\n")
+                asked += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        client = Client(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", False), {})
+        await client.warm(2)
+        await asyncio.sleep(0.1)
+        async with client.request("GET", "/x", b"") as response:
+            text = b"".join([piece async for piece in response.pieces()])
+        client.close()
+        server.close()
+        return response.status, asked, text
+
+    assert asyncio.run(run()) == (200, 1, b"hi")

@@ -17,6 +17,8 @@ from lockstep.core.errors import ConfigError
 
 LINE_BYTES_MAX = 1 << 20
 HEADERS_MAX = 200
+TOO_LONG_IDLE = 408
+"""What a server may tell a connection on which nothing came for long. What is sent then it has not read (RFC 9110)."""
 
 
 class Target(NamedTuple):
@@ -140,6 +142,8 @@ class Client:
                     if kept:
                         continue
                     raise
+                if kept and response.status == TOO_LONG_IDLE:
+                    continue
                 yield response
                 whole = response.ended and response.reusable
                 return

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 
 from lockstep.core.errors import ConfigError
@@ -43,7 +44,7 @@ from lockstep.tools.runs import print_json, refusals
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-AHEAD_US = 100_000  # so long before it is due a request is put together
+AHEAD_US = 1_000_000  # so long before it is due a request is put together
 TICK_S = 0.1
 EARLY_S = 0.002  # a sleep ends so much before the moment; the rest is waited for in turns of the loop
 WARM_MAX = 64  # connections opened before the first request
@@ -263,7 +264,7 @@ class Asking:
             content["return_token_ids"] = True
         if self.ignore_eos:
             content["ignore_eos"] = True
-        return json.dumps(content | dict(self.fields)).encode()
+        return msgspec.json.encode(content | dict(self.fields))
 
 
 @dataclass(slots=True)
@@ -360,6 +361,7 @@ class Sender:
                 )
                 self._tasks.add(task)
                 task.add_done_callback(self._over)
+                await asyncio.sleep(0)  # what comes in meanwhile is read, and timed
             elif arrivals.next_us == NEVER_US and not self._under_way:
                 return
             else:

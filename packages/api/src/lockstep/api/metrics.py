@@ -45,13 +45,16 @@ SGLANG = {
     "kv_cache_usage_perc": "token_usage",
     "num_preemptions": "num_retracted_reqs",
     "request_queue_time_seconds": "queue_time_seconds",
+    "num_requests": "num_requests",
+    "num_aborted_requests": "num_aborted_requests",
     "kv_used_tokens": "num_used_tokens",
     "prefix_cache_hit_ratio": "cache_hit_rate",
 }
 """Where the meaning is equal; the prefix is sglang:."""
 
-NOT_VLLM = ("http_", "batch_", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio")
-"""What vLLM has not begins so; everything else is its name, too."""
+NOT_VLLM = ("kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio", "num_requests", "num_aborted_requests")
+NOT_VLLM_GROUPS = ("http_", "batch_")
+"""What vLLM has not is called, or begins, so; everything else is its name, too."""
 
 
 class Metrics:
@@ -93,6 +96,8 @@ class Metrics:
         self._cached = counter("prompt_tokens_cached", "Tokens of prompts found in the radix cache.")
         self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
+        self._requests = counter("num_requests", "Answers that were asked for.")
+        self._aborted = counter("num_aborted_requests", "Answers whose client left or that were told to end.")
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
         self._ended = Counter(*ended, registry=self.registry)
 
@@ -102,6 +107,7 @@ class Metrics:
         """A request was sent to the engine."""
         for choice in generation.choices:
             self._prompt.observe(len(choice.prompt.ids))
+            self._requests.inc()
             if generation.wanted.max_tokens is not None:
                 self._asked.observe(generation.wanted.max_tokens)
         self._prompt_tokens.inc(generation.usage().prompt_tokens)
@@ -121,6 +127,8 @@ class Metrics:
             return
         choice.end_measured = True
         self._ended.labels(*self._labels, ended.reason).inc()
+        if ended.reason == "cancelled":
+            self._aborted.inc()
         if ended.rejected:
             return
         self._output.observe(len(reply.tokens))
@@ -213,7 +221,7 @@ class Metrics:
         """The same under the names that other servers' dashboards ask for."""
         for metric in metrics:
             name = metric.name.removeprefix("lockstep_")
-            if "vllm" in self._compat and not name.startswith(NOT_VLLM):
+            if "vllm" in self._compat and not name.startswith(NOT_VLLM_GROUPS) and name not in NOT_VLLM:
                 yield _called(metric, f"vllm:{name}")
             if "sglang" in self._compat and name in SGLANG:
                 yield _called(metric, f"sglang:{SGLANG[name]}")
