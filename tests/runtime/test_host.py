@@ -359,6 +359,23 @@ def test_prompts_alone_are_pooled_or_judged() -> None:
     assert int(scored.extras.pooled.values.argmax()) == next_token(prompt)
 
 
+def test_scores_of_a_batch_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SmallRuntime(chunked_prefill_size=64)
+    inner, shapes = runtime.model.logits, []
+    monkeypatch.setattr(runtime.model, "logits", lambda hidden: shapes.append(len(hidden)) or inner(hidden))
+    prompts = [[n, 1, 2, 3 + n] for n in range(5)]
+    kinds: list[Any] = ["score", "embed", "score", "generate", "score"]
+    asked = [runtime.submit(one, 0, kind=kind) for one, kind in zip(prompts, kinds, strict=True)]
+    runtime.run()
+    assert 3 in shapes
+    assert 1 not in shapes
+    for prompt, kind, answer in zip(prompts, kinds, asked, strict=True):
+        assert answer.extras is not None
+        if kind == "score":
+            assert answer.extras.pooled is not None
+            assert int(answer.extras.pooled.values.argmax()) == next_token(prompt)
+
+
 class Alternating:
     """A grammar of even tokens behind odd ones and odd behind even, that ends with a multiple of ten."""
 

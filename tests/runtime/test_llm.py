@@ -888,11 +888,14 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
         json.dumps({"messages": [{"role": "user", "content": "dog"}], "logprobs": 1, "stop": "zzz"}),
         json.dumps({"prompt": [5, 999]}),
         json.dumps({"id": 7}),
+        json.dumps({"messages": []}),
+        json.dumps({"prompt": [5], "stop": ""}),
+        json.dumps({"prompt": [5], "stop": ["a", ""]}),
     ]
     result = run(folder, "-", "--max-new-tokens", "2", "--show-token-ids", stdin="\n".join(lines))
     assert result.return_value == 1
     said = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7]
+    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7, 8, 9, 10]
     assert said[0]["id"] == "a"
     assert said[0]["finish_reason"] == "length"
     assert said[0]["output_tokens"] == len(said[0]["token_ids"]) == 3
@@ -901,7 +904,27 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
     assert len(said[3]["logprobs"]) == said[3]["output_tokens"]
     assert said[4]["error"] == "`prompt` holds token 999, but the model has 300"
     assert said[5]["error"] == "give either `prompt` or `messages`"
-    assert "4 of 6 lines have an `error`" in result.stderr
+    assert said[6]["error"].startswith("`messages` is empty\nhint: ")
+    assert said[7]["error"] == said[8]["error"]
+    assert said[7]["error"].startswith("`stop` holds an empty text")
+    assert "7 of 9 lines have an `error`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("tensor_parallel", 1.5, "float"),
+        ("tensor_parallel", "2", "str"),
+        ("tensor_parallel", True, "bool"),
+        ("tensor_parallel", None, "NoneType"),
+        ("seed", "a", "str"),
+        ("random_weights_seed", 0.5, "float"),
+        ("cuda_graph_max_batch", [8], "list"),
+    ],
+)
+def test_what_is_no_whole_number_is_named_with_its_type(folder: Path, name: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^`{name}` must be a whole number.*, which is of type {kind}$"):
+        LLM(folder, **{name: value})
 
 
 def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ class LLM:
         **sched: Any,
     ) -> None:
         _refuse_unknown(sched)
+        for name, value in (
+            ("tensor_parallel", tensor_parallel),
+            ("seed", seed),
+            ("random_weights_seed", random_weights_seed),
+            ("cuda_graph_max_batch", cuda_graph_max_batch),
+        ):
+            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed"))
         watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
@@ -326,7 +333,9 @@ class LLM:
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for the answer."""
+        """The token ids of a conversation, ready for the answer. Raises ConfigError."""
+        if not messages:
+            raise ConfigError("`messages` is empty\nhint: give at least one, of role user")
         text = self._needs_text("a conversation")
         return text.encode(text.chat(messages), special=False)
 
@@ -734,6 +743,14 @@ def _refuse_unknown(sched: dict[str, Any]) -> None:
             raise ConfigError(f"there is no setting `{name}`\nhint: {hint}")
 
 
+def _check_whole(name: str, value: object, *, optional: bool) -> None:
+    """Raise ConfigError, naming the field and the type, for what is no whole number."""
+    if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool)):
+        return
+    expected = "a whole number" + (" or None" if optional else "")
+    raise ConfigError(f"`{name}` must be {expected}, got `{value}`, which is of type {type(value).__name__}")
+
+
 def _seed(seed: int, number: int) -> int:
     """The seed of request `number` of an LLM with this seed; 63 bits."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
@@ -792,6 +809,8 @@ def _check_params(params: Params) -> None:
         expected, _, where = str(error).partition(" - at ")
         name = where.partition("$.")[2].rstrip("`").partition("[")[0]
         raise ConfigError(f"`{name}` is {getattr(params, name)!r}: {expected[:1].lower()}{expected[1:]}") from error
+    if not all(params.stop):
+        raise ConfigError("`stop` holds an empty text, which is in front of every answer\nhint: leave it out")
     if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
         raise ConfigError("`allowed_token_ids` is empty, so that nothing could be said\nhint: None allows every token")
 
