@@ -18,16 +18,17 @@ from lockstep.core.commands import (  # noqa: E402
     PageDeltas,
     RowTaken,
 )
-from lockstep.core.errors import ContractError  # noqa: E402
+from lockstep.core.errors import ConfigError, ContractError  # noqa: E402
 from lockstep.core.events import Grammar, RequestArrived, RequestId  # noqa: E402
 from lockstep.core.requests import prompt_bytes  # noqa: E402
 from lockstep.host.batches import ContextOf, RowContext  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
+from lockstep.runtime import tables as tables_module  # noqa: E402
 from lockstep.runtime.canary import Canary, CanaryError, mix  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.overlap import CpuLane, WhenToRun  # noqa: E402
-from lockstep.runtime.tables import FIRST_WIDTH, Tables, last_entries  # noqa: E402
+from lockstep.runtime.tables import FIRST_WIDTH, Tables, check_page_table, last_entries  # noqa: E402
 from tests.support.small_runtime import CPU, SmallRuntime, alone, make_executor, request, small_config  # noqa: E402
 
 PROMPTS: dict[RequestId, list[int]] = {0: [5, 6, 7, 8, 9], 1: [11, 12], 2: [5, 6, 7, 8, 1, 2]}
@@ -373,3 +374,24 @@ def test_tables_that_are_as_wide_as_they_can_be_never_grow() -> None:
     tables = Tables(2, 8, 4, CPU, context_tokens=30)
     assert tables.width == 8
     assert tables.page_table.shape == (3, 8)
+
+
+def test_tables_with_more_places_than_int32_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places in a page table travel as int32, and would come out negative."""
+    with pytest.raises(ConfigError) as raised:
+        check_page_table(4096, 1 << 20, 1)
+    first, hint = str(raised.value).splitlines()
+    assert first == (
+        "`context_tokens_max` 1,048,576 with `page_size` 1 makes 1,048,576 pages a request; for 4,096 request rows "
+        "that is a page table of more than 2,147,483,648 places"
+    )
+    assert hint.startswith("hint: a larger page_size")
+    check_page_table(4095, 1 << 19, 1)
+    monkeypatch.setattr(tables_module, "ENTRIES_MAX", 16 * (FIRST_WIDTH + 4))
+    with pytest.raises(ConfigError, match="is a page table of more than 320 places"):
+        Tables(16, 8, 4, CPU, context_tokens=4 * FIRST_WIDTH + 20)
+    tables = Tables(15, 64, 4, CPU)  # and one that grows, does so as far as it goes
+    tables.take_in(plan(0, "decode", [(3, 0, 4 * FIRST_WIDTH, 4 * FIRST_WIDTH + 1)]))
+    assert tables.width == FIRST_WIDTH + 4
+    with pytest.raises(PlanError, match="batch 1 needs 21 pages of a row, but tables have 20 at most"):
+        tables.take_in(plan(1, "decode", [(3, 0, 80, 81)]))

@@ -359,6 +359,66 @@ def test_prompts_alone_are_pooled_or_judged() -> None:
     assert int(scored.extras.pooled.values.argmax()) == next_token(prompt)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_fails_in_a_batch_no_other_reads_wrong_kv(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches fail before their changes are folded, while they are, or behind. The canary sees every read."""
+    rng = random.Random(seed)
+    runtime = SmallRuntime(
+        run_at=rng.choice(["launch", "collection"]),
+        overlap_depth=seed % 3,
+        decode_steps_per_launch=rng.choice([1, 3]),
+        max_running_requests=rng.choice([2, 4]),
+        pages=64,
+    )
+
+    def plant(part: Any, name: str) -> None:
+        inner = getattr(part, name)
+
+        def sometimes(*given: Any) -> Any:
+            if rng.random() < 0.03:
+                raise RuntimeError(f"planted in {name}")
+            return inner(*given)
+
+        monkeypatch.setattr(part, name, sometimes)
+
+    for part, name in (
+        (runtime.executor.lane, "begin"),
+        (runtime.executor.lane, "upload"),
+        (runtime.executor.tables, "fold"),
+        (runtime.model, "forward"),
+    ):
+        plant(part, name)
+    beginnings = [[rng.randrange(97) for _ in range(12)] for _ in range(3)]
+    asked = []
+    for _ in range(4):
+        for _ in range(8):
+            begun = rng.choice(beginnings)[: rng.randrange(13)]
+            prompt, count = [*begun, *(rng.randrange(97) for _ in range(rng.randrange(1, 20)))], rng.randrange(1, 20)
+            asked.append((prompt, count, runtime.submit(prompt, count)))
+        runtime.run()
+    ended = [(prompt, count, answer) for prompt, count, answer in asked if answer.reason == "length"]
+    assert 0 < len(ended) < len(asked)
+    for prompt, count, answer in ended:
+        assert answer.tokens == alone(prompt, count)
+
+
+def test_scores_of_a_batch_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SmallRuntime(chunked_prefill_size=64)
+    inner, shapes = runtime.model.logits, []
+    monkeypatch.setattr(runtime.model, "logits", lambda hidden: shapes.append(len(hidden)) or inner(hidden))
+    prompts = [[n, 1, 2, 3 + n] for n in range(5)]
+    kinds: list[Any] = ["score", "embed", "score", "generate", "score"]
+    asked = [runtime.submit(one, 0, kind=kind) for one, kind in zip(prompts, kinds, strict=True)]
+    runtime.run()
+    assert 3 in shapes
+    assert 1 not in shapes
+    for prompt, kind, answer in zip(prompts, kinds, asked, strict=True):
+        assert answer.extras is not None
+        if kind == "score":
+            assert answer.extras.pooled is not None
+            assert int(answer.extras.pooled.values.argmax()) == next_token(prompt)
+
+
 class Alternating:
     """A grammar of even tokens behind odd ones and odd behind even, that ends with a multiple of ten."""
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,27 @@ def test_an_end_token_that_the_model_does_not_have_fails_nobody(
     assert f"`eos_token_id` {VOCABULARY + 5} is passed over" in caplog.text
     with pytest.raises(ConfigError, match=f"`eos_token_ids` holds token 999, but the model has {VOCABULARY}"):
         LLM(folder, random_weights_seed=1, eos_token_ids=(999,), **SMALL)
+
+
+def test_several_answers_to_one_prompt_share_its_kv(folder: Path) -> None:
+    """Each is what one request with that seed is answered."""
+    prompt = list(range(40, 61))
+    drawn = Params(n=3, max_new_tokens=8, temperature=1.0, seed=7, ignore_eos=True, logprobs=0)
+    with LLM(folder, random_weights_seed=3, **SMALL) as llm:
+        several, single = llm.generate([prompt, [5, 6]], [drawn, Params(max_new_tokens=2)])
+        alone = [llm.generate([prompt], replace(drawn, n=1, seed=7 + number))[0] for number in range(3)]
+        assert not single.others
+        assert [one.token_ids for one in (several, *several.others)] == [one.token_ids for one in alone]
+        assert [one.text for one in (several, *several.others)] == [one.text for one in alone]
+        assert len({tuple(one.token_ids) for one in alone}) == 3
+        assert [len(one.logprobs) for one in several.others] == [8, 8]
+        assert several.others[1].request_id == several.request_id + 2
+        assert [one.cached_tokens for one in several.others] == [20, 20], "the prompt's KV is shared"
+        for wrong in (0, -1, 10**6):
+            with pytest.raises(ConfigError, match=rf"^`n` must be 1 to \d+, got `{wrong}`"):
+                llm.generate([prompt], Params(n=wrong))
+        with pytest.raises(ConfigError, match="`n` is 2, but a stream is of one answer"):
+            next(llm.stream(prompt, Params(n=2)))
 
 
 def test_settings_that_only_the_sampler_finds_wrong_end_one_request(
@@ -888,11 +910,14 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
         json.dumps({"messages": [{"role": "user", "content": "dog"}], "logprobs": 1, "stop": "zzz"}),
         json.dumps({"prompt": [5, 999]}),
         json.dumps({"id": 7}),
+        json.dumps({"messages": []}),
+        json.dumps({"prompt": [5], "stop": ""}),
+        json.dumps({"prompt": [5], "stop": ["a", ""]}),
     ]
     result = run(folder, "-", "--max-new-tokens", "2", "--show-token-ids", stdin="\n".join(lines))
     assert result.return_value == 1
     said = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7]
+    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7, 8, 9, 10]
     assert said[0]["id"] == "a"
     assert said[0]["finish_reason"] == "length"
     assert said[0]["output_tokens"] == len(said[0]["token_ids"]) == 3
@@ -901,7 +926,44 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
     assert len(said[3]["logprobs"]) == said[3]["output_tokens"]
     assert said[4]["error"] == "`prompt` holds token 999, but the model has 300"
     assert said[5]["error"] == "give either `prompt` or `messages`"
-    assert "4 of 6 lines have an `error`" in result.stderr
+    assert said[6]["error"].startswith("`messages` is empty\nhint: ")
+    assert said[7]["error"] == said[8]["error"]
+    assert said[7]["error"].startswith("`stop` holds an empty text")
+    assert "7 of 9 lines have an `error`" in result.stderr
+
+
+def test_a_line_that_asks_for_several_answers_has_them_in_one_object(folder: Path) -> None:
+    lines = [
+        json.dumps({"prompt": [5, 6], "n": 3, "temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}),
+        json.dumps({"prompt": [5, 6], "n": 0}),
+        json.dumps({"prompt": [5, 6], "n": 2, "max_new_tokens": 0}),
+    ]
+    result = run(folder, "-", "--show-token-ids", stdin="\n".join(lines))
+    said = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [len(one["token_ids"]) for one in said[0]["answers"]] == [4, 4, 4]
+    assert said[0].keys() == {"line", "answers"}
+    assert said[1]["error"].startswith("`n` must be 1 to ")
+    assert "leaves one answer" in said[2]["error"]
+    assert len(said[2]["answers"]) == 2
+    assert "2 of 3 lines have an `error`" in result.stderr
+    assert "12 output tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("tensor_parallel", 1.5, "float"),
+        ("tensor_parallel", "2", "str"),
+        ("tensor_parallel", True, "bool"),
+        ("tensor_parallel", None, "NoneType"),
+        ("seed", "a", "str"),
+        ("random_weights_seed", 0.5, "float"),
+        ("cuda_graph_max_batch", [8], "list"),
+    ],
+)
+def test_what_is_no_whole_number_is_named_with_its_type(folder: Path, name: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^`{name}` must be a whole number.*, which is of type {kind}$"):
+        LLM(folder, **{name: value})
 
 
 def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
-from lockstep.runtime.tables import Tables
+from lockstep.runtime.tables import Tables, check_page_table
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -321,6 +321,7 @@ def _sized(
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
+    check_page_table(without_pages.rows_max, context, page_size)
     page_bytes = page_bytes_of(model, page_size)
     choice, sizes = pick(without_pages)
     if ranks is not None:

@@ -116,6 +116,7 @@ class _Launched:
     wanted: dict[str, Tensor] = field(default_factory=dict)  # to be brought to the CPU
     download: Download | None = None
     error: str = ""
+    scored: list[int] = field(default_factory=list)  # rows of the plan whose last logits are wanted
     prompt_tops: list[int] = field(default_factory=list)  # likeliest tokens wanted, by span of the plan
     behind_failure: bool = False  # launched before it was known that a batch in front of it failed
 
@@ -377,16 +378,18 @@ class Executor:
                 new = hidden[int(indptr[i]) : int(indptr[i + 1])].to(torch.float32).sum(0)
                 before = self._sums.get(rows[i])
                 self._sums[rows[i]] = new if before is None else before + new
-        for i in launched.plan.pooled_rows.tolist():
-            kind, last = self._kinds[rows[i]], hidden[int(indptr[i + 1]) - 1]
-            if kind == "score":
-                launched.wanted[f"pooled score {i}"] = self.model.logits(last[None])[0]
-            elif kind == "embed":
-                mean = self.pooling.mode == "mean"
-                vector = self._sums.pop(rows[i]) / int(one.stops[i]) if mean else last.to(torch.float32)
+        pooled = launched.plan.pooled_rows
+        launched.scored = [i for i in pooled.tolist() if self._kinds[rows[i]] == "score"]
+        if launched.scored:
+            last = self.lane.upload(indptr[np.array(launched.scored) + 1].astype(np.int64) - 1)
+            launched.wanted["scores"] = self.model.logits(hidden.index_select(0, last))
+        for i in pooled.tolist():
+            if self._kinds[rows[i]] == "embed":
+                at, mean = int(indptr[i + 1]) - 1, self.pooling.mode == "mean"
+                vector = self._sums.pop(rows[i]) / int(one.stops[i]) if mean else hidden[at].to(torch.float32)
                 if self.pooling.normalize:
                     vector = torch.nn.functional.normalize(vector, dim=0)
-                launched.wanted[f"pooled embed {i}"] = vector
+                launched.wanted[f"pooled {i}"] = vector
 
     # ---------------------------------------------------------------------------------------------------- results
 
@@ -441,9 +444,10 @@ class Executor:
                     whose = int(plan.request_ids[np.flatnonzero(plan.rows == one.rows[int(i)])[0]])
                     start = int(one.stops[int(i)]) - len(array)
                     result.hidden_states.append(HiddenStates(whose, start, array))
-                case ["pooled", "score", i]:
-                    result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "score", array))
-                case ["pooled", _, i]:
+                case ["scores"]:
+                    ids = plan.request_ids[launched.scored].tolist()
+                    result.pooled += [Pooled(one, "score", logits) for one, logits in zip(ids, array, strict=True)]
+                case ["pooled", i]:
                     result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
 

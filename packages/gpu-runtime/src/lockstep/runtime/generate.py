@@ -5,8 +5,10 @@ if it likes, and fields of Params, which go before the options of the command li
 
     {"id": "a", "prompt": "Returns the", "max_new_tokens": 20}
     {"messages": [{"role": "user", "content": "What does len do?"}], "temperature": 0.7, "seed": 3}
+    {"prompt": "def ", "temperature": 0.7, "n": 3}
 
-A line of output answers the line of input with the same number. A line that is wrong is answered with `error`, and the
+A line of output answers the line of input with the same number; where that asks for several answers, with `n`, they are
+in `answers`. A line that is wrong is answered with `error`, and the
 others go on; the exit status is then 1.
 """
 
@@ -45,6 +47,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     id: Any = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    n: int | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     temperature: float | None = None
@@ -308,7 +311,7 @@ def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], params: Params, show
                 said["error"] = one
             else:
                 answer = llm.wait(one)
-                output_tokens += len(answer.token_ids)
+                output_tokens += sum(len(sample.token_ids) for sample in (answer, *answer.others))
                 said.update(_spoken(answer, show_token_ids))
             wrong += "error" in said
             out.write(json.dumps(said, ensure_ascii=False) + "\n")
@@ -358,6 +361,15 @@ def _ask(llm: LLM, line: Line, params: Params) -> Asked | str:
 
 
 def _spoken(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
+    """What came of a prompt as JSON. Of several answers, where one failed, `error` of the line says so as well."""
+    if not answer.others:
+        return _spoken_alone(answer, show_token_ids)
+    said = [_spoken_alone(one, show_token_ids) for one in (answer, *answer.others)]
+    errors = [one["error"] for one in said if "error" in one]
+    return {"answers": said} | ({"error": errors[0]} if errors else {})
+
+
+def _spoken_alone(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
     """An answer as JSON."""
     if answer.error:
         return {"error": answer.error}

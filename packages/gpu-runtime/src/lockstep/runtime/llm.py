@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from hashlib import blake2b
+from itertools import chain
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -41,7 +42,7 @@ from lockstep.core.events import GetState, Profile, RequestArrived, RequestKind,
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
-from lockstep.core.support import stop_tokens_of
+from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
 from lockstep.host.batches import Float32s
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
@@ -81,6 +82,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 class Params:
     """What is wanted of one request. Names and meanings are those of vLLM and SGLang where they have one."""
 
+    n: Int64 = 1  # answers to the prompt, whose KV they share; answer k is drawn with seed + k
     max_new_tokens: Int64 = 128
     min_new_tokens: Int64 = 0
     temperature: float = 0.0
@@ -126,6 +128,7 @@ class Answer:
     prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by p: by token, likeliest first
     hidden_states: Float32s | None = None  # [positions, hidden]
     vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
+    others: list[Answer] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,13 @@ class LLM:
         **sched: Any,
     ) -> None:
         _refuse_unknown(sched)
+        for name, value in (
+            ("tensor_parallel", tensor_parallel),
+            ("seed", seed),
+            ("random_weights_seed", random_weights_seed),
+            ("cuda_graph_max_batch", cuda_graph_max_batch),
+        ):
+            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed"))
         watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
@@ -326,7 +336,9 @@ class LLM:
         return self.generate([self.chat_prompt(messages) for messages in several], params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for the answer."""
+        """The token ids of a conversation, ready for the answer. Raises ConfigError."""
+        if not messages:
+            raise ConfigError("`messages` is empty\nhint: give at least one, of role user")
         text = self._needs_text("a conversation")
         return text.encode(text.chat(messages), special=False)
 
@@ -335,6 +347,8 @@ class LLM:
 
         Raises: as `ask` and `wait`.
         """
+        if params is not None and params.n != 1:
+            raise ConfigError(f"`n` is {params.n}, but a stream is of one answer\nhint: generate")
         tokens: SimpleQueue[list[int] | None] = SimpleQueue()
         asked = self.ask(prompt, params or Params(), tokens=tokens)
         try:
@@ -400,7 +414,8 @@ class LLM:
         kind: RequestKind = "generate",
         tokens: SimpleQueue[list[int] | None] | None = None,
     ) -> Asked:
-        """Send one request without waiting for its answer. New tokens are put into `tokens`, and None behind the last.
+        """Send one request without waiting for its answer. New tokens are put into `tokens`, and None behind the last;
+        of several answers, those of the first.
 
         Raises: ConfigError for a prompt or parameters that are none; EngineStopped.
         """
@@ -408,10 +423,11 @@ class LLM:
 
     def wait(self, asked: Asked) -> Answer:
         """The answer, once it is whole. Raises EngineStopped if the engine ends first."""
-        asked.over.wait()
-        if asked.failure:
-            raise EngineStopped(asked.failure)
-        asked.spell_rest()
+        for one in asked.samples:
+            one.over.wait()
+            if one.failure:
+                raise EngineStopped(one.failure)
+            one.spell_rest()
         return asked.answer
 
     def stats(self) -> LlmStats:
@@ -510,6 +526,7 @@ class LLM:
             if params.logprobs is not None
             else None,
             return_hidden_states=params.hidden_states,
+            parallel_samples=params.n,
         )
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -538,8 +555,15 @@ class LLM:
             params = replace(params, seed=_seed(self.seed, number))
             request = msgspec.structs.replace(request, sampling=_sampling(params))
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
-        asked = Asked(Answer(-1, ids), self.text, request.stop_texts, tokens)
-        asked.answer.request_id = self.host.submit(request, asked)
+        asked, *others = (
+            Asked(Answer(-1, ids), self.text, request.stop_texts, None if number else tokens)
+            for number in range(samples_asked(request))
+        )
+        asked.samples += others
+        asked.answer.others = [one.answer for one in others]
+        first = self.host.submit(request, *asked.samples)
+        for number, one in enumerate(asked.samples):
+            one.answer.request_id = first + number
         return asked
 
     def _answers(
@@ -564,7 +588,7 @@ class LLM:
                 if progress is not None:
                     progress(ended + 1)
         except BaseException:  # Ctrl-C as well
-            for one in asked:
+            for one in chain.from_iterable(each.samples for each in asked):
                 if not one.over.is_set():
                     self.host.cancel(one.answer.request_id)
             raise
@@ -613,6 +637,7 @@ class Asked:
         self, answer: Answer, text: Text | None, stops: Sequence[str], tokens: SimpleQueue[list[int] | None] | None
     ) -> None:
         self.answer = answer
+        self.samples = [self]  # and those of the other answers to the same prompt, in order
         self.over = threading.Event()
         self.failure = ""
         self._tokens = tokens
@@ -734,6 +759,14 @@ def _refuse_unknown(sched: dict[str, Any]) -> None:
             raise ConfigError(f"there is no setting `{name}`\nhint: {hint}")
 
 
+def _check_whole(name: str, value: object, *, optional: bool) -> None:
+    """Raise ConfigError, naming the field and the type, for what is no whole number."""
+    if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool)):
+        return
+    expected = "a whole number" + (" or None" if optional else "")
+    raise ConfigError(f"`{name}` must be {expected}, got `{value}`, which is of type {type(value).__name__}")
+
+
 def _seed(seed: int, number: int) -> int:
     """The seed of request `number` of an LLM with this seed; 63 bits."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
@@ -792,6 +825,10 @@ def _check_params(params: Params) -> None:
         expected, _, where = str(error).partition(" - at ")
         name = where.partition("$.")[2].rstrip("`").partition("[")[0]
         raise ConfigError(f"`{name}` is {getattr(params, name)!r}: {expected[:1].lower()}{expected[1:]}") from error
+    if not 1 <= params.n <= SAMPLES_MAX:
+        raise ConfigError(f"`n` must be 1 to {SAMPLES_MAX}, got `{params.n}`")
+    if not all(params.stop):
+        raise ConfigError("`stop` holds an empty text, which is in front of every answer\nhint: leave it out")
     if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
         raise ConfigError("`allowed_token_ids` is empty, so that nothing could be said\nhint: None allows every token")
 

@@ -27,11 +27,13 @@ from torch import Tensor
 
 from lockstep.core.commands import BatchPlan, PageDeltas, RowTaken
 from lockstep.core.delivery import step_numbers
+from lockstep.core.errors import ConfigError
 from lockstep.runtime.errors import PlanError
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
+ENTRIES_MAX = 2**31  # of a page table: places in it travel as int32
 FIRST_WIDTH = 16  # pages of a row before the table grows
 NOBODY = -1
 NONE: Int32s = np.empty(0, np.int32)
@@ -120,6 +122,17 @@ def _judged(plan: BatchPlan) -> tuple[Int32s, Int32s]:
     return np.concatenate(at), np.concatenate([span.targets for span in plan.logprob_spans])
 
 
+def check_page_table(rows: int, context_tokens: int, page_size: int) -> None:
+    """Raise ConfigError if the pages of so many rows are more than a page table has places."""
+    width = -(-context_tokens // page_size)
+    if (rows + 1) * width > ENTRIES_MAX:
+        raise ConfigError(
+            f"`context_tokens_max` {context_tokens:,} with `page_size` {page_size} makes {width:,} pages a request; "
+            f"for {rows:,} request rows that is a page table of more than {ENTRIES_MAX:,} places\n"
+            "hint: a larger page_size, fewer max_running_requests, or a shorter context_tokens_max"
+        )
+
+
 class Tables:
     """Page table and newest token of every request row.
 
@@ -128,6 +141,7 @@ class Tables:
         pages: of the pool; the page behind the last is scratch.
         context_tokens: with it, tables are as wide as they can ever need to be; without they grow by doubling.
         debug: check every plan against what the rows hold.
+    Raises: ConfigError, see `check_page_table`.
     """
 
     def __init__(
@@ -140,6 +154,7 @@ class Tables:
         context_tokens: int | None = None,
         debug: bool = False,
     ) -> None:
+        check_page_table(rows, page_size if context_tokens is None else context_tokens, page_size)
         self.count, self.page_count, self.page_size = rows, pages, page_size
         self.page_shift = page_size.bit_length() - 1
         self.width = FIRST_WIDTH if context_tokens is None else -(-context_tokens // page_size)
@@ -174,11 +189,20 @@ class Tables:
             self.under_grammar[taken.row] = taken.grammar is not None
         rows, index, pages = last_entries(plan.deltas)
         needed = max(int(index.max(initial=0)), (int(plan.stops.max(initial=1)) - 1) >> self.page_shift) + 1
-        while self.width < needed:
-            self.width *= 2
+        if needed > self.width:
+            self.width = self._wider(plan, needed)
         if self.debug:
             self._check(plan, rows, index, pages)
         return self._packed(plan, rows, index, pages)
+
+    def _wider(self, plan: BatchPlan, needed: int) -> int:
+        """Twice the width until it is enough; less where there are no more places."""
+        most, width = ENTRIES_MAX // (self.count + 1), self.width
+        if needed > most:
+            raise PlanError(f"batch {plan.batch_id} needs {needed:,} pages of a row, but tables have {most:,} at most")
+        while width < needed:
+            width *= 2
+        return min(width, most)
 
     def _packed(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> PackedPlan:
         width, mask = np.int32(self.width), np.int32(self.page_size - 1)
