@@ -197,6 +197,21 @@ def test_each_handle_is_given_back_once() -> None:
 # ---- evict
 
 
+def test_a_lock_moved_down_holds_all_of_its_new_path_and_nothing_twice() -> None:
+    cache = cache_of(tokens(1, 2), tokens(7))
+    handle = lock(cache, tokens(1, 2))
+    below = cache.insert("", tokens(1, 2, 3, 4, 5), pages(0, 1, 3, 4, 5), behind=handle).node
+    cache.move_down(handle, below)
+    cache.check([below])
+    assert (cache.locked_pages, cache.evictable_pages) == (5, 1)
+    with pytest.raises(LockError, match="has no handle to give back"):
+        cache.move_down(handle, below)
+    with pytest.raises(LockError, match="does not lie below"):
+        cache.move_down(below, lock(cache, tokens(7)))
+    cache.unlock(below)
+    assert cache.locked_pages == 1
+
+
 def test_the_least_recently_used_leaf_goes_first_from_its_tail() -> None:
     cache = cache_of(tokens(1, 2), tokens(3, 4), tokens(5, 6))
     cache.unlock(lock(cache, tokens(1, 2)))

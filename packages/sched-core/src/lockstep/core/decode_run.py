@@ -41,6 +41,7 @@ class DecodeRun:
         self._cohort = engine.cohort
         self._positions = engine.positions
         self._sampled_at: Int32s = engine.in_flight[0].sampled_at
+        self._digests = engine.digests
         self._digest = engine.digest
         self._next_batch_id = engine.next_batch_id
         self._time_us = engine.now_us
@@ -69,7 +70,8 @@ class DecodeRun:
             commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens, cohort.ids_digest)],
             time_us=event.time_us,
         )
-        self._digest = step.digest = step_digest(self._digest, step)
+        if self._digests:
+            self._digest = step.digest = step_digest(self._digest, step)
         return step
 
     def launched(self, event: LaneReady) -> Step:
@@ -95,7 +97,8 @@ class DecodeRun:
         self._look_ahead()
         self._time_us = event.time_us
         step = Step(commands=[LaunchBatch(plan)], time_us=event.time_us)
-        self._digest = step.digest = step_digest(self._digest, step)
+        if self._digests:
+            self._digest = step.digest = step_digest(self._digest, step)
         return step
 
     def close(self) -> None:

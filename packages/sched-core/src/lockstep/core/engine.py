@@ -140,8 +140,14 @@ NO_DECODES = Decodes(EMPTY_COHORT, NO_ROWS, NO_ROWS, NO_DELTAS, [])
 class Engine:
     """Decides what runs next, for one engine. Build it from a SchedConfig; feed it every observed event in order."""
 
-    def __init__(self, config: SchedConfig) -> None:
+    def __init__(self, config: SchedConfig, *, digests: bool = True) -> None:
+        """Begin with nothing.
+
+        `digests`: whether Steps carry their digest. Without it a run decides the same, but nothing can be held against
+        it; for simulations that keep no journal.
+        """
         self.config = config
+        self.digests = digests
         self.now_us = 0
         self.generation = 0
         self.digest = EMPTY_DIGEST
@@ -247,7 +253,8 @@ class Engine:
             self._settle_adapters(self.memory.adapters, step)
         if step.decided:
             self.counts.fold(step.decided)
-        self.digest = step.digest = step_digest(self.digest, step)
+        if self.digests:
+            self.digest = step.digest = step_digest(self.digest, step)
         return step
 
     def _launch(self, event: LaneReady, step: Step) -> bool:

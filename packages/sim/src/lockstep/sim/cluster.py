@@ -439,7 +439,7 @@ class Cluster:
             frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(
                 clock,
-                Engine(one.config),
+                Engine(one.config, digests=not isinstance(journal, NoJournal)),
                 feed,
                 one.cost,
                 one.cpu,

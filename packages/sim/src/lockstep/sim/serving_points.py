@@ -314,7 +314,9 @@ def play(
     config = SchedConfig(**{**_fields(config), "pages": kv.pages})
     metrics = MetricsFold(kv_pages=config.pages)
     arrivals = Arrivals(turns_of(point, client, seed))
-    host = EngineHost(Environment(), Engine(config), arrivals, cost, FREE_CPU, NoJournal(), metrics, seed=seed)
+    host = EngineHost(
+        Environment(), Engine(config, digests=False), arrivals, cost, FREE_CPU, NoJournal(), metrics, seed=seed
+    )
     host.env.process(host.run())
     host.env.run()
     return _measure(metrics.result(), cost.shapes, base, point)

@@ -605,7 +605,7 @@ class FrontEnd:
 
 
 class NoJournal:
-    """For runs that are only measured."""
+    """For runs that are only measured. Their engines need no digests."""
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Forget."""
@@ -639,7 +639,7 @@ def simulate(
 
 def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
     arrivals = arrivals_of(setup)
-    engine = Engine(setup.config)
+    engine = Engine(setup.config, digests=not isinstance(journal, NoJournal))
     warm_up = setup.scenario.warm_up
     metrics = (
         WatchedMetrics(engine, setup.debug, warm_up=warm_up)
