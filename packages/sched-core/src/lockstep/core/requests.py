@@ -521,7 +521,7 @@ class Cohort:
     def only(self, staying: NDArray[np.intp]) -> Cohort:
         """These of its members: indices, ascending."""
         return Cohort(
-            [self.requests[i] for i in staying.tolist()],
+            list(map(self.requests.__getitem__, staying.tolist())),
             self.request_ids.take(staying),
             self.facts.take(staying, axis=1),
             _trimmed(self.stops.take(staying, axis=0)),
