@@ -836,9 +836,9 @@ def test_a_long_run_keeps_no_more_than_who_is_open() -> None:
             run.fold.observe(event, Step(commands=[message], decided=finished))
     fold = run.fold
     assert len(fold._row_of) == 0
-    assert len(fold._message_ids) == len(fold._results) // 3 <= metrics.COMPACT_RESULTS_MAX
+    assert len(fold._sent_messages) == len(fold._results) // 3 <= metrics.COMPACT_RESULTS_MAX
     fold.compact(part_rows=1)
-    assert (len(fold._ended), len(fold._message_ids), len(fold._open_gaps[0])) == (0, 0, 0)
+    assert (len(fold._ended), len(fold._sent_messages), len(fold._open_gaps[0])) == (0, 0, 0)
     data = run.result()
     assert (data.itl_us.values.tolist(), data.itl_us.counts.tolist()) == ([1.0], [4_000])
     assert data.requests.output_tokens.tolist() == [3] * 2_000
