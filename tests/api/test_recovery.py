@@ -148,9 +148,9 @@ def post(server: LiveServer, **body: Any) -> Any:
     return httpx2.post(f"{server.url}/v1/completions", json={"temperature": 0, **body}, timeout=60)
 
 
-@pytest.mark.parametrize("fault", ["poison", "arrival"])
-def test_what_kills_the_engine_twice_is_failed_alone(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fault", "deaths"), [("poison", 2), ("arrival", 2), ("greedy", 6)])
+def test_what_kills_the_engine_again_is_failed_alone(
+    fault: str, deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others that run beside it lose nothing, and nobody else is suspected afterwards."""
     poison = 31337
@@ -160,10 +160,10 @@ def test_what_kills_the_engine_twice_is_failed_alone(
         until(lambda: clients.tally.heard_s > 0)
         answer = post(server, prompt=[poison, 1, 2], max_tokens=5)
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
-        assert "ended twice" in answer.json()["error"]["message"]
+        assert "ended more than once" in answer.json()["error"]["message"]
         tally = clients.wait()
         assert not tally.faults, tally.first
-        assert lives(server) == 2
+        assert 2 <= lives(server) <= deaths
         assert post(server, prompt="and on", max_tokens=3).status_code == 200
         assert server.status_of("/health") == server.status_of("/ready") == 200
 

@@ -25,7 +25,7 @@ from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
 
 log = logging.getLogger("lockstep.engine")
 
-POISON = "the engine ended twice while it worked on this request, which is therefore not tried again"
+POISON = "the engine ended more than once while it worked on this request, which is therefore not tried again"
 
 
 @dataclass(frozen=True, slots=True)
