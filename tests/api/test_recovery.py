@@ -24,7 +24,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from tests.support.kills import ARGUMENTS, Asked, Tally, ask, campaign, serve_one  # noqa: E402
-from tests.support.live_server import LiveServer, metric, serving, until  # noqa: E402
+from tests.support.live_server import LiveServer, metric, running, serving, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -142,6 +142,22 @@ def test_a_nursery_that_dies_is_replaced_with_its_engine(tmp_path: Path) -> None
         tally = clients.wait()
         assert not tally.faults, tally.first
         assert not Path(f"/proc/{engine}").exists() or " Z " in Path(f"/proc/{engine}/stat").read_text()
+
+
+def test_a_worker_that_dies_with_the_engine_takes_its_own_streams_only(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--api-workers", "2") as server:
+        until(lambda: server.text().count(": ready: ") == 2)
+        time.sleep(2.0)  # one that dies young is not replaced
+        clients = Clients(server, some(16, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        children = server.children()
+        os.kill(children["worker 0"], signal.SIGKILL)
+        os.kill(children["engine"], signal.SIGKILL)
+        tally = clients.wait()
+        assert set(tally.faults) <= {"broken"}, tally.first
+        assert tally.requests + tally.faults["broken"] == 16
+        until(lambda: running(server) == 0)
+        assert not Clients(server, some(4, seed=3)).wait().faults
 
 
 def post(server: LiveServer, **body: Any) -> Any:
