@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lockstep.api.engines import both
 from lockstep.api.wire import OVER
-from lockstep.core.commands import FinishRequest, Step
+from lockstep.core.commands import FinishRequest
 from lockstep.core.errors import LockstepError
-from lockstep.core.events import CancelMany, ObservedEvent, RequestArrived, RequestId
+from lockstep.core.events import CancelMany, RequestArrived, RequestId
 from lockstep.core.journal import JournalError
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import RuntimeHost, Sink, Untold
@@ -25,7 +26,7 @@ from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
 
 log = logging.getLogger("lockstep.engine")
 
-POISON = "the engine ended twice while it worked on this request, which is therefore not tried again"
+POISON = "the engine ended more than once while it worked on this request, which is therefore not tried again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,4 @@ class Claims:
         if not suspects:
             return
         probation = Probation(host, suspects, self._told.header.config.max_running_requests)
-        before = host.observe
-
-        def observe(event: ObservedEvent, step: Step) -> None:
-            if before is not None:
-                before(event, step)
-            probation.fold(event, step)
-
-        host.observe = observe
+        host.observe = both(host.observe, probation.fold)

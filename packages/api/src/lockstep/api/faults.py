@@ -6,6 +6,7 @@ LOCKSTEP_FAULT is one of
     recovered           killed in every second life, when it has recovered and nothing was sent
     hang:N              stands still at its Nth launch, in its first life
     poison:TOKEN        aborts whenever a batch computes this token
+    greedy:TOKEN        the same, but killed, as by a kernel that has no memory left
     arrival:TOKEN       the core raises whenever a prompt that begins with this token arrives
 
 `written` dies in that many lives, or in one. Only the environment of the process can ask for them, no client.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from lockstep.host.batches import BatchExecutor, BatchResult, ContextOf
 from lockstep.host.loop import JournalSink, RuntimeHost
 
 VARIABLE = "LOCKSTEP_FAULT"
-POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 1), "arrival": (1, 1)}
+POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 1), "greedy": (1, 1), "arrival": (1, 1)}
 """How many numbers follow each, at least and at most."""
 
 
@@ -52,8 +53,8 @@ def install(host: RuntimeHost, generation: int) -> None:
         case "hang":
             if not generation:
                 host.executor = _Faulty(host.executor, hangs_at=numbers[0])
-        case "poison":
-            host.executor = _Faulty(host.executor, poison=numbers[0])
+        case "poison" | "greedy":
+            host.executor = _Faulty(host.executor, poison=numbers[0], end=os.abort if point == "poison" else _die)
         case "arrival":
             _raise_at_arrival(host, numbers[0])
 
@@ -87,8 +88,10 @@ class _DiesBehindWrites:
 class _Faulty:
     """An executor that fails at a launch."""
 
-    def __init__(self, executor: BatchExecutor, *, hangs_at: int = 0, poison: int = -1) -> None:
-        self._executor, self._hangs_at, self._poison = executor, hangs_at, poison
+    def __init__(
+        self, executor: BatchExecutor, *, hangs_at: int = 0, poison: int = -1, end: Callable[[], object] = os.abort
+    ) -> None:
+        self._executor, self._hangs_at, self._poison, self._end = executor, hangs_at, poison, end
         self._launches = 0
 
     @property
@@ -102,7 +105,7 @@ class _Faulty:
         while self._launches == self._hangs_at:
             time.sleep(1)
         if bool((plan.token_ids == self._poison).any()):
-            os.abort()
+            self._end()
         self._executor.launch(plan, deferred=deferred, contexts=contexts)
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:

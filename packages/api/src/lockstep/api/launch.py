@@ -48,6 +48,7 @@ log = logging.getLogger("lockstep.serve")
 
 YOUNG_S = 2.0  # a worker that ends so soon would do so again
 GRACE_S = 5.0  # beyond the time that answers get, until a process that was told to end is killed
+HEARING_S = 0.5  # what an engine said may take so long to be heard, by a launcher that was itself stopped for a while
 BACKLOG = 2048
 EXIT_INTERRUPTED = 130
 OURS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that somebody sends
@@ -159,7 +160,7 @@ class Launcher:
         if life is None or not life.ready or life.hangs or not limit_s:
             return self._happened.wait()
         try:
-            return self._happened.get(max(0.0, life.heard_s + limit_s - time.monotonic()))
+            return self._happened.get(max(0.0, life.heard_s + limit_s - time.monotonic()) + HEARING_S)
         except Empty:
             return None
 

@@ -194,6 +194,9 @@ class Metrics:
         counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
         counted.add_metric(values, gauges.retractions)
         yield counted
+        restarted = CounterMetricFamily("lockstep_engine_restarts", "Engines that another one replaced.", labels=labels)
+        restarted.add_metric(values, gauges.restarts)
+        yield restarted
         batches = HistogramMetricFamily("lockstep_iteration_tokens_total", "Tokens of a batch.", labels=labels)
         bounds = zip([*map(str, ITERATION_TOKENS), "+Inf"], accumulate(gauges.batch_counts), strict=True)
         if gauges.batch_counts:

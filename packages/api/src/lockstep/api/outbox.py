@@ -95,6 +95,7 @@ class Outbox:
         self._answers: list[Answered] = []
         self._gauges_us = -GAUGES_EVERY_US
         self.workers: set[int] = set()  # who is told how the engine stands
+        self.restarts = 0  # engines before this one
 
     def page(self, worker: int) -> _Page:
         """Where to put down what is for a worker."""
@@ -148,6 +149,7 @@ class Outbox:
             batch_counts=tuple(self.times.batch_counts),
             batch_tokens=self.times.batch_tokens,
             pages_cached=now.pages_cached,
+            restarts=self.restarts,
         )
 
 

@@ -96,7 +96,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     limits: Limits = Limits()
 
     # what survives
-    restarts: int = 5  # of the engine, within restart_window_s; 0: when it ends, so does the server
+    restarts: int = 10  # of the engine, within restart_window_s; 0: when it ends, so does the server
     restart_window_s: float = 300.0
     batch_timeout_s: float = 300.0  # an engine that gets nothing done for so long is ended, and restarted; 0: never
     durability: Literal["none", "interval", "group", "every"] = "none"  # of the journal, see docs/journal.md

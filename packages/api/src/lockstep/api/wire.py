@@ -172,6 +172,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ] = ()  # since the engine began: batches by their tokens, up to ITERATION_TOKENS and more
     batch_tokens: int = 0  # and their tokens
     pages_cached: int = 0  # held by nobody but the radix cache
+    restarts: int = 0  # engines before this one
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

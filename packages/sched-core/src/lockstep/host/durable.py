@@ -42,6 +42,7 @@ class HostImage(msgspec.Struct, forbid_unknown_fields=True):
     origins: dict[str, tuple[RequestId, int]] = {}  # of open requests: id of the first sample, samples
     newest: dict[str, int] = {}  # by sender: the highest number of an arrival in the journal
     suspects: dict[RequestId, int] = {}  # on probation, see recovery: output tokens each had when the engine died
+    alone: dict[RequestId, int] = {}  # how often the engine was killed while this one was being tried
     strikes: dict[str, int] = {}  # by origin: how often the engine died of taking it in
 
 

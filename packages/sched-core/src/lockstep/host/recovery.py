@@ -10,7 +10,8 @@ request tells what it has of it (`Recovered.find`); a request that the journal d
 **Who killed it.** An engine that died of itself may have died of a request. Those in flight when it did are suspects.
 After the restart they are let in one at a time (`Probation`): each must get past the token that it stood at before the
 next one joins. If it dies again, the one that was being tried is guilty, is not let in again, and the others are free.
-An engine that somebody killed blames nobody, unless it had not completed a single batch.
+An engine that somebody killed blames nobody, unless it had not completed a single batch: then it may have been the
+kernel, for want of memory. Who was being tried is guilty when that happened for the fourth time.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ Death = Literal["killed", "crashed"]
 """Somebody ended it, or it ended by itself: an error, a signal of its own making, or standing still."""
 
 STRIKES_MAX = 2
+KILLED_MAX = 4  # times that an engine was killed while the same request was being tried
 Kept = tuple[float, Int32s | None, Float32s | None]
 """The logprob of a token, and the likeliest beside it."""
 
@@ -300,14 +302,18 @@ class Verdict:
 
 def judge(told: Recovered, death: Death) -> Verdict:
     """Who is to be failed, and who to be tried, after an engine died so. Call it before the restart is folded."""
-    engine = told.engine
+    engine, image = told.engine, told.image
     in_flight = [engine.requests[request_id] for request_id in told.in_flight if request_id in engine.requests]
-    on_trial = {request.request_id for request in in_flight if _not_past(engine, request, told.image.suspects)}
-    if death == "killed" and told.batches:
-        still = {request_id: had for request_id, had in told.image.suspects.items() if request_id in engine.requests}
-        return Verdict(suspects=still)
+    on_trial = [request.request_id for request in in_flight if _not_past(engine, request, image.suspects)]
+    still = {request_id: had for request_id, had in image.suspects.items() if request_id in engine.requests}
     if len(on_trial) == 1:
-        return Verdict(guilty=tuple(on_trial))
+        times = image.alone.get(on_trial[0], 0) + 1
+        if death == "crashed" or times == KILLED_MAX:
+            return Verdict(guilty=tuple(on_trial))
+        image.alone = {on_trial[0]: times}
+        return Verdict(suspects=still)
+    if death == "killed" and (told.batches or on_trial):
+        return Verdict(suspects=still)
     tried: Iterable[Request] = [one for one in in_flight if one.request_id in on_trial] if on_trial else in_flight
     return Verdict(suspects={request.request_id: engine.outputs_of(request) for request in tried})
 
