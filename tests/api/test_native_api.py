@@ -148,3 +148,5 @@ def test_openapi_describes_the_bodies(client: Any) -> None:
     fields = described["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "temperature", "max_completion_tokens"} <= set(fields)
     assert "$defs" not in json.dumps(described)
+    (named,) = described["paths"]["/v1/models/{name}"]["get"]["parameters"]
+    assert (named["name"], named["in"], named["required"]) == ("name", "path", True)

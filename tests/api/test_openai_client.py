@@ -273,6 +273,7 @@ def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
         until(lambda: metric(emulated, "lockstep_num_requests_running") == 0)
         assert metric(emulated, 'lockstep_http_requests_total.*status="499"') >= 1
     assert "took nothing for 2 s" in emulated.text()
+    assert "without completing response" not in emulated.text()
 
 
 def test_many_at_once_do_not_mix_their_answers(emulated: LiveServer) -> None:

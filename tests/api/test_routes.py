@@ -19,8 +19,9 @@ from lockstep.api.plain_text import PlainText  # noqa: E402
 from lockstep.api.server import Server  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
 from lockstep.api.usage import Usage  # noqa: E402
+from lockstep.api.wire import Submit  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
-from tests.api.test_wire import ABOUT  # noqa: E402
+from tests.api.test_wire import ABOUT, REQUEST  # noqa: E402
 
 USER, OPERATOR = "sk-a-key-of-a-user", "sk-a-key-of-an-operator"
 KEYS = Keys([Key("alice", USER), Key("operator", OPERATOR, admin=True)])
@@ -76,7 +77,7 @@ def in_process(folder: Path, routes: tuple[Route, ...], what: Any, **settings: A
     async def run() -> Any:
         bridge = Bridge(folder, 0)
         bridge.about = ABOUT
-        bridge.tickets[-1] = Ticket(-1, [])  # so /health_generate does not wait for a token
+        bridge.tickets[-1] = Ticket(-1, Submit(0, -1, REQUEST), [])  # so /health_generate does not wait for a token
         keys = settings.pop("keys", KEYS)
         settings_of = ServeSettings(emulate="qwen3-0.6b@h200", **settings)
         server = Server(settings_of, bridge, PlainText(), keys, Metrics(), Usage(folder / "usage"))

@@ -138,7 +138,11 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
     """The application of a table of routes, and /openapi.json, which describes it."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
     for route in routes:
-        more = {} if route.body is None else _body_schema(route.body)
+        more: dict[str, Any] = {} if route.body is None else _body_schema(route.body)
+        if named := re.findall(r"{(\w+)", route.path):
+            more["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
+            ]
         app.add_api_route(
             route.path,
             _endpoint(server, route),

@@ -164,6 +164,9 @@ def named_event(data: dict[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
+ABORT = "lockstep.abort"
+"""In a connection's scope: what ends it at once, whatever was not sent yet."""
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -197,6 +200,9 @@ class EventStream(Response):
                 sending.result()
                 all_sent = True
         finally:
+            if not (sending.done() or leaving.done()):  # given up: what is in its buffers goes with the connection
+                scope.get(ABORT, lambda: None)()
+                await asyncio.sleep(0)
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from lockstep.api.http import ABORT
 from lockstep.api.settings import Limits
 
 SEND_BYTES_MAX = 128 * 1024  # that the kernel keeps for a client that reads slowly
@@ -58,6 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is over."""
         self._in_head, self._head_bytes = False, 0
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # for a stream that nobody reads
         self._expect(self.limits.body_s + BODY_GRACE_S)
         super().on_headers_complete()
 
