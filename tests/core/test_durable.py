@@ -7,13 +7,14 @@ import shutil
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lockstep.core import snapshot
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import EngineRestarted, LaneReady, RequestArrived, TokenIds
+from lockstep.core.events import BatchFinished, EngineRestarted, LaneReady, ObservedEvent, RequestArrived, TokenIds
 from lockstep.core.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
 from lockstep.core.replay import fold, replay
 from lockstep.host import durable
@@ -127,6 +128,34 @@ def test_an_engine_begins_where_the_one_before_stopped(tmp_path: Path) -> None:
     assert isinstance(list(read_journal(tmp_path).events())[-1].event, EngineRestarted)
     with pytest.raises(ConfigError, match="`page_size` 4 \\(was 2\\)"):
         keeper.check(SchedConfig(pages=64, page_size=4))
+
+
+def test_an_answer_that_ended_before_the_snapshot_is_found_again(tmp_path: Path) -> None:
+    """Two restarts in a row before its client was told; and what never arrived is known not to have."""
+    header = JournalHeader(config=SchedConfig(pages=64, page_size=2))
+    keeper = Keeper(tmp_path)
+    engine, journal = keeper.begin(header)
+    events: list[ObservedEvent] = [
+        RequestArrived(5, request_id=0, prompt=TokenIds(bytes(16)), max_new_tokens=1, origin="server/0/7"),
+        LaneReady(6),
+        BatchFinished(7, 0, np.array([41], "<i4").tobytes()),
+        RequestArrived(8, request_id=1, prompt=TokenIds(bytes(16)), max_new_tokens=9, origin="server/0/9"),
+    ]
+    for event in events:
+        journal.append(event, engine.step(event).digest)
+    journal.flush()
+    journal.writer._release()
+    for _ in range(2):
+        keeper = Keeper(tmp_path, death="killed")
+        _, journal = keeper.begin(header)
+        journal.writer._release()
+    told = recover(tmp_path)
+    assert told.find("server/0/7", [0]) == 0
+    assert told.said[0].tokens == [41]
+    assert told.said[0].end is not None
+    assert told.find("server/0/9", [0]) == 1
+    assert told.find("server/0/8", [0]) is None
+    assert told.find("server/1/0", [0]) is None
 
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -136,6 +136,7 @@ def serve_one(url: str, asked: Asked, tally: Tally) -> None:
         connection.close()
     if not over:
         tally.fault("broken", f"no [DONE] for {asked.body['prompt'][:20]}")
+        return
     with tally.lock:
         tally.requests += 1
         tally.tokens += sum(text.count(" w") for text in asked.texts)

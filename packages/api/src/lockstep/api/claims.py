@@ -133,6 +133,7 @@ class Claims:
             self._told.steps,
             len(gone),
         )
+        self._keeper.settled()
         suspects = self._keeper.suspects()
         for one in [one for one in suspects if one not in self._taken]:
             del suspects[one]

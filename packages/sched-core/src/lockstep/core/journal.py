@@ -397,7 +397,7 @@ class JournalWriter:
         """Store the engine's state after the last appended event, and refer to it. Durable as the journal is."""
         self._check()
         snapshot = Snapshot(
-            file=f"snapshot-{self._sequence:012d}",
+            file=snapshot_name(self._sequence),
             steps=self.steps,
             bytes_digest=blake2b(data, digest_size=DIGEST_BYTES).digest(),
             state_digest=state_digest,
@@ -621,6 +621,19 @@ class JournalWriter:
 def segment_name(segment: int) -> str:
     """The file name of segment number `segment`."""
     return f"{segment:08d}.log"
+
+
+def snapshot_name(sequence: int) -> str:
+    """The file name of the snapshot that record `sequence` refers to."""
+    return f"snapshot-{sequence:012d}"
+
+
+def first_sequence(head: bytes) -> int:
+    """The number of the record that begins with these HEADER_BYTES bytes. 0 if they are no head of one."""
+    if len(head) < HEADER_BYTES:
+        return 0
+    sequence: int = _HEADER.unpack(head)[3]
+    return sequence
 
 
 def _sync_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ import msgspec
 from lockstep.core import snapshot
 from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, TokenDigest
-from lockstep.core.journal import DIGEST_BYTES, JournalWriter, opening_snapshot
+from lockstep.core.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.support import samples_asked
 
@@ -104,7 +104,7 @@ class DurableJournal:
         self._now_s = now_s
         self._due_s = now_s() + retention.snapshot_s
         self._until_look = LOOK_EVERY
-        self._openings: dict[Path, str | None] = {}  # by segment: the snapshot it begins with
+        self._openings: dict[Path, str] = {}  # by segment: the snapshot it begins with, if there is one
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Record one event and the digest of its Step; now and then behind it a snapshot."""
@@ -135,7 +135,7 @@ class DurableJournal:
             data = snapshot.dump(self.engine, _encode(self.image))
             self.writer.begin_segment(data, self.engine.digest)
         if expire:
-            self._expire()
+            self.expire()
         took_s = self._now_s() - began_s
         self._due_s = self._now_s() + max(self.retention.snapshot_s, took_s / COST_SHARE)
 
@@ -153,12 +153,14 @@ class DurableJournal:
         for request_id in [one for one in image.suspects if one not in requests]:
             del image.suspects[request_id]
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         """Drop the oldest segments while they are too old, or all together too large."""
         folder = self.writer.folder
         segments = sorted(folder.glob("*.log"))
+        if time.time() - segments[0].stat().st_mtime < RECENT_S:
+            return
         openings = self._openings = {
-            path: self._openings[path] if path in self._openings else opening_snapshot(path) for path in segments
+            path: self._openings[path] if path in self._openings else _opening(path) for path in segments
         }
         there = {path.name for path in folder.glob("snapshot-*")}
         starts = segments if self.digests_only else [path for path in segments if openings[path] in there]
@@ -167,7 +169,7 @@ class DurableJournal:
         old = [path for path in starts if first < path and time.time() - path.stat().st_mtime >= RECENT_S]
         thinned = old[::2] if len(old) > OLD_SNAPSHOTS_MAX else old
         kept = [path for path in starts if path not in old or path in thinned]
-        names = {name for path in (first, *kept, *needed) if (name := openings[path])}
+        names = {openings[path] for path in (first, *kept, *needed)}
         self.writer.drop_before(int(first.stem), names)
 
     def _first_kept(self, segments: list[Path], starts: list[Path]) -> Path:
@@ -185,6 +187,12 @@ class DurableJournal:
                 break
             first = start
         return first
+
+
+def _opening(path: Path) -> str:
+    """What the snapshot is called that a segment begins with, if it does: it has the number behind the header's."""
+    with path.open("rb") as file:
+        return snapshot_name(first_sequence(file.read(HEADER_BYTES)) + 1)
 
 
 def _without_content(event: ObservedEvent) -> ObservedEvent:

@@ -50,13 +50,14 @@ class Keeper:
     start_us: int = 0
     last_request_id: int = -1  # in a journal without content
     took_s: float = 0.0  # to recover
+    journal: DurableJournal | None = None  # that goes on
 
     def __post_init__(self) -> None:
         if not any((self.run / "journal").glob("*.log")):
             return
         began_s = time.monotonic()
         folder = find_journal(self.run)
-        newest = max(path.stat().st_mtime for path in folder.glob("*.log"))
+        newest = max(folder.glob("*.log")).stat().st_mtime
         if (header := read_journal(folder, first_segment=_first_whole(folder)).header).content != self.content:
             raise ConfigError(
                 f"`journal_content` is {self.content}, but the journal in {self.run} was begun with {header.content}\n"
@@ -123,8 +124,14 @@ class Keeper:
         step = engine.step(event)
         journal.append(event, step.digest)
         journal.flush()
-        journal.begin_segment(expire=False)
+        journal.begin_segment(expire=False)  # somebody may still ask for what ended
+        self.journal = journal
         return engine, journal
+
+    def settled(self) -> None:
+        """Nobody asks any more for what ended before."""
+        if self.journal is not None:
+            self.journal.expire()
 
     def _read_ids(self, folder: Path) -> None:
         """How far a journal without content went."""

@@ -102,19 +102,35 @@ class Recovered:
 
     def _look_back(self, origin: str, samples: Sequence[int]) -> RequestId | None:
         """Find a request of which a sample ended before the snapshot, of which its sender did not hear. Rare."""
-        for first in _starts(self.journal.folder, below=self.journal.first_segment):
-            older = read_journal(self.journal.folder, first_segment=first)
-            past = _fold(older, stop=self.journal.first_step)
-            if past is None or origin not in past.origins:
-                continue
-            first_id, _ = self.origins[origin] = past.origins[origin]
-            whose = [first_id + sample for sample in samples]
-            self.said.update({one: past.said[one] for one in whose if one not in self.said and one in past.said})
-            if all(one in self.said for one in whose):
+        arrived = _segment_of(self.journal, origin)
+        if arrived is None:
+            if read_journal(self.journal.folder).first_segment > 0:
+                raise JournalError(f"what became of {origin} is in a part of the journal that has expired")
+            return None
+        for first in _starts(self.journal.folder, below=arrived + 1):
+            past = _fold(read_journal(self.journal.folder, first_segment=first), stop=self.journal.first_step)
+            if past is not None:
+                first_id, _ = self.origins[origin] = past.origins[origin]
+                for request_id in (first_id + sample for sample in samples):
+                    self.said.setdefault(request_id, past.said[request_id])
                 return first_id
-        if read_journal(self.journal.folder).first_segment > 0:
-            raise JournalError(f"what became of {origin} is in a part of the journal that has expired")
-        return None
+        raise JournalError(f"what became of {origin} is behind snapshots that cannot be used")
+
+
+def _segment_of(journal: Journal, origin: str) -> int | None:
+    """The segment before those of this journal in which the newest arrival of this name is."""
+    for path in sorted(journal.folder.glob("*.log"), reverse=True):
+        number, found = int(path.stem), False
+        if number >= journal.first_segment:
+            continue
+        for record in read_journal(journal.folder, first_segment=number).records():
+            if record.segment > number:
+                break
+            if isinstance(record, EventRecord) and isinstance(record.event, RequestArrived):
+                found = found or record.event.origin == origin
+        if found:
+            return number
+    return None
 
 
 def recover(folder: Path) -> Recovered:
