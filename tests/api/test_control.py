@@ -217,6 +217,20 @@ def test_slowing_down_is_slower(operator: Post, alice: Any) -> None:
         assert launches() > 20
 
 
+def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Post, alice: Any) -> None:
+    """With a tenth of a second between launches, two more may have begun before the engine hears of it."""
+    assert operator("/slow_down", {"forward_sleep_time": 0.1})[0] == 200
+    with alice.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        before = state(operator)["launches"]
+    threading.Event().wait(1.0)
+    now = state(operator)
+    assert operator("/slow_down")[0] == 200
+    assert now["launches"] - before <= 3
+    assert (now["idle"], now["counts"]["finished"]["cancelled"] > 0) == (True, True)
+
+
 @pytest.mark.parametrize(
     ("path", "what"),
     [

@@ -223,6 +223,26 @@ def test_errors_are_typed_and_name_the_field(client: Any, asked: dict[str, Any],
         assert f"`{param}" in caught.value.message or param in caught.value.message
 
 
+def test_structured_output_is_refused_as_there_is_no_grammar_backend(client: Any) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    fields: tuple[dict[str, Any], ...] = (
+        {"response_format": schema},
+        {"structured_outputs": {"regex": "a+"}},
+        {"guided_choice": ["a", "b"]},
+        {"regex": "a+"},
+        {"ebnf": 'root ::= "a"'},
+    )
+    for asked in fields:
+        (name,) = asked
+        with pytest.raises(openai.BadRequestError, match=f"`{name}` asks for structured output, .* no grammar backend"):
+            client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=asked)
+
+
+def test_embeddings_of_an_emulated_model_are_refused(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="an emulated engine has no hidden states"):
+        client.embeddings.create(model=MODEL, input="a")
+
+
 def test_a_field_that_changes_nothing_is_accepted(client: Any) -> None:
     more = {"response_format": {"type": "text"}, "skip_special_tokens": True, "suffix": None, "a_field_of_others": 1}
     said = client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=1, extra_body=more)
