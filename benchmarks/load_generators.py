@@ -2,11 +2,11 @@
 
 AIPerf (PyPI) and our generator load one server in turn, `lockstep serve` with an emulated model that is slow enough for
 network and clients not to matter: requests at a constant rate, prompts and answers of fixed lengths, the demo model's
-tokenizer, nothing from the network. Bar: TTFT, TPOT, end to end latency and both throughputs within 5 %. Latencies are
-means of the middle half of the requests, so that what a shared machine does now and then is in neither.
+tokenizer, nothing from the network. Bar: means of TTFT, ITL, end to end latency and both throughputs within 5 %. One
+after the other, so a machine that others use, too, needs several rounds, or quiet.
 
     python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf         # 1.2 GB, so not into our environment
-    python benchmarks/load_generators.py --aiperf /tmp/aiperf/bin/aiperf [--requests 60] [--rounds 1] [--json FILE]
+    python benchmarks/load_generators.py --aiperf /tmp/aiperf/bin/aiperf [--requests 60] [--rounds 3] [--json FILE]
 
 HF_HUB_OFFLINE must not be set: AIPerf 0.13 then refuses tokenizers of local folders.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import re
@@ -35,17 +34,22 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "packages" / "gpu-runtime" / "src" / "lockstep" / "runtime" / "demo_model" / "files"
 RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 BENCH = "from lockstep.tools.bench import bench; bench()"
-RATE, INPUT, OUTPUT = 1, 800, 12
-SPEED = 0.05  # of the emulated GPU: about 100 ms a token
+RATE, INPUT, OUTPUT = 3, 200, 16
+SPEED = 0.1  # of the emulated GPU: about 50 ms a token
 BAR = 0.05
-LATENCIES = {  # ours, and AIPerf's, whose inter token latency is our TPOT: docs/metrics.md
-    "TTFT, ms": ("ttft_us", "time_to_first_token"),
-    "TPOT, ms": ("tpot_us", "inter_token_latency"),
-    "end to end, ms": ("e2e_us", "request_latency"),
+OURS = {
+    "TTFT, ms": ("latency", "ttft_us_mean", 1e-3),
+    "ITL, ms": ("latency", "tpot_us_mean", 1e-3),  # what AIPerf calls inter token latency: docs/metrics.md
+    "end to end, ms": ("latency", "e2e_us_mean", 1e-3),
+    "requests/s": ("throughput", "requests_per_s", 1.0),
+    "output tokens/s": ("throughput", "output_tokens_per_s", 1.0),
 }
-THROUGHPUTS = {
-    "requests/s": ("requests_per_s", "request_throughput"),
-    "output tokens/s": ("output_tokens_per_s", "output_token_throughput"),
+AIPERF = {
+    "TTFT, ms": "time_to_first_token",
+    "ITL, ms": "inter_token_latency",
+    "end to end, ms": "request_latency",
+    "requests/s": "request_throughput",
+    "output tokens/s": "output_token_throughput",
 }
 
 
@@ -53,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aiperf", default=shutil.which("aiperf"), help="the program")
     parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=1, help="of each; medians are compared")
+    parser.add_argument("--rounds", type=int, default=3, help="of each; medians are compared")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.aiperf is None or not Path(arguments.aiperf).is_file():
@@ -62,11 +66,11 @@ def main() -> int:
     with served() as url, tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.rounds):
             found["aiperf"].append(aiperf(arguments.aiperf, url, arguments.requests, Path(folder) / str(number)))
-            found["lockstep"].append(ours(url, arguments.requests, Path(folder) / f"ours{number}"))
+            found["lockstep"].append(ours(url, arguments.requests))
     print(f"{arguments.requests} requests at {RATE}/s, {INPUT} tokens in, {OUTPUT} out; median of {arguments.rounds}")
     print(f"{'':<18}{'aiperf':>10}{'lockstep':>10}{'ratio':>8}")
     worst = 0.0
-    for name in (*LATENCIES, *THROUGHPUTS):
+    for name in OURS:
         theirs, mine = (statistics.median(one[name] for one in found[who]) for who in ("aiperf", "lockstep"))
         worst = max(worst, abs(mine / theirs - 1))
         print(f"{name:<18}{theirs:>10.2f}{mine:>10.2f}{mine / theirs:>8.3f}")
@@ -114,31 +118,17 @@ def aiperf(program: str, url: str, requests: int, folder: Path) -> dict[str, flo
     said: dict[str, Any] = json.loads((folder / "profile_export_aiperf.json").read_text())
     if said["request_count"]["avg"] != requests:
         raise SystemExit(f"aiperf has {said['request_count']['avg']} answers of {requests}")
-    lines = [json.loads(line)["metrics"] for line in (folder / "profile_export.jsonl").read_text().splitlines()]
-    rates = {name: float(said[theirs]["avg"]) for name, (_, theirs) in THROUGHPUTS.items()}
-    middles = {name: middle([line[theirs]["value"] for line in lines]) for name, (_, theirs) in LATENCIES.items()}
-    return middles | rates
+    return {name: float(said[theirs]["avg"]) for name, theirs in AIPERF.items()}
 
 
-def middle(values: list[float]) -> float:
-    """The mean of the middle half."""
-    values = sorted(values)
-    quarter = len(values) // 4
-    return statistics.fmean(values[quarter : len(values) - quarter])
-
-
-def ours(url: str, requests: int, folder: Path) -> dict[str, float]:
+def ours(url: str, requests: int) -> dict[str, float]:
     """What `lockstep bench serve` measures."""
     load = f"gen:n={requests},rate={RATE},arrivals=constant,input=fixed:{INPUT},output=fixed:{OUTPUT}"
-    command = [sys.executable, "-c", BENCH, "serve", "--to", url, "--workload", load, "--out", str(folder)]
-    subprocess.run([*command, "--json"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-    said = json.loads((folder / "metrics.json").read_text())
+    command = [sys.executable, "-c", BENCH, "serve", "--to", url, "--workload", load, "--json"]
+    said = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     if said["requests"]["completed"] != requests:
         raise SystemExit(f"{said['requests']['completed']} answers of {requests}: {said['errors']}")
-    with (folder / "requests.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
-    rates = {name: said["throughput"][mine] for name, (mine, _) in THROUGHPUTS.items()}
-    return {name: middle([float(row[mine]) / 1e3 for row in rows]) for name, (mine, _) in LATENCIES.items()} | rates
+    return {name: said[group][field] * unit for name, (group, field, unit) in OURS.items()}
 
 
 if __name__ == "__main__":
