@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,10 @@ from tests.support import guide
 settings.register_profile("lockstep", deadline=None, print_blob=True)
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
+
+# A shell has its background jobs ignore Ctrl-C, and they their children. Commands that tests interrupt must heed it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -217,11 +217,6 @@ def test_an_interrupt_behind_the_run_keeps_the_run_and_says_what_is_missing(
     assert "intervals" not in metrics
 
 
-def heed_interrupts() -> None:
-    """A shell has its background jobs ignore SIGINT, and they their children; here it must be heard."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -234,7 +229,7 @@ def test_ctrl_c_ends_a_command_with_130_and_nothing_said(arguments: list[str]) -
     code = "import sys; from lockstep.core.command import main; print('up', flush=True); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, preexec_fn=heed_interrupts) as process:
+    with subprocess.Popen(command, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         time.sleep(0.2)
