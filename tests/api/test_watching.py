@@ -129,7 +129,7 @@ def test_the_page_shows_load_and_says_where_a_request_spent_its_time(emulated: L
     assert "It waited" in dom
     assert "It ended with: length." in dom
     assert dom.count("<svg") == 5
-    assert 'class="bad"' not in dom
+    assert '<td class="bad"' not in dom  # a look that was under way when the browser ended may have failed
 
 
 @needs_chromium

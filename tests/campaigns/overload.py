@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -75,12 +76,12 @@ class Plan:
     readers: int = 1000
     leavers: int = 1000
     bodies: int = 4000
-    tolerance: float = 0.1  # of the engine's CPU time per step
+    tolerance: float = 0.1  # of the engine's CPU time per step; infinite: no time is judged
     seed: int = 0
 
 
-SHORT = Plan(seconds=4.0, quiet_s=2.0, readers=60, leavers=80, bodies=300, tolerance=1.0)
-"""For tests, on machines that have other things to do: the figures of so short phases say little."""
+SHORT = Plan(seconds=2.0, quiet_s=1.0, readers=30, leavers=40, bodies=120, tolerance=math.inf)
+"""For tests, on machines that have other things to do: times of so short phases say nothing."""
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Overload:
         async with self.closed_loop():
             await asyncio.sleep(min(plan.quiet_s, 5.0))  # until the batch is full
             begun, began_s = self.answered, time.monotonic()
-            await self.phase("quiet", lambda: asyncio.sleep(plan.quiet_s))
+            await self.phase("quiet", self.some_answers)
             rate = (self.answered - begun) / (time.monotonic() - began_s)
             print(f"sustainable: {rate:.1f} requests/s of {TOKENS} tokens", flush=True)
             phases: tuple[tuple[str, Callable[[], Awaitable[None]]], ...] = (
@@ -229,11 +230,18 @@ class Overload:
         for name in ("answers", "waiting", "open files of the worker", "running", "pages in use"):
             if after[name] > before[name] + (4 if name.startswith("open") else 0):
                 self.problems.append(f"at the end: {name} {after[name]}, before {before[name]}")
-        if after["alone_s"] > 2.0 * before["alone_s"] + 0.2:
+        if after["alone_s"] > 2.0 * before["alone_s"] + 0.2 and self.plan.tolerance < math.inf:
             took_s = f"{after['alone_s']:.2f} s, before {before['alone_s']:.2f}"
             self.problems.append(f"at the end a request takes {took_s}")
 
     # ---------------------------------------------------------------------------------------------------------- clients
+
+    async def some_answers(self) -> None:
+        """For as long as planned, and until there is something to count."""
+        enough = self.answered + ROWS // 4
+        await asyncio.sleep(self.plan.quiet_s)
+        while self.answered < enough:
+            await asyncio.sleep(0.1)
 
     @asynccontextmanager
     async def closed_loop(self) -> AsyncIterator[None]:
