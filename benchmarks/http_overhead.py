@@ -21,19 +21,16 @@ import asyncio
 import contextlib
 import json
 import os
-import re
-import signal
 import statistics
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from live_server import serving, wait_ready
+
 STEP_S = 0.080
 BAR = 2.0
-SERVE = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 BARE = """
 import asyncio, sys
 import uvicorn
@@ -125,20 +122,8 @@ def bare() -> Iterator[tuple[str, dict[str, int]]]:
 def served(streams: int) -> Iterator[tuple[str, dict[str, int]]]:
     """`lockstep serve` with an emulated model, at the pace of the bare endpoint."""
     pace_us = decode_us(streams)
-    arguments = ["--emulate", "qwen3-8b@h200", "--speed", str(pace_us / 1e6 / STEP_S), "--log-level", "warning"]
-    command = [sys.executable, "-c", SERVE, "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.fullmatch(r"serving at (http://\S+)\n", line)
-        if found is None:
-            raise SystemExit(f"no server: {line!r}")
-        wait_ready(found[1])
-        yield found[1], children(process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+    with serving("--emulate", "qwen3-8b@h200", "--speed", str(pace_us / 1e6 / STEP_S)) as (url, pid):
+        yield url, children(pid)
 
 
 def decode_us(rows: int) -> float:
@@ -162,16 +147,6 @@ def children(pid: int) -> dict[str, int]:
     nursery = own["lockstep.api.nursery"]
     engine = next(child for child, (parent, _) in table.items() if parent == nursery)
     return {"worker": own["lockstep.api.worker"], "engine": engine}
-
-
-def wait_ready(url: str) -> None:
-    """Return once a server takes requests."""
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/ready", timeout=5):
-            return
-        time.sleep(0.1)
-    raise SystemExit(f"{url} does not get ready")
 
 
 def cpu_us(pid: int) -> float:

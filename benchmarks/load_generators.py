@@ -17,22 +17,19 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from live_server import serving
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "packages" / "gpu-runtime" / "src" / "lockstep" / "runtime" / "demo_model" / "files"
-RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 BENCH = "from lockstep.tools.bench import bench; bench()"
 RATE, INPUT, OUTPUT = 3, 200, 16
 SPEED = 0.1  # of the emulated GPU: about 50 ms a token
@@ -83,24 +80,9 @@ def main() -> int:
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """The server's address."""
-    words = ["serve", "--port", "0", "--emulate", "qwen3-8b@h200", "--tokenizer", str(DEMO), "--speed", str(SPEED)]
-    command = [sys.executable, "-c", RUN, *words, "--answer-tokens", "0", "--log-level", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.fullmatch(r"serving at (http://\S+)\n", line)
-        if address is None:
-            raise SystemExit(f"no server: {line!r}")
-        until_s = time.monotonic() + 120
-        while time.monotonic() < until_s:
-            with contextlib.suppress(OSError), urllib.request.urlopen(address[1] + "/ready", timeout=5):
-                break
-            time.sleep(0.1)
-        yield address[1]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+    emulated = ("--emulate", "qwen3-8b@h200", "--tokenizer", str(DEMO), "--speed", str(SPEED), "--answer-tokens", "0")
+    with serving(*emulated) as (url, _):
+        yield url
 
 
 def aiperf(program: str, url: str, requests: int, folder: Path) -> dict[str, float]:

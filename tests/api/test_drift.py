@@ -75,8 +75,9 @@ def test_what_failed_or_was_lost_is_not_counted(tmp_path: Path) -> None:
     folder = record_simulation(tmp_path, WORKLOAD)
     meter = DriftMeter(roofline(load_model("qwen3-0.6b"), load_gpu("h200")))
     for event, step in fold(folder):
-        failed = isinstance(event, BatchFinished)
-        meter.fold(BatchFinished(event.time_us, event.batch_id, error="broken") if failed else event, step)  # type: ignore[union-attr]
+        if isinstance(event, BatchFinished):
+            event = BatchFinished(event.time_us, event.batch_id, error="broken")
+        meter.fold(event, step)
     assert meter.read() == ()
 
 

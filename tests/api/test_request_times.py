@@ -12,7 +12,7 @@ from lockstep.api.wire import ITERATION_TOKENS
 from lockstep.core.commands import Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, TokenIds
+from lockstep.core.events import BatchFinished, LaneReady, ObservedEvent, RequestAdmitted, RequestArrived, TokenIds
 
 
 def test_times_go_from_arrival_to_admission_to_tokens() -> None:
@@ -20,9 +20,9 @@ def test_times_go_from_arrival_to_admission_to_tokens() -> None:
     engine = Engine(SchedConfig(pages=64, page_size=16, max_running_requests=1))
     prompt = TokenIds(np.arange(20, dtype=np.int32).tobytes())
 
-    def fold(event: object) -> Step:
-        step = engine.step(event)  # type: ignore[arg-type]  # any observed event
-        times.observe(event, step)  # type: ignore[arg-type]  # the same
+    def fold(event: ObservedEvent) -> Step:
+        step = engine.step(event)
+        times.observe(event, step)
         return step
 
     for number in range(2):

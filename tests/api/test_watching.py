@@ -92,7 +92,7 @@ def test_only_the_last_requests_are_kept_and_a_tenant_sees_its_own() -> None:
 
     served = {"method": "POST", "path": "/p", "status": 200, "came_s": 0.0, "ended_s": 0.5, "headers": {}}
     recent.add(Served(request_id="none", tenant="a", **served))  # never came so far
-    recent.add(Served(request_id="empty", tenant="a", generation=Stands(), **served))  # type: ignore[arg-type]
+    recent.add(Served(request_id="empty", tenant="a", generation=Stands(), **served))  # type: ignore[arg-type]  # see Stands
     assert recent.of(None) == []
     for number in range(RECENT + 5):
         recent._rows.append(("a" if number % 2 else "b", {"request_id": str(number)}))

@@ -98,7 +98,7 @@ def test_a_device_has_a_number(four_gpus: None) -> None:
         choose_device("cuda:9")
     for name in ("gpu", "cuda:x", "mps", None):
         with pytest.raises(ConfigError, match="`device` "):
-            choose_device(name)  # type: ignore[arg-type]
+            choose_device(name)  # type: ignore[arg-type]  # None is none
 
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def null_server() -> Iterator[str]:
+    """It in a process of its own: the address."""
+    words = [sys.executable, "-m", "tests.support.null_server"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{done.stdout.readline().strip()}"
+        finally:
+            done.kill()
 
 
 async def serve() -> None:

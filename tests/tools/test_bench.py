@@ -27,21 +27,15 @@ from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
 from lockstep.tools.http_stream import Target
 from lockstep.tools.live import WORDS, Asking, Sender, Sent, TokenIds
+from tests.support.null_server import null_server
 
-ROOT = Path(__file__).resolve().parents[2]
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server that answers at once."""
-    words = [sys.executable, "-m", "tests.support.null_server"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as done:
-        assert done.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{done.stdout.readline().strip()}"
-        finally:
-            done.kill()
+    with null_server() as url:
+        yield url
 
 
 def run_bench(*arguments: object) -> Result:
@@ -160,7 +154,9 @@ def test_a_run_stands_beside_its_simulation(server: str, tmp_path: Path) -> None
     assert run.is_measured
     assert run.requests is not None
     assert len(run.requests["label"]) == 40
-    assert set(run.requests["label"]) == set(read_run(simulated).requests["label"])  # type: ignore[index]
+    twin = read_run(simulated).requests
+    assert twin is not None
+    assert set(run.requests["label"]) == set(twin["label"])
     again = run_bench("--to", server, "--workload", SESSIONS, "--out", real)
     assert again.exit_code == 2
     assert "already holds a run" in again.stderr

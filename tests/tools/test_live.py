@@ -23,22 +23,16 @@ from lockstep.sim.workload import open_workload
 from lockstep.tools import live
 from lockstep.tools.http_stream import Client, Target
 from lockstep.tools.replay import replay
+from tests.support.null_server import null_server
 from tests.support.recorded import record_simulation
 
-ROOT = Path(__file__).resolve().parents[2]
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server that answers at once."""
-    words = [sys.executable, "-m", "tests.support.null_server"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as done:
-        assert done.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{done.stdout.readline().strip()}"
-        finally:
-            done.kill()
+    with null_server() as url:
+        yield url
 
 
 def run_live(*arguments: object) -> Result:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.commands import BatchPlan
+from lockstep.core.commands import BatchPlan, Mode
 from lockstep.core.replay import fold
 from lockstep.sim.batch_times import BatchTime, Measured, line_of, of_journal, outliers, predict, read_batch_times
 from lockstep.sim.calibrate_cli import calibrate
@@ -205,15 +205,14 @@ def planted(path: Path, count: int = 200, *, slow: int = -1) -> list[BatchTime]:
     for number in range(count):
         rows, context = 1 + number % 8, 50 + 7 * number % 400
         shape = decode_shape(rows, context)
-        mode = "decode"
+        mode: Mode = "decode"
         if number % 5 == 0:
             new = 20 + 13 * number % 300
             shape = BatchShape(extend_rows=1, extend_tokens=new, extend_pairs=new * (new + 1) // 2, sampled_rows=1)
             mode = "extend"
         took_us = 1.5 * cost.batch_us(shape).mean_us + 300.0
-        batches.append(
-            BatchTime(batch_id=number, mode=mode, shape=shape, took_us=took_us * (4 if number == slow else 1))  # type: ignore[arg-type]
-        )
+        took_us *= 4 if number == slow else 1
+        batches.append(BatchTime(batch_id=number, mode=mode, shape=shape, took_us=took_us))
     path.write_bytes(line_of(Measured(model="demo", gpu="cpu-core")) + b"".join(map(line_of, batches)))
     return batches
 
@@ -238,7 +237,7 @@ def test_held_out_batches_are_predicted_by_a_fit_that_did_not_see_them(tmp_path:
     planted(tmp_path / "measured.jsonl")
     times = read_batch_times(tmp_path / "measured.jsonl")
     base = base_cost_model(load_model("demo"), load_gpu("cpu"))
-    timed = timed_batches(times, base, tmp_path)  # type: ignore[arg-type]
+    timed = timed_batches(times, base, tmp_path)
     timed.took_us[60:80] *= 10.0
     held = held_out(timed)
     assert held.ratios[3] == pytest.approx(10.0, rel=0.05)

@@ -19,6 +19,7 @@ import click
 
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cli import refusals
+from lockstep.sim.progress import terminal_bar
 
 if TYPE_CHECKING:
     from lockstep.sim.simulate import Scenario
@@ -282,14 +283,10 @@ def _command(
 @contextmanager
 def _progress(requests: int) -> Iterator[Callable[[Sender], None] | None]:
     """A bar on stderr; none if that is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with terminal_bar() as bar:
+        if bar is None:
+            yield None
+            return
         task = bar.add_task("requests ended", total=requests)
 
         def tick(sender: Sender) -> None:

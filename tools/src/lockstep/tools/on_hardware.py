@@ -7,7 +7,6 @@ which `lockstep calibrate --from FILE` makes a calibration; with `--calibration`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.out_paths import check_file
+from lockstep.sim.progress import terminal_bar
 from lockstep.sim.report.text import duration
 from lockstep.tools.runs import JSON, RUN, Refused, engine_journal, print_json, refusals
 
@@ -236,14 +236,10 @@ def _written(out: Path | None, measured: Measured) -> Iterator[Callable[[BatchTi
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
     """A bar on stderr, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with terminal_bar(remaining=True) as bar:
+        if bar is None:
+            yield lambda: None
+            return
         task = bar.add_task("batches", total=total)
         yield lambda: bar.advance(task)
 

@@ -133,4 +133,4 @@ def _raise_at_arrival(host: RuntimeHost, token: int) -> None:
             raise RuntimeError("a mistake in the core")
         return step(event)
 
-    host.engine.step = faulty  # type: ignore[method-assign,assignment]
+    host.engine.step = faulty  # type: ignore[method-assign,assignment]  # a planted fault

@@ -302,7 +302,8 @@ def may_go_on(told: Recovered, event: RequestArrived, first_id: RequestId, have:
 def outputs_now(engine: Engine, request: Request) -> list[int]:
     """The output tokens that a request has for good."""
     outputs = engine.outputs_of(request)
-    return np.frombuffer(engine.tokens_of(request, outputs), np.int32)[request.prompt_tokens :].tolist()  # type: ignore[no-any-return]
+    tokens: list[int] = np.frombuffer(engine.tokens_of(request, outputs), np.int32).tolist()
+    return tokens[request.prompt_tokens :]
 
 
 # -------------------------------------------------------------------------------------------------------- who killed it

@@ -13,6 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 import msgspec
 
+from lockstep.sim.progress import terminal_bar
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -431,15 +433,8 @@ def announce(setup: Setup, out: Path | None) -> None:
 @contextmanager
 def progress_bar(requests: int) -> Iterator[Callable[[int], None] | None]:
     """A bar on stderr that is told how many requests ended; None, and no bar, if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _advance(bar, requests)
+    with terminal_bar() as bar:
+        yield None if bar is None else _advance(bar, requests)
 
 
 def _advance(bar: Progress, requests: int) -> Callable[[int], None]:

@@ -23,6 +23,7 @@ from lockstep.sim.cli import (
     scheduler_options,
 )
 from lockstep.sim.out_paths import check_file
+from lockstep.sim.progress import terminal_bar
 
 if TYPE_CHECKING:
     from lockstep.sim.plan.answer import Answer
@@ -234,15 +235,10 @@ def showing_progress(ledger: Any) -> Iterator[Progress]:
     """A bar of configurations on stderr, with the number of simulations; silent if stderr is not a terminal."""
     from lockstep.sim.plan.search import Progress
 
-    if not sys.stderr.isatty():
-        yield Progress()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with terminal_bar() as bar:
+        if bar is None:
+            yield Progress()
+            return
         task = bar.add_task("configurations", total=None)
         stage_name = ""
 
