@@ -15,12 +15,16 @@ from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.requests import prompt_bytes
+from lockstep.sim.router_journal import engines_of
 from lockstep.sim.simulate import Scenario, assemble, simulate, write_run
 from lockstep.sim.turns import WorkloadError
 from lockstep.sim.workload import open_workload
+from lockstep.tools import stories
 from lockstep.tools.drift import drift
+from lockstep.tools.explain import told
 from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
 from lockstep.tools.replay import replay
+from lockstep.tools.stories import Asked, stories_of
 from lockstep.tools.what_if import changed_base, read_base
 from tests.support.recorded import record_story
 
@@ -207,7 +211,7 @@ def test_settings_of_a_journal_are_kept_whatever_a_profile_says(run: Path, tmp_p
     assert assemble(fits.scenario, environ={}, workload=base.workload).config.pages > 1000
 
 
-def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path) -> None:
+def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h200", "--workload", WORKLOAD, "--no-intervals"]
     words += ["--no-report", "--no-trace", "--limit", "40", "--pages", "80", "--chunked-prefill-size", "128", "--out"]
     assert main([*words, str(tmp_path / "two"), "--replicas", "2"]) == 0
@@ -216,9 +220,28 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert [len(each["engines"]) for each in found["runs"]] == [2, 1]
     assert found["lost_most"][0]["why"]
+    check_stories(tmp_path / "two", monkeypatch)
     assert main([*words, str(tmp_path / "loop"), "--concurrency", "6"]) == 0
     result = what_if(tmp_path / "loop", "--policy", "lpm", "--json")
     assert result.exit_code == 0, result.output
+
+
+def check_stories(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some requests' stories are the same from processes and from here, without comparing digests, or told alone."""
+    ids = list(range(0, 40, 5))
+    here = stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])])
+    monkeypatch.setattr(stories, "ASIDE_BYTES_MIN", 0)
+    assert stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])]) == here
+    assert [sorted(found) for found in here] == [ids, ids[:2], []]
+    assert [here[0][name].waits for name in ids[:2]] == [here[1][name].waits for name in ids[:2]]
+    engines = engines_of(cluster, ids)
+    assert len(engines) == 2
+    for engine, those in engines.items():
+        chronicle, _ = told(cluster / "engines" / str(engine), those)
+        for name in those:
+            alone = chronicle.stories[name]
+            assert alone.waits == here[0][name].waits
+            assert alone.messages == here[0][name].messages
 
 
 def test_wrong_settings_are_refused_by_name(run: Path) -> None:

@@ -91,13 +91,11 @@ def explain(
         click.echo(f"{html_file} written, {html_file.stat().st_size:,} bytes", err=True)
 
 
-def told(run: Path, ids: list[RequestId], *, to_the_end: bool = True) -> tuple[Chronicle, Walk]:
-    """The stories of these requests, and the replay that they come from, at its end or where the last of them ended."""
+def told(run: Path, ids: list[RequestId]) -> tuple[Chronicle, Walk]:
+    """The stories of these requests, and the replay that they come from, at its end."""
     chronicle, walk = Chronicle(ids), Walk(run)
     for number, event, step in walk:
         chronicle.observe(number, event, step, walk.engine)
-        if not to_the_end and chronicle.complete:
-            break
     return chronicle.close(), walk
 
 

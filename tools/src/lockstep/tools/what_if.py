@@ -37,9 +37,9 @@ from lockstep.sim.settings import parse_setting
 from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
 from lockstep.sim.stored_run import StoredRun, read_run
 from lockstep.sim.workload import Workload, WorkloadError
-from lockstep.tools.explain import told
 from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
 from lockstep.tools.runs import RUN
+from lockstep.tools.stories import Asked, stories_of
 from lockstep.tools.story import Story
 from lockstep.tools.telling import wait_by_cause
 
@@ -262,7 +262,10 @@ def _go_on(interrupted: bool) -> None:
 
 
 def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
-    """Those whose first token came most later, and most earlier, with their stories in both runs."""
+    """Those whose first token came most later, and most earlier, with their stories in both runs.
+
+    `other` was simulated a moment ago: its replay is not held against its digests.
+    """
     if first.requests is None or other.requests is None:
         return [], []
     rows, others, _ = match_requests(first.requests, other.requests)
@@ -278,25 +281,13 @@ def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
         [int(other.requests["request_id"][others[at]]) for at in chosen],
     )
     labels = [str(first.requests["label"][rows[at]]) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
-    stories = _stories(first.folder, ids[0]), _stories(other.folder, ids[1])
+    stories = stories_of([Asked(first.folder, ids[0]), Asked(other.folder, ids[1], strict=False)])
     both = [
         Felt(labels[place], (a, b), (int(ttft[0][at]), int(ttft[1][at])), (stories[0][a], stories[1][b]))
         for place, (at, a, b) in enumerate(zip(chosen, *ids, strict=True))
         if a in stories[0] and b in stories[1]
     ]
     return [each for each in both if each.change_us > 0], [each for each in both if each.change_us < 0]
-
-
-def _stories(folder: Path, ids: Sequence[RequestId]) -> dict[RequestId, Story]:
-    """The stories of these requests, whichever engine of a cluster they went to."""
-    if not ids:
-        return {}
-    engines = sorted(path.parent for path in folder.glob("engines/*/journal"))
-    found: dict[RequestId, Story] = {}
-    for engine in engines or [folder]:
-        chronicle, _ = told(engine, list(ids), to_the_end=False)
-        found |= chronicle.stories
-    return found
 
 
 def why(one: Felt) -> list[str]:

@@ -9,6 +9,7 @@ an engine are found in its own journal under the same request id, which is never
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -16,6 +17,7 @@ from typing import IO
 import msgspec
 
 from lockstep.core.errors import LockstepError
+from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalError
 from lockstep.core.router import EngineShare, RequestRouted, Router, RouterConfig, RouterFact
 
@@ -67,6 +69,23 @@ class RouterJournal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
+
+
+def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, list[RequestId]]:
+    """Where the router of a run folder sent these requests, by engine. Raises JournalError for what is no journal."""
+    wanted, found = frozenset(requests), dict[int, list[RequestId]]()
+    decode = msgspec.json.Decoder(RouterRecord).decode
+    path = folder / FILE
+    try:
+        with path.open("rb") as file:
+            next(file, None)
+            for line in file:
+                routed = decode(line).routed
+                if routed is not None and routed.engine is not None and routed.request_id in wanted:
+                    found.setdefault(routed.engine, []).append(routed.request_id)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise JournalError(f"{path} cannot be read: {error}") from error
+    return found
 
 
 class RouterDivergence(LockstepError):

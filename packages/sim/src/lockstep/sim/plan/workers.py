@@ -6,19 +6,18 @@ plan takes and nothing else: whoever asks waits for the results it needs, not fo
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
-import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any, Protocol
 
 from lockstep.core.errors import ConfigError
+from lockstep.sim.aside import end_processes, fresh_processes
 from lockstep.sim.plan.trial import Trial, TrialResult, decode_result, encode_trial, run_encoded, run_trial
 
 RAY_TIMEOUT_S = 5.0  # for the head of a cluster to accept a connection, and to greet
@@ -82,8 +81,7 @@ class Processes:
     def __init__(self, jobs: int) -> None:
         self.hands = jobs
         self.running: dict[str, Trial] = {}
-        spawned = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(jobs, mp_context=spawned, initializer=_ignore_interrupts)
+        self._pool = fresh_processes(jobs)
         self._done: queue.SimpleQueue[tuple[Trial, Future[bytes]]] = queue.SimpleQueue()
 
     def submit(self, trial: Trial) -> None:
@@ -112,17 +110,7 @@ class Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        workers = list((self._pool._processes or {}).values())  # 3.14 can terminate them by itself
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
-
-
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that started the others answers it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_processes(self._pool)
 
 
 class OnRay:
