@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
@@ -172,12 +173,12 @@ def test_logprobs_of_a_prompt_with_the_likeliest_in_its_place(client: Any, llm: 
         client.completions.create(prompt="a", stream=True, **asked)
 
 
-def native(client: Any, path: str, body: dict[str, Any]) -> Any:
+def native(client: Any, path: str, body: dict[str, Any], expected: int = 200) -> Any:
     import httpx2
 
     url = str(client.base_url).removesuffix("/v1/") + path
     answer = httpx2.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"}, timeout=60)
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code == expected, answer.text
     return answer.json()
 
 
@@ -242,6 +243,74 @@ def test_embeddings_that_cannot_be(client: Any, asked: dict[str, Any], param: st
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="demo", **asked)
     assert caught.value.body["param"].startswith(param)
+
+
+def test_scores_are_those_of_the_model(client: Any, llm: LLM) -> None:
+    query, items, labels = "Return the", [" number of", " name"], [300, 301, 17]
+    asked = {"query": query, "items": items, "label_token_ids": labels}
+    expected = np.exp([one.logprobs for one in llm.score([query + item for item in items], labels)])
+    said = native(client, "/v1/score", asked)
+    assert said["scores"] == [pytest.approx(row.tolist(), rel=1e-3) for row in expected]
+    among = native(client, "/score", {**asked, "apply_softmax": True})["scores"]
+    assert among == [pytest.approx((row / row.sum()).tolist(), rel=1e-3) for row in expected]
+    ids = [one.prompt_token_ids for one in llm.embed([items[0], query])]
+    other = np.exp(llm.score([ids[1] + ids[0]], labels)[0].logprobs)
+    turned = {"query": ids[0], "items": [ids[1]], "label_token_ids": labels, "item_first": True}
+    assert native(client, "/score", turned)["scores"] == [pytest.approx(other.tolist(), rel=1e-3)]
+
+
+def test_texts_are_compared_and_ordered_by_their_vectors(client: Any, llm: LLM) -> None:
+    query, texts = "Return the number", ["of all files", "Return a number", "zebra"]
+    vectors = np.stack([one.vector for one in llm.embed([query, *texts])]).astype(float)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    near = vectors[1:] @ vectors[0]
+    said = native(client, "/v1/score", {"text_1": query, "text_2": texts})
+    assert [one["score"] for one in said["data"]] == pytest.approx(near.tolist(), abs=1e-5)
+    documents = [texts[0], {"text": texts[1]}, texts[2]]
+    said = native(client, "/v1/rerank", {"query": query, "documents": documents, "top_n": 2})
+    best = np.argsort(-near)[:2].tolist()
+    assert [one["index"] for one in said["results"]] == best
+    assert [one["document"]["text"] for one in said["results"]] == [texts[at] for at in best]
+    assert [one["relevance_score"] for one in said["results"]] == pytest.approx(near[best].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        ("/score", {}, "query"),
+        ("/score", {"query": "a", "text_1": "b"}, "query"),
+        ("/score", {"query": "a", "items": ["b"]}, "label_token_ids"),
+        ("/score", {"query": "a", "items": ["b"], "label_token_ids": []}, "label_token_ids"),
+        ("/score", {"query": "a", "items": ["b"], "label_token_ids": [10**6]}, "label_token_ids"),
+        ("/score", {"query": "a", "items": [[3]], "label_token_ids": [1]}, "query"),
+        ("/score", {"query": "a", "items": ["b"] * 257, "label_token_ids": [1]}, "items"),
+        ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1"),
+        ("/score", {"text_1": ["a", ""], "text_2": ["c", "d"]}, "text_2"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_scores_that_cannot_be(client: Any, path: str, asked: dict[str, Any], param: str) -> None:
+    error = native(client, path, asked, expected=400)["error"]
+    assert error["param"].startswith(param), error
+
+
+def test_best_of_gives_the_likeliest_answers(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": ["Return the", "of all"], "max_tokens": 6, "seed": 5}
+    every = client.completions.create(**asked, n=4, logprobs=0).choices
+    best = client.completions.create(**asked, n=2, best_of=4)
+    assert [one.index for one in best.choices] == [0, 1, 2, 3]
+    assert best.usage.completion_tokens == sum(len(one.logprobs.tokens) for one in every)
+    for prompt in range(2):
+        drawn = every[4 * prompt : 4 * prompt + 4]
+        drawn.sort(key=lambda one: -float(np.mean(one.logprobs.token_logprobs)))
+        assert [one.text for one in best.choices[2 * prompt : 2 * prompt + 2]] == [one.text for one in drawn[:2]]
+    assert best.choices[0].logprobs is None
+    for more in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 10**6}):
+        with pytest.raises(openai.BadRequestError, match="best_of"):
+            client.completions.create(**asked, **more)
 
 
 def test_a_key_is_needed(server: LiveServer) -> None:

@@ -56,7 +56,7 @@ EXPECTED = {
     ("GET", "/usage"): (401, 200, 200),
     ("GET", "/ui"): (200, 200, 200),
     ("GET", "/ui/requests"): (401, 200, 200),
-    **{("POST", path): (401, 501, 501) for path in ("/score", "/v1/score", "/rerank", "/v1/rerank")},
+    **{("POST", path): (401, 415, 415) for path in "/score /v1/score /rerank /v1/rerank /v2/rerank".split()},
     **{("POST", path): (401, 501, 501) for path in ("/pooling", "/classify", "/v1/moderations")},
 }
 STANDS = "/flush_cache /reset_prefix_cache /pause /pause_generation /resume /continue_generation /is_paused /drain"

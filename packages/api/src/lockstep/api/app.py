@@ -31,6 +31,7 @@ from lockstep.api import (
     openai_api,
     responses_api,
     schemas,
+    scoring_api,
     ui,
 )
 from lockstep.api.errors import CLIENT_LEFT, ApiError
@@ -81,9 +82,14 @@ ROUTES = (
         *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
         errors="anthropic",
     ),
+    *(Route("POST", path, "user", scoring_api.score, schemas.ScoreBody) for path in ("/score", "/v1/score")),
+    *(
+        Route("POST", path, "user", scoring_api.rerank, schemas.RerankBody)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     *(
         Route("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
-        for path in ("/score", "/v1/score", "/rerank", "/v1/rerank", "/pooling", "/classify", "/v1/moderations")
+        for path in ("/pooling", "/classify", "/v1/moderations")
     ),
     Route("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
     Route("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),

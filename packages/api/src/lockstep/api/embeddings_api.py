@@ -14,6 +14,7 @@ from lockstep.api.http import JsonResponse, unless_left
 from lockstep.api.schemas import EmbeddingBody, Sampling
 from lockstep.api.server import Call, Server
 from lockstep.api.wire import About
+from lockstep.core.events import RequestKind
 from lockstep.host.batches import Float32s
 
 NOTHING = Sampling()
@@ -28,38 +29,56 @@ async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     check_dimensions(body.dimensions, about)
     given = prompts_of(body.input, "input")
     check_answers(len(given), 1, server.limits, "input")
-    prompts = [
-        Prompt(await server.encode("`input`", one, special=body.add_special_tokens), one)
-        if isinstance(one, str)
-        else Prompt(one)
-        for one in given
+    prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
+    vectors, tokens = await pooled(server, call, prompts, "embed", "input")
+    found = [
+        {"object": "embedding", "index": number, "embedding": written(vector, body.encoding_format)}
+        for number, vector in enumerate(shortened(one, body.dimensions) for one in vectors)
     ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return JsonResponse({"object": "list", "data": found, "model": name, "usage": usage})
+
+
+async def prompt_of(server: Server, given: str | list[int], field: str, *, special: bool = True) -> Prompt:
+    """A text or token ids as a prompt."""
+    if isinstance(given, str):
+        return Prompt(await server.encode(f"`{field}`", given, special=special), given)
+    return Prompt(given)
+
+
+async def pooled(
+    server: Server, call: Call[Any], prompts: list[Prompt], kind: RequestKind, field: str
+) -> tuple[list[Float32s], int]:
+    """What each prompt comes to, and how many tokens all have.
+
+    Args:
+        kind: embed for vectors [hidden], score for the logits [vocabulary] behind each.
+        field: what the client calls them.
+    Raises: ApiError for the first that fails, ClientLeft.
+    """
     wanted = Wanted(
         sampling=NOTHING,
         max_tokens=0,
-        kind="embed",
-        prompt_field="input",
+        kind=kind,
+        prompt_field=field,
         tenant=call.tenant,
-        priority=body.priority,
+        priority=call.body.priority,
     )
     generation = server.generate(call, wanted, prompts)
     try:
         await unless_left(call.request, generation.whole())
     finally:
         generation.cancel()
-    found: list[dict[str, Any]] = []
+    found = []
     for choice in generation.choices:
         ended = choice.reply.ended
         assert ended is not None
         if (error := failure(ended)) is not None:
             raise error
         if not ended.vector:
-            raise ApiError(500, f"input {choice.index} ended with reason {ended.reason}, without a vector")
-        vector = shortened(np.frombuffer(ended.vector, "<f4"), body.dimensions)
-        found.append({"object": "embedding", "index": choice.index, "embedding": written(vector, body.encoding_format)})
-    tokens = generation.usage().prompt_tokens
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JsonResponse({"object": "list", "data": found, "model": name, "usage": usage})
+            raise ApiError(500, f"`{field}` {choice.index} ended with reason {ended.reason}, without a vector")
+        found.append(np.frombuffer(ended.vector, "<f4"))
+    return found, generation.usage().prompt_tokens
 
 
 def check_dimensions(asked: int | None, about: About) -> None:

@@ -138,14 +138,20 @@ def _at_most(field_name: str, what: str, given: int, most: int) -> None:
         raise ApiError(400, f"`{field_name}` has {given} {what}, at most {most} are allowed", field_name)
 
 
-def check_answers(prompts: int, samples: int, limits: Limits, field_name: str = "prompt") -> None:
+def check_answers(
+    prompts: int, samples: int, limits: Limits, field_name: str = "prompt", *, samples_field: str = "n"
+) -> None:
     """Refuse more prompts or samples than one request may have. Raises ApiError."""
     _at_most(field_name, "prompts", prompts, limits.prompts_max)
     if samples > limits.samples_max:
-        raise ApiError(400, f"`n` is {samples}, at most {limits.samples_max} are allowed", "n")
+        message = f"`{samples_field}` is {samples}, at most {limits.samples_max} are allowed"
+        raise ApiError(400, message, samples_field)
     if prompts * samples > limits.answers_max:
-        message = f"`n` is {samples} for {prompts} prompts, at most {limits.answers_max} answers are allowed in all"
-        raise ApiError(400, message, "n")
+        message = (
+            f"`{samples_field}` is {samples} for {prompts} prompts, at most {limits.answers_max} answers are allowed "
+            "in all"
+        )
+        raise ApiError(400, message, samples_field)
 
 
 def check_logprobs(tops: int, name: str, about: About, limits: Limits) -> None:

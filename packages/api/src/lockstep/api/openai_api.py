@@ -79,10 +79,10 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     body, about, limits = call.body, server.about(), server.limits
     name = server.model(body.model)
     samples = body.n or 1
-    if body.best_of not in (None, samples):
-        raise ApiError(400, f"`best_of` is {body.best_of}, but only as many answers as `n` are made", "best_of")
+    drawn = samples if body.best_of is None else body.best_of
     given = prompts_of(body.prompt, "prompt")
-    check_answers(len(given), samples, limits)
+    check_answers(len(given), drawn, limits, samples_field="n" if drawn == samples else "best_of")
+    check_best_of(body, samples, about)
     check_sampling(body, about, limits)
     if body.logprobs is not None:
         check_logprobs(body.logprobs, "logprobs", about, limits)
@@ -100,15 +100,27 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         call.tenant,
         f"cmpl-{secrets.token_hex(16)}",
         max_tokens=max_tokens,
-        samples=samples,
-        tops=body.logprobs,
+        samples=drawn,
+        tops=0 if body.logprobs is None and drawn > samples else body.logprobs,
         prompt_logprobs_from=0 if judged else None,
         prompt_tops=body.prompt_logprobs or 0,
     )
     prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
     generation = server.generate(call, wanted, prompts)
-    shape = CompletionShape(server, body, name, wanted.label)
+    shape = CompletionShape(server, body, name, wanted.label, best=(samples, drawn))
     return await _answer(server, call, generation, shape)
+
+
+def check_best_of(body: CompletionBody, samples: int, about: About) -> None:
+    """Refuse fewer answers to choose from than are wanted, and choosing where it cannot be done. Raises ApiError."""
+    if body.best_of is None or body.best_of == samples:
+        return
+    if body.best_of < samples:
+        raise ApiError(400, f"`best_of` is {body.best_of}, but must be at least `n`, which is {samples}", "best_of")
+    if body.stream:
+        raise ApiError(400, "`best_of` is known at the end, so not in a `stream`", "best_of")
+    if not about.logprobs:
+        raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to choose by", "best_of")
 
 
 async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
@@ -329,12 +341,27 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
     yield DONE
 
 
+def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list[tuple[Choice, str]]:
+    """Of each `drawn` answers, to one prompt, the `kept` whose tokens have the highest logprob on average."""
+    if kept == drawn:
+        return texts
+
+    def logprob(answer: tuple[Choice, str]) -> float:
+        values = answer[0].reply.logprobs
+        return sum(values) / len(values) if values else float("-inf")
+
+    of_each = (texts[at : at + drawn] for at in range(0, len(texts), drawn))
+    return [one for group in of_each for one in sorted(group, key=logprob, reverse=True)[:kept]]
+
+
 class CompletionShape:
     """How completions look."""
 
     KIND = CHUNK = "text_completion"
 
-    def __init__(self, server: Server, body: Any, model: str, label: str) -> None:
+    def __init__(self, server: Server, body: Any, model: str, label: str, best: tuple[int, int] = (1, 1)) -> None:
+        """Args: best: of so many answers to a prompt only the first number is given, those with the best logprobs."""
+        self._best = best
         self.body, self.names, self._model, self._label = body, server.names, model, label
         self._created = int(time.time())
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around a piece of text
@@ -362,7 +389,10 @@ class CompletionShape:
             "object": self.KIND,
             "created": self._created,
             "model": self._model,
-            "choices": [self.choice(choice, text) for choice, text in texts],
+            "choices": [
+                self.choice(choice, text) | {"index": number}
+                for number, (choice, text) in enumerate(best_answers(texts, *self._best))
+            ],
             "usage": generation.usage().as_json(),
         }
 

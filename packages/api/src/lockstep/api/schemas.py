@@ -85,6 +85,13 @@ def _check_metadata(value: Any) -> dict[str, str]:
     return value
 
 
+def _check_documents(value: Any) -> list[Any]:
+    """A list of texts or objects, looked at without a step in Python for each."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {str, dict}:
+        raise ValueError("Input should be a list of texts")
+    return value
+
+
 TEXTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 ID_LISTS_SCHEMA: dict[str, Any] = {"anyOf": [IDS_SCHEMA, {"type": "array", "items": IDS_SCHEMA}]}
@@ -92,10 +99,12 @@ PROMPTS_SCHEMA = {"anyOf": [TEXTS_SCHEMA, ID_LISTS_SCHEMA]}
 BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
 OBJECTS_SCHEMA = {"type": "object", "additionalProperties": {"type": "object"}}
+DOCUMENTS_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}}
 METADATA_SCHEMA = {"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}}
 
 Arguments = Annotated[dict[str, dict[str, Any]], PlainValidator(_check_arguments), WithJsonSchema(OBJECTS_SCHEMA)]
 Metadata = Annotated[dict[str, str], PlainValidator(_check_metadata), WithJsonSchema(METADATA_SCHEMA)]
+Documents = Annotated[list[Any], PlainValidator(_check_documents), WithJsonSchema(DOCUMENTS_SCHEMA)]
 TokenIdList = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema(IDS_SCHEMA)]
 TextOrTexts = Annotated[str | list[str], PlainValidator(_check_texts), WithJsonSchema(TEXTS_SCHEMA)]
 IdLists = Annotated[list[Any], PlainValidator(_check_id_lists), WithJsonSchema(ID_LISTS_SCHEMA)]
@@ -351,6 +360,50 @@ class EmbeddingBody(Timed):
         "input_type": (),
         "instruction": (),
         "normalize": (),
+        "truncate_prompt_tokens": (),
+    }
+
+
+class ScoreBody(Timed):
+    """POST /score, /v1/score: labels behind texts, or how near texts are to each other."""
+
+    model: Name | None = None
+    query: Prompts | None = None
+    items: Prompts | None = None
+    label_token_ids: TokenIdList | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+    text_1: TextOrTexts | None = None
+    text_2: TextOrTexts | None = None
+    user: Name | None = None
+    priority: Int64 | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "instruction": (),
+        "mm_processor_kwargs": (),
+        "truncate_prompt_tokens": (),
+    }
+
+
+class RerankBody(Timed):
+    """POST /rerank, /v1/rerank, /v2/rerank"""
+
+    model: Name | None = None
+    query: Text
+    documents: Annotated[
+        list[Text | dict[str, Any]], PlainValidator(_check_documents), WithJsonSchema(DOCUMENTS_SCHEMA)
+    ]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+    user: Name | None = None
+    priority: Int64 | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "instruct": (),
+        "instruction": (),
+        "max_chunks_per_doc": (),
+        "max_tokens_per_doc": (),
+        "mm_processor_kwargs": (),
         "truncate_prompt_tokens": (),
     }
 
