@@ -260,6 +260,21 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of drafts besides the scheduler's: docs/cost-models.md, section 11."""
+    for option in reversed(
+        (
+            click.option(
+                "--acceptance", metavar="RATES", help="chance that draft 1,2,... is right  [default: by the method]"
+            ),
+            click.option("--acceptance-spread", default=0.0, help="deviation of its log-odds between requests"),
+            click.option("--draft-model", help="what drafts under --speculative-method draft_model: qwen3-0.6b"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 # ------------------------------------------------------------------------------------------------------------ simulate
 
 
@@ -297,6 +312,7 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
+@drafting_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
 @click.option("--check", default="off", metavar="every|N|off", help="check invariants after every N-th event")
