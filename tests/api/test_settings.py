@@ -42,6 +42,10 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"cuda_graphs": "maybe"}, "Invalid enum value 'maybe'"),
         ({"admin_socket": "a"}, "`admin_socket` needs `api_keys`"),
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
+        (
+            {"set": {"speculative_method": "ngram"}},
+            "`speculative_method` is ngram, but what is served",
+        ),
         ({"limits": {"samples": 3}}, "unknown field `samples`"),
         ({"log_level": "loud"}, "Invalid enum value 'loud'"),
     ],

@@ -30,6 +30,7 @@ from lockstep.core.commands import (
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
     SampleBatch,
+    Speculation,
     Step,
     StreamTokens,
     SwapWeights,
@@ -548,7 +549,7 @@ class Driver:
         plan = step.launched()
         if made_room:
             self.owed = {request.request_id for request in self.engine.cohort.requests}
-        if plan is not None and plan.mode == "decode":
+        if plan is not None and plan.mode in ("decode", "verify"):
             self.owed = set()
         if plan is not None and config.decode_look_ahead == config.decode_steps_per_launch == 1:
             self._minimal(step)
@@ -586,7 +587,10 @@ class Driver:
     def _sits_out(self, plan: BatchPlan) -> None:
         """Whoever decodes is in every mixed batch. It sits out once at a time: for an extend that runs alone, or for
         want of pages, unless it goes first."""
-        left_out = set(self.engine.cohort.request_ids.tolist()) - set(plan.request_ids.tolist())
+        going = self.engine.cohort.request_ids
+        if self.engine.config.speculates:  # who may stand at its end waits for the result that says so
+            going = going[self.engine.positions + 1 < self.engine.cohort.limits]
+        left_out = set(going.tolist()) - set(plan.request_ids.tolist())
         if left_out:
             assert not self.sat_out, f"r{min(left_out)} sat out twice in a row"
             alone = any(request.needs_plain_extend for request in self.engine.in_flight[-1].requests)
@@ -678,6 +682,8 @@ class Driver:
             if any(isinstance(event, RequestRetracted) for event in step.decided):
                 self.marks.add("retraction asks for media again")
         plan = step.launched()
+        if plan is not None and plan.speculation is not None:
+            self._mark_drafts(plan, plan.speculation)
         if plan is not None and (plan.logprob_spans or plan.hidden_spans):
             for span in (*plan.logprob_spans, *plan.hidden_spans):
                 if span.start > int(plan.starts[span.index]):
@@ -695,6 +701,18 @@ class Driver:
             self.marks.add("row leased to work in flight")
         if memory.fenced_pages:
             self.marks.add("duplicate pages fenced")
+
+    def _mark_drafts(self, plan: BatchPlan, speculation: Speculation) -> None:
+        drafts, wanted = speculation.draft_lengths, speculation.draft_tokens
+        self.marks.add(f"{plan.mode} batch with drafts" if drafts.any() else "drafts left out")
+        if plan.starts_after:
+            self.marks.add("start left open")
+        if any(other.dead for other in self.engine.in_flight if other.verifies):
+            self.marks.add("dead row verified")
+        if len(plan.rows) - plan.extend_rows < self.engine.cohort.size:
+            self.marks.add("sits out at its end")
+        if drafts.size > 1 and 0 < drafts.min() < wanted:
+            self.marks.add("fewer drafts")
 
     def settle(self) -> None:
         """Liveness mode: faults and arrivals stop, completions flow; everything must end, and leave nothing behind."""
@@ -747,7 +765,7 @@ def random_config(rng: random.Random) -> SchedConfig:
     batching: Batching = rng.choice(["prefill_first", "prefill_first", "mixed", "running_first"])
     input_tokens = rng.choice([page_size, page_size + 1, 64, 4096])
     may_align = batching == "prefill_first" and min(chunk or input_tokens, input_tokens) >= 2 * page_size
-    return SchedConfig(
+    config = SchedConfig(
         page_size=page_size,
         pages=rng.choice([2, 3, rng.randint(2, 12), rng.randint(8, 80), max(2, 150 // page_size)]),
         radix_cache=radix,
@@ -792,6 +810,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         max_loras=rng.choice([None, None, None, 1, 2, 3]),
         **_beside(rng, radix),
     )
+    return _drafting(rng, config, 0.3)
 
 
 def _random_order(rng: random.Random, radix: bool, preempts: bool = False) -> dict[str, Any]:
@@ -815,12 +834,22 @@ def _beside(rng: random.Random, radix: bool) -> dict[str, Any]:
     }
 
 
+def _drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConfig:
+    """The settings, for a share of the seeds with drafts; nothing else is drawn differently."""
+    own = random.Random()
+    own.setstate(rng.getstate())
+    if own.random() >= share or config.decode_steps_per_launch > 1:
+        return config
+    drafts = own.choice([1, 2, 3, 8])
+    return msgspec.structs.replace(config, speculative_method="ngram", num_speculative_tokens=drafts)
+
+
 def pressed_config(rng: random.Random) -> SchedConfig:
     """Settings under which running requests outgrow the pool, or just do not: short prompts, long outputs."""
     page_size = rng.choice([1, 2, 4])
     preempts = rng.random() < 0.5
     reserve: Reserve = rng.choice(["ratio", "ratio", "on_demand", "full"])
-    return SchedConfig(
+    config = SchedConfig(
         page_size=page_size,
         pages=rng.randint(40, 80) // page_size,
         max_running_requests=rng.choice([4, 8]),
@@ -838,6 +867,7 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         enable_priority_preemption=preempts,
         **_beside(rng, radix),
     )
+    return _drafting(rng, config, 0.4)
 
 
 def pressed_actions(rng: random.Random, count: int) -> list[Action]:

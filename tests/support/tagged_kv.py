@@ -19,6 +19,9 @@ matcher has seen exactly the output before; it sees no token twice, and none beh
 Tokens are a pure function of (request, position), so a token drawn again after a retraction is the same one.
 A test that scripts tokens gives `sample` its own function.
 
+A plan with drafts is verified: the first of a row's drafts are right, as many as `accept` says, and what the others
+leave in their cells is garbage. A row then stands behind what was accepted, and the next plan must start there.
+
 Adapters have slots on the device: a load is written into its slot at once and usable when it was answered. Every plan
 finds the adapters of its rows where the plan says, and no more of them than fit; no load touches one in use.
 """
@@ -71,6 +74,7 @@ from lockstep.core.events import (
 from lockstep.core.requests import Int32s, prompt_bytes
 
 Sample = Callable[[RequestId, int], int]
+Accept = Callable[[RequestId, int, int], int]
 
 NOTHING = -1  # a cell, or a table entry, that was never written
 GARBAGE = -2  # a cell written by a row whose inputs failed; nobody may read it
@@ -86,6 +90,11 @@ def pure_token(request_id: RequestId, position: int) -> int:
     return 1000 * (request_id % 1_000_000 + 1) + position % 1000
 
 
+def pure_accept(request_id: RequestId, position: int, drafts: int) -> int:
+    """How many of a row's drafts behind `position` are right: none, some or all, by request and position."""
+    return min(drafts, (request_id * 7 + position * 5 + position // 3) % 5)
+
+
 COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
 
 
@@ -97,7 +106,9 @@ class Row:
     epoch: int
     slot: int = -1  # of its adapter
     table: list[int] = field(default_factory=list)
-    reach: int = 0  # positions that plans have claimed so far
+    reach: int = 0  # positions that plans have claimed so far, at most
+    least: int = 0  # positions that they have claimed at least
+    stands: int = 0  # the first position that is not computed, as the device has it
     live: bool = True  # its request has not left yet
     prefix_ids: list[int] = field(default_factory=list)  # what its cells must hold
     newest: tuple[int, int] | None = None  # position and token of the newest sample
@@ -156,15 +167,22 @@ class Launched:
     fed_back: dict[int, list[int]] = field(default_factory=dict)  # by position in the plan: tokens before the last
     executed: bool = False  # and it was sampled
     tokens: Int32s | None = None
+    starts: dict[int, int] = field(default_factory=dict)  # by position in the plan: where a verifying row began
+    accepted: dict[int, int] = field(default_factory=dict)  # and how many tokens it got
+    drafts: dict[int, int] = field(default_factory=dict)  # and how many drafts it verifies
+    most: dict[int, int] = field(default_factory=dict)  # by row: where it stops at most, as far as results say
 
 
 class TaggedKv:
     """A device for one engine. Feed it every observed event and its Step, in order, with `observe`."""
 
-    def __init__(self, config: SchedConfig, sample: Sample = pure_token, *, eager: bool = False) -> None:
+    def __init__(
+        self, config: SchedConfig, sample: Sample = pure_token, *, accept: Accept = pure_accept, eager: bool = False
+    ) -> None:
         """With `eager`, a plan runs when it is launched; otherwise as late as possible, right before its delivery."""
         self.config = config
         self.sample = sample
+        self.accept = accept
         self.eager = eager
         self.generation = 0
         self.weights = 0  # version of the weights; part of every prefix id
@@ -386,6 +404,9 @@ class TaggedKv:
         if deferred and plan.sample_after is not None:
             self._check_sample_after(plan)
         launched = Launched(plan, snapshot_of(plan), pages, tables, may_sample=not deferred)
+        if plan.speculation is not None:
+            launched.drafts = dict(enumerate(plan.speculation.draft_lengths.tolist(), plan.extend_rows))
+            launched.most = {int(plan.rows[i]): int(plan.stops[i]) for i in launched.drafts}
         self.stream.append(launched)
         self.launched.append(launched)
         if len(self.stream) > self.config.overlap_depth + 1:
@@ -435,6 +456,10 @@ class TaggedKv:
         ):
             row, table = self.rows[row_index], launched.tables[row_index]
             story = self.stories[row.request_id]
+            if plan.speculation is not None and i >= plan.extend_rows:
+                self._verify(launched, i, row, int(plan.speculation.draft_lengths[i - plan.extend_rows]))
+                continue
+            row.stands = stop
             if i < plan.extend_rows:
                 new = self._new_tokens(plan, i, plan.token_ids[at : at + stop - start].tolist())
                 at += stop - start
@@ -457,6 +482,25 @@ class TaggedKv:
                 table, start, [GARBAGE] * count if row.failed else self._prefix_ids(row, story, stop)[start:stop]
             )
 
+    def _verify(self, launched: Launched, i: int, row: Row, drafts: int) -> None:
+        """Compute a row's newest token and its drafts, from where it stands; those that are wrong leave garbage."""
+        plan, start, story = launched.plan, row.stands, self.stories[row.request_id]
+        table = launched.tables[int(plan.rows[i])]
+        if not int(plan.starts[i]) <= start <= int(plan.stops[i]) - 1 - drafts:
+            raise KvError(f"b{plan.batch_id}: r{row.request_id} stands at {start}, its span of {1 + drafts} lies in "
+                          f"[{plan.starts[i]}:{plan.stops[i]})")  # fmt: skip
+        if not row.failed and self._newest(plan, row, start) != story.tokens[start]:
+            raise KvError(f"b{plan.batch_id}: r{row.request_id} verifies behind another token than its own at {start}")
+        right = self.accept(row.request_id, start, drafts)
+        launched.starts[i], launched.accepted[i] = start, right + 1
+        row.stands = start + right + 1
+        tokens = [self._sample_at(plan, row, position) for position in range(start + 1, start + right + 1)]
+        if not row.failed:
+            row.failed = self._check_reads(plan, row, table, start)
+        launched.fed_back[i] = tokens
+        ids = [GARBAGE] * (right + 1) if row.failed else self._prefix_ids(row, story, row.stands)[start : row.stands]
+        self._write(table, start, ids + [GARBAGE] * (drafts - right))
+
     def _write(self, table: list[int], start: int, prefix_ids: list[int]) -> None:
         """Fill the cells of a row from position `start` on."""
         page_size = self.config.page_size
@@ -465,7 +509,9 @@ class TaggedKv:
 
     def _sample_all(self, launched: Launched) -> Int32s:
         plan, fed_back = launched.plan, launched.fed_back
-        tokens = [token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), self._sample(plan, i))]
+        tokens = [
+            token for i in plan.sample_rows.tolist() for token in (*fed_back.get(i, ()), self._sample(launched, i))
+        ]
         launched.executed, launched.tokens = True, np.array(tokens, np.int32)
         self.forwards += 1
         return launched.tokens
@@ -480,6 +526,9 @@ class TaggedKv:
             return BatchFinished(time_us, batch_id, generation=self.generation, error=error)
         tokens = launched.tokens if launched.executed and launched.tokens is not None else self.execute()
         event = BatchFinished(time_us, batch_id, tokens.tobytes(), time_us, time_us, self.generation)
+        if launched.plan.speculation is not None:
+            accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
+            event = msgspec.structs.replace(event, accepted=np.array(accepted, np.int32).tobytes())
         ended = self._grammars_ended(launched.plan)
         return msgspec.structs.replace(event, grammar_ended=ended) if ended else event
 
@@ -498,7 +547,16 @@ class TaggedKv:
         """The engine took in the result of the oldest batch: its fence is lifted."""
         if not self.stream or self.stream[0].plan.batch_id != batch_id:
             raise KvError(f"b{batch_id} is delivered, but it is not the oldest on the stream")
-        self.stream.popleft()
+        delivered, page_size = self.stream.popleft(), self.config.page_size
+        for i, accepted in delivered.accepted.items():
+            index = int(delivered.plan.rows[i])
+            row, wrong = self.rows[index], delivered.drafts[i] + 1 - accepted
+            row.reach -= wrong
+            row.least += accepted - 1
+            for behind in self.stream:
+                if index in behind.most:
+                    behind.most[index] -= wrong
+                    behind.pages[index] = set(behind.tables[index][: -(-behind.most[index] // page_size)])
 
     def check_plans_unchanged(self) -> None:
         """Every plan still is what it was when it was launched. Call at the end of a run."""
@@ -595,7 +653,11 @@ class TaggedKv:
                 story.hidden += range(hidden.start, int(plan.stops[hidden.index]))
         for i in range(plan.extend_rows, len(plan.rows)):
             if self._alive(plan, i) and self.rows[int(plan.rows[i])].hidden_states:
-                self.stories[int(plan.request_ids[i])].hidden += range(int(plan.starts[i]), int(plan.stops[i]))
+                start, stop = int(plan.starts[i]), int(plan.stops[i])
+                if plan.speculation is not None:
+                    start = self.stream[0].starts[i]
+                    stop = start + self.stream[0].accepted[i]
+                self.stories[int(plan.request_ids[i])].hidden += range(start, stop)
 
     def _alive(self, plan: BatchPlan, i: int) -> bool:
         row = self.rows[int(plan.rows[i])]
@@ -652,16 +714,38 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} runs r{request_id} in row {row_index}, which it does not have")
         if not 0 <= start < stop:
             raise KvError(f"b{plan.batch_id} has the empty span r{request_id}[{start}:{stop}]")
+        if plan.speculation is not None and i >= plan.extend_rows:
+            return self._check_verifying(plan, i, row, start, stop)
         if i >= plan.extend_rows and stop - start > plan.steps:
             raise KvError(f"b{plan.batch_id} decodes r{request_id}[{start}:{stop}] in {plan.steps} steps")
         if not row.reach and start and self.stories[request_id].pooled:
             raise KvError(f"b{plan.batch_id} pools r{request_id} without its first {start} positions")
         if row.reach and start != row.reach:
             raise KvError(f"b{plan.batch_id} runs r{request_id} from {start}, but it stands at {row.reach}")
-        row.reach = stop
+        row.reach = row.least = stop
+        return self._pages_to(plan, row, stop)
+
+    def _check_verifying(self, plan: BatchPlan, i: int, row: Row, start: int, stop: int) -> set[int]:
+        """A row verifies from the least to the most at which it can stand; where that differs, a batch says which."""
+        assert plan.speculation is not None
+        name, drafts = f"b{plan.batch_id}: r{row.request_id}", int(plan.speculation.draft_lengths[i - plan.extend_rows])
+        if (start, stop) != (row.least, row.reach + 1 + drafts):
+            raise KvError(f"{name}[{start}:{stop}] verifies {drafts} drafts, it stands at {row.least} to {row.reach}")
+        if not 0 <= drafts <= plan.speculation.draft_tokens or (drafts and row.matcher is not None):
+            raise KvError(f"{name} verifies {drafts} drafts, matcher {row.matcher}")
+        index = int(plan.rows[i])
+        says = [one.plan.batch_id for one in self.stream if drafts_of(one, index)]
+        after = [one.batch_id for one in plan.starts_after if (one.index, one.row) == (i, index)]
+        if after != says[-1:]:
+            raise KvError(f"{name} starts after {after}, the batches that leave it open are {says}")
+        row.least, row.reach = row.least + 1, stop
+        return self._pages_to(plan, row, stop)
+
+    def _pages_to(self, plan: BatchPlan, row: Row, stop: int) -> set[int]:
+        """The pages of a row's first `stop` positions, all of which it must have."""
         held = row.table[: -(-stop // self.config.page_size)]
         if len(held) * self.config.page_size < stop or NOTHING in held:
-            raise KvError(f"b{plan.batch_id}: the page table of r{request_id}, {held}, does not reach {stop}")
+            raise KvError(f"b{plan.batch_id}: the page table of r{row.request_id}, {held}, does not reach {stop}")
         return set(held)
 
     def _check_writers(self, plan: BatchPlan, pages: dict[int, set[int]]) -> None:
@@ -711,10 +795,12 @@ class TaggedKv:
         for launched in self.stream:
             if launched.executed:
                 behind = launched.plan
-                for row, start, stop in zip(
-                    behind.rows.tolist(), behind.starts.tolist(), behind.stops.tolist(), strict=True
+                for i, (row, start, stop) in enumerate(
+                    zip(behind.rows.tolist(), behind.starts.tolist(), behind.stops.tolist(), strict=True)
                 ):
                     if row in failed:
+                        start = launched.starts.get(i, start)
+                        stop = start + launched.accepted[i] if i in launched.accepted else stop
                         self._write(launched.tables[row], start, [GARBAGE] * (stop - start))
 
     def _newest(self, plan: BatchPlan, row: Row, position: int) -> int:
@@ -724,8 +810,10 @@ class TaggedKv:
             )
         return row.newest[1]
 
-    def _sample(self, plan: BatchPlan, i: int) -> int:
-        return self._sample_at(plan, self.rows[int(plan.rows[i])], int(plan.stops[i]))
+    def _sample(self, launched: Launched, i: int) -> int:
+        plan = launched.plan
+        at = launched.starts[i] + launched.accepted[i] if i in launched.starts else int(plan.stops[i])
+        return self._sample_at(plan, self.rows[int(plan.rows[i])], at)
 
     def _sample_at(self, plan: BatchPlan, row: Row, position: int) -> int:
         story = self.stories[row.request_id]
@@ -754,6 +842,11 @@ class TaggedKv:
             about = story.about[position] if position < len(story.about) else None
             ids.append(self._interned.setdefault((before, story.tokens[position], about), len(self._interned)))
         return ids
+
+
+def drafts_of(launched: Launched, row: int) -> int:
+    """Drafts that a plan verifies of a row."""
+    return sum(drafts for i, drafts in launched.drafts.items() if int(launched.plan.rows[i]) == row)
 
 
 def snapshot_of(plan: BatchPlan) -> bytes:

@@ -141,6 +141,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in self.set:
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
+        if (method := self.set.get("speculative_method", "none")) != "none":
+            raise ConfigError(
+                f"`speculative_method` is {method}, but what is served verifies no drafts yet\n"
+                "hint: leave it out; `lockstep simulate` says what it would bring"
+            )
         if self.emulate is None:
             for name, default in (("profile", "lockstep"), ("speed", 1.0)):
                 if getattr(self, name) != default:

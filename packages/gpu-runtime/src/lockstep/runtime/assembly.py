@@ -318,6 +318,11 @@ def _sized(
             f"{model.settings.context_tokens}\nhint: leave it out to take the model's"
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
+    if without_pages.speculates:
+        raise ConfigError(
+            f"`speculative_method` is {without_pages.speculative_method}, but this runtime verifies no drafts yet\n"
+            "hint: leave it out; `lockstep simulate` says what it would bring"
+        )
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max

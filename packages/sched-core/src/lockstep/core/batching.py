@@ -30,8 +30,14 @@ class InFlight:
         self.samplers = samplers  # the rows that sample, as columns
         self.sampled_at: Int32s = NO_ROWS
         self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
-        self.tokens = samplers.size  # how many its result has
-        if plan.mode != "decode":
+        self.tokens = samplers.size  # how many its result has; -1: that says so itself
+        if plan.speculation is not None:
+            self.steps = np.ones(samplers.size, np.int32)  # until it is delivered, the most
+            verifying = plan.sample_rows >= plan.extend_rows
+            self.steps[verifying] += plan.speculation.draft_lengths
+            self.sampled_at = plan.stops.take(plan.sample_rows) - self.steps + ONE  # the most, for the first of them
+            self.tokens = -1  # its result says
+        elif plan.mode != "decode":
             if samplers.size:
                 self.sampled_at = plan.stops.take(plan.sample_rows)
         elif plan.steps == 1:
@@ -43,8 +49,13 @@ class InFlight:
         self.ending = ending  # samplers that end by length with this batch
         self.dead: list[int] = []  # rows whose request left after the launch
 
+    @property
+    def verifies(self) -> bool:
+        """Whether some of its rows verify drafts, so that only its result says where they stand."""
+        return self.plan.speculation is not None
+
     def tokens_of(self, row: int) -> int:
-        """How many tokens it samples for this row."""
+        """How many tokens it samples for this row, at most."""
         mine = self.samplers.rows == row
         return int(np.count_nonzero(mine)) if self.steps is None else int(self.steps[mine].sum())
 

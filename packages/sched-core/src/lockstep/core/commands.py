@@ -114,11 +114,14 @@ class HiddenSpan(msgspec.Struct, frozen=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """The draft part of a verify or draft-extend batch."""
+    """What a plan's verifying rows, those behind `extend_rows`, verify beside their newest token: drafts.
+
+    They are drafted on the device, where the row stands by then; how many were right is `BatchFinished.accepted` - 1.
+    """
 
     draft_tokens: int  # per row, at most
-    draft_lengths: Int32s  # per row
-    method: Literal["ngram", "draft_model", "eagle"]
+    draft_lengths: Int32s  # per verifying row
+    method: Literal["ngram", "draft_model", "eagle", "mtp"]
 
 
 class Ranks(msgspec.Struct, frozen=True):
@@ -142,6 +145,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     The first `extend_rows` rows find their new tokens in `token_ids`, end to end. Every row behind them computes one
     token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
     A plan with `steps` above 1 decodes so often in one launch: a row samples a token for each position of its span.
+    A plan with `speculation` verifies: behind its newest token such a row computes drafts, and samples one token more
+    than the drafts that were right.
     A row named in `starts_after` stands somewhere in between: `starts` has the least it can be, `stops` the most.
     """
 

@@ -25,6 +25,7 @@ Reserve = Literal["ratio", "on_demand", "full"]
 RetractionPolicy = Literal["length", "newest", "priority"]
 PrefixDeduplication = Literal["off", "last", "defer"]
 SessionKv = Literal["hold", "evictable"]
+SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
@@ -75,6 +76,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
     decode_steps_per_launch: int = 1  # decodes in one launch (multi-step scheduling): late to see an end or a shortage
     overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
+    speculative_method: SpeculativeMethod = "none"  # who drafts tokens for the model to verify: see speculation.py
+    num_speculative_tokens: int = 3  # of each running request in one launch, at most; without a method it says nothing
     stream_interval: int = 1  # tokens between two messages of a streaming request
     force_stream_interval: int = 50  # the same for a request that does not stream
     eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
@@ -158,6 +161,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         align = self.truncation_align_size
         if align is not None:
             _check_alignment(self, align)
+        if self.speculates and self.decode_steps_per_launch > 1:
+            raise ConfigError(
+                f"`speculative_method` is {self.speculative_method}, but `decode_steps_per_launch` is "
+                f"{self.decode_steps_per_launch}: a launch either verifies drafts or decodes several times\n"
+                "hint: drop one of the two"
+            )
         if self.request_rows is not None and self.request_rows < self.max_running_requests:
             raise ConfigError(
                 f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
@@ -191,6 +200,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.pages * self.page_size
 
     @property
+    def speculates(self) -> bool:
+        """Whether decodes verify drafts."""
+        return self.speculative_method != "none"
+
+    @property
     def chunk_unit_tokens(self) -> int:
         """What new tokens are rounded up to when an extend's budgets are charged with them."""
         return self.page_size if self.chunk_unit == "page" else 1
@@ -222,6 +236,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_deduplication": get_args(PrefixDeduplication),
     "session_kv": get_args(SessionKv),
+    "speculative_method": get_args(SpeculativeMethod),
     "retracted_requeue": get_args(Requeue),
     "retracted_kv": get_args(RetractedKv),
     "chunk_unit": get_args(ChunkUnit),
@@ -317,7 +332,8 @@ def _require_positive(config: SchedConfig) -> None:
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
         "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
-        "decode_steps_per_launch max_sessions grammar_timeout_us max_input_tokens encoder_cache_tokens"
+        "decode_steps_per_launch num_speculative_tokens max_sessions grammar_timeout_us max_input_tokens "
+        "encoder_cache_tokens"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

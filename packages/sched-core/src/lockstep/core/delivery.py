@@ -41,19 +41,48 @@ def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReas
 
     What a request sampled behind its end never was.
     """
+    ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
+    stops, counts = stopped(batch, tokens)
+    ends |= dict.fromkeys(stops, "stop")
+    for i in dead_samplers(batch):
+        ends.pop(i, None)
+        counts[i] = 0
+    return dict(sorted(ends.items())), counts
+
+
+def stopped(batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
+    """Of a batch with several tokens per sampler: who runs into a stop token, and how many tokens of each count."""
     samplers, steps = batch.samplers, batch.steps
     assert steps is not None
-    ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
-    counts = steps.copy()
+    counts, ends = steps.copy(), []
     if samplers.stops.shape[1]:
         members = samplers.everyone.repeat(steps)
         step = step_numbers(steps)
         outputs = (batch.sampled_at - samplers.prompts)[members] + step + ONE
-        stopped = (tokens[:, None] == samplers.stops[members]).any(axis=1) & (outputs >= samplers.min_new[members])
-        for at in np.flatnonzero(stopped)[::-1].tolist():  # the first of each member is the last to be seen
+        hits = (tokens[:, None] == samplers.stops[members]).any(axis=1) & (outputs >= samplers.min_new[members])
+        for at in np.flatnonzero(hits)[::-1].tolist():  # the first of each member is the last to be seen
             i = int(members[at])
-            ends[i], counts[i] = "stop", step[at] + ONE
-    for i in dead_samplers(batch):
+            ends.append(i)
+            counts[i] = step[at] + ONE
+    return ends, counts
+
+
+def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
+    """Of a batch that verified drafts, its tokens end to end: who ends, and how many tokens of each count.
+
+    The precedence holds token by token. Rows that are reported on by their place have one token: they had no drafts.
+    """
+    samplers, steps = batch.samplers, batch.steps
+    assert steps is not None
+    have = batch.sampled_at - samplers.prompts + steps
+    room = samplers.limits - samplers.prompts
+    ends: dict[int, FinishReason] = dict.fromkeys((have >= room).nonzero()[0].tolist(), "length")
+    long_enough = have >= samplers.min_new
+    ends |= dict.fromkeys([i for i in event.grammar_ended if long_enough[i]], "grammar")
+    stops, counts = stopped(batch, tokens)
+    ends |= dict.fromkeys(stops, "stop")
+    ends |= dict.fromkeys([i for i in event.text_stops if long_enough[i]], "text_stop")
+    for i in dead_samplers(batch) if batch.dead else ():
         ends.pop(i, None)
         counts[i] = 0
     return dict(sorted(ends.items())), counts

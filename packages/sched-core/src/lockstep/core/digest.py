@@ -100,7 +100,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     add(head)
     add(ids)
     add(plan.starts)
-    if plan.extend_rows or plan.steps > 1:
+    if plan.extend_rows or plan.steps > 1 or plan.speculation is not None:
         add(plan.stops)
     if sampling != rows:
         add(plan.sample_rows)
@@ -110,6 +110,9 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if plan.pooled_rows.size:
         add(b"pooled")
         add(plan.pooled_rows)
+    if plan.speculation is not None:
+        add(_encode((plan.speculation.method, plan.speculation.draft_tokens, plan.starts_after)))
+        add(plan.speculation.draft_lengths)
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))

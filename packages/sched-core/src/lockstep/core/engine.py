@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from lockstep.core import control, delivery, extras, grammars, holds, preemption
+from lockstep.core import control, delivery, extras, grammars, holds, preemption, speculation
 from lockstep.core.adapters import LOOKAHEAD_REQUESTS, Adapters
 from lockstep.core.admission import (
     NewTokenRatio,
@@ -132,6 +132,7 @@ class Decodes(Struct, frozen=True):
     stops: Int32s
     deltas: PageDeltas
     ending: list[int]  # members that end by length with it
+    verifying: speculation.Verifying | None = None  # the same with drafts to verify
 
 
 NO_DECODES = Decodes(EMPTY_COHORT, NO_ROWS, NO_ROWS, NO_DELTAS, [])
@@ -176,6 +177,7 @@ class Engine:
         self.decode_owed = False  # a retraction made room for a decode: it goes before any admission
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
+        self.ahead_hoped = max(self.ahead, 1 + speculation.drafts_max(config))  # with drafts, which may be left out
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
@@ -463,7 +465,7 @@ class Engine:
         if request.state is RequestState.WAITING:
             self._leave_line(request)
         else:
-            self.leave(request, step, publish=reason not in ("invalid", "error"))
+            self.leave(request, step, outputs, publish=reason not in ("invalid", "error"))
         del self.requests[request.request_id]
         self.grammars.ended(request)
         cached = max(request.cached_tokens, 0)
@@ -510,7 +512,7 @@ class Engine:
             beneficiary,
             *pages,
         )
-        self.leave(request, step, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_GOOD)
+        self.leave(request, step, outputs, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_GOOD)
         request.advance(retracted)
         request.namespace = self.memory.keyed(request.namespace)
         request.waiting_since_us = self.now_us
@@ -638,7 +640,7 @@ class Engine:
         config, cohort = self.config, self.cohort
         reserve = self._reserved() if self.waiting and self.active else 0
         budget = PrefillBudget(config, self.memory.available_pages * config.page_size, reserve)
-        decodes = cohort.size if config.batching != "prefill_first" else 0
+        decodes = cohort.size * self.tokens_per_decode if config.batching != "prefill_first" else 0
         if decodes:
             budget.share_with(decodes, self.set_aside(cohort, self.positions))
         if config.chunk_target_us is not None:
@@ -852,6 +854,8 @@ class Engine:
             logprob_spans=special.logprob_spans,
             hidden_spans=special.hidden_spans,
         )
+        if decodes.verifying is not None:
+            plan = speculation.verified(plan, decodes.verifying, self.config)
         ending = self._join_cohort(prefilled, stops[sampling]) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
@@ -887,8 +891,9 @@ class Engine:
             skipped = DecodeSkipped(self.now_us, self._pages_lacking(), self.memory.returning_pages())
             step.decided.append(skipped)
             return NO_DECODES
-        self.decode_launches += 1
-        return self._advance(growing, step)
+        advanced = self._advance(growing, step)
+        self.decode_launches += bool(advanced.cohort.size)
+        return advanced
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
@@ -908,10 +913,6 @@ class Engine:
             if not self._make_room(step):
                 return None if self.cohort.size else self._plan_extend(step)
             growing = members_growing(self.positions, self.page_mask)
-        self.decode_owed = False
-        self.decode_launches += 1
-        if not made_room:
-            self.ratio.decoded()
 
         steps = config.decode_steps_per_launch
         if steps == 1:
@@ -919,6 +920,12 @@ class Engine:
         else:
             advanced = self._advance_by(steps, step)
         cohort = advanced.cohort
+        if not cohort.size:
+            return None  # all may have ended with what is in flight
+        self.decode_owed = False
+        self.decode_launches += 1
+        if not made_room:
+            self.ratio.decoded()
         taken, deltas = self.memory.changes(advanced.deltas)
         plan = BatchPlan(
             batch_id=self._number(),
@@ -934,10 +941,17 @@ class Engine:
             steps=steps,
             ids_digest=cohort.ids_digest,
         )
+        if advanced.verifying is not None:
+            plan = speculation.verified(plan, advanced.verifying, config)
         return InFlight(plan, cohort.requests, cohort, advanced.ending)
 
     def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
-        """Move the whole cohort on by one position, opening a page for those `growing`."""
+        """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
+        if self.config.speculates:
+            verifying = speculation.verify_next(self, step)
+            if verifying is None:
+                return NO_DECODES
+            return Decodes(verifying.cohort, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
         cohort, starts = self.cohort, self.positions
         deltas = NO_DELTAS
         if growing.size:
@@ -963,7 +977,7 @@ class Engine:
 
     def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        needed = growing.size if self.ahead == 1 else self._pages_needed()
+        needed = growing.size if self.ahead_hoped == 1 else self._pages_needed()
         if needed <= self.memory.pool.free_count:
             return False
         lacking = needed - self.memory.available_pages
@@ -973,13 +987,21 @@ class Engine:
         return self._pages_needed() - self.memory.available_pages
 
     def _pages_needed(self) -> int:
-        return self.next_pages(self.cohort, self.positions)
+        """Pages without which the cohort does not decode."""
+        if self.ahead_hoped == 1:
+            return self.next_pages(self.cohort, self.positions)
+        return pages_ahead(self.cohort, self.positions, self.config.page_size, self.ahead)
+
+    @property
+    def tokens_per_decode(self) -> int:
+        """New tokens that a pass computes of each member of the cohort, at most."""
+        return 1 + speculation.drafts_max(self.config)
 
     def next_pages(self, cohort: Cohort, positions: Int32s) -> int:
-        """Pages that must be there before a cohort at these positions decodes."""
-        if self.ahead == 1:
+        """Pages that a cohort at these positions decodes with, drafts included."""
+        if self.ahead_hoped == 1:
             return members_growing(positions, self.page_mask).size
-        return pages_ahead(cohort, positions, self.config.page_size, self.ahead)
+        return pages_ahead(cohort, positions, self.config.page_size, self.ahead_hoped)
 
     def _forced_retraction_due(self) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
@@ -1067,6 +1089,8 @@ class Engine:
             if samplers.requests[i].row == samplers.rows[i]:
                 self.finish(samplers.requests[i], "invalid", step, flush=True)
         self.in_flight.popleft()
+        if batch.verifies and not event.error:
+            speculation.settle(self, batch, speculation.accepted_of(event, batch))
         if plan.extend_rows and not event.error:
             if self.followers or any(request.extras is not None for request in batch.requests):
                 holds.computed(self, batch, step)
@@ -1105,7 +1129,9 @@ class Engine:
         else:
             numbers = first.repeat(batch.steps) + delivery.step_numbers(batch.steps)
             self.memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
-            ends, counts = delivery.step_verdicts(batch, tokens)
+            ends, counts = (
+                delivery.run_verdicts(event, batch, tokens) if batch.verifies else delivery.step_verdicts(batch, tokens)
+            )
             self.tokens_discarded += int((batch.steps - counts).sum())
         message = delivery.message(event, batch, tokens, first, ends, outputs, counts)
         if message is not None:
@@ -1135,12 +1161,12 @@ class Engine:
             expected = f"batch {self.in_flight[0].plan.batch_id}" if self.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         batch = self.in_flight[0]
-        size = 0 if event.error else 4 * batch.tokens
+        size = 0 if event.error else 4 * speculation.tokens_of_result(event, batch)
         if len(event.tokens) != size:
             raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
         if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
             delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
-        if event.accepted:
+        if event.accepted and not batch.verifies:
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
         if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
@@ -1151,14 +1177,15 @@ class Engine:
         self.next_batch_id += 1
         return self.next_batch_id - 1
 
-    def leave(self, request: Request, step: Step, *, publish: bool) -> None:
-        """Take a request off its row. What work in flight still uses stays behind until it is collected."""
+    def leave(self, request: Request, step: Step, outputs: int, *, publish: bool) -> None:
+        """Take a request with so many outputs off its row. What work in flight still uses stays behind until then."""
         self.break_ranks([request])
         if self.prefilling is request:
             self.prefilling = None
         self.active -= 1
         self.batch_is_full = False
-        self.memory.leave(request, step, publish=publish)
+        known = speculation.known_tokens(self, request, outputs) if self.config.speculates else None
+        self.memory.leave(request, step, publish=publish, known=known)
 
     def break_ranks(self, requests: list[Request]) -> None:
         """Take those of the requests that decode out of the cohort, all at once, noting where each stands."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from lockstep.core import speculation
 from lockstep.core.adapters import NO_SLOT
 from lockstep.core.errors import InvariantError
 from lockstep.core.requests import BASE, RequestState
@@ -39,6 +40,7 @@ def check(engine: Engine) -> None:
     _held(engine)
     _adapters(engine, facts)
     _progress(engine)
+    _speculation(engine)
 
 
 class Facts:
@@ -177,9 +179,10 @@ def _spans(engine: Engine, facts: Facts) -> None:
         ):
             _fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
     for request, position in zip(cohort.requests, facts.positions, strict=True):
-        if position + 1 >= request.limit or position < request.prompt_tokens:
+        most = position + (not engine.config.speculates)  # with drafts it may stand at its end with what is in flight
+        if most >= request.limit or position < request.prompt_tokens:
             _fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
-    if cohort.size:
+    if cohort.size and not engine.config.speculates:
         left = min(limit - position for limit, position in zip(cohort.limits.tolist(), facts.positions, strict=True))
         if not 1 <= engine.horizon < left:
             _fail(f"S7: horizon {engine.horizon} passes the end of a member")
@@ -288,6 +291,8 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
     for batch in engine.in_flight:
         plan = batch.plan
         rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
+        if batch.verifies:
+            stops = speculation.stops_of(batch).tolist()
         if not rows or len(rows) != len(set(rows)):
             _fail(f"S24: batch {plan.batch_id} has no rows, or one twice: {rows}")
         new_tokens = 0
@@ -305,6 +310,27 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
                 _fail(f"S5: batch {plan.batch_id} in flight uses free pages {sorted(free & set(pages))} of row {row}")
         if len(plan.token_ids) != new_tokens:
             _fail(f"S24: batch {plan.batch_id} carries {len(plan.token_ids)} ids for its extend rows")
+
+
+def _speculation(engine: Engine) -> None:
+    """S7, S23: who may stand at its end waits for a result that says so; no drafts where every token is looked at."""
+    if not engine.config.speculates:
+        return
+    cohort = engine.cohort
+    slack, _ = speculation.uncertainty(engine.in_flight, cohort.rows, len(engine.memory.table.holders))
+    for request, most, wrong in zip(cohort.requests, engine.positions.tolist(), slack.tolist(), strict=True):
+        if most + 1 >= request.limit and not any(batch.names(request.row) for batch in engine.in_flight):
+            _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")
+        if most - wrong < request.prompt_tokens:
+            _fail(f"S7: {request.name} may stand at {most - wrong}, within its prompt of {request.prompt_tokens}")
+    for batch in engine.in_flight:
+        if batch.verifies:
+            assert batch.steps is not None
+            for request, row, tokens in zip(
+                batch.samplers.requests, batch.samplers.rows.tolist(), batch.steps.tolist(), strict=True
+            ):
+                if tokens > 1 and request.row == row and (request.grammar is not None or request.watches_text):
+                    _fail(f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, token by token wanted")
 
 
 def _grammars(engine: Engine) -> None:

@@ -43,7 +43,8 @@ class Lease(NamedTuple):
     handle: RadixNode | None
     protected_pages: int
     computed: int  # positions whose KV is launched
-    publish: bool  # keep the computed KV in the radix cache
+    publish: bool  # keep the computed KV in the radix cache ...
+    known: int | None = None  # ... of so many positions only; None: all that is computed
 
 
 class Rewrite(NamedTuple):
@@ -224,7 +225,7 @@ class Memory:
 
     # -------------------------------------------------------------------------------------------------------- give back
 
-    def leave(self, request: Request, step: Step, *, publish: bool) -> None:
+    def leave(self, request: Request, step: Step, *, publish: bool, known: int | None = None) -> None:
         """Take a request off its row. What work in flight still uses stays behind as a Lease."""
         row, fence = request.row, NO_FENCE
         for batch in self.in_flight:
@@ -243,6 +244,7 @@ class Memory:
             request.protected_pages,
             request.computed,
             publish,
+            known,
         )
         request.row = NO_ROW
         request.handle = None
@@ -274,8 +276,8 @@ class Memory:
         pages = self.table.pages[row]
         if self.radix is not None:
             stale = self.is_stale(lease.namespace)
-            if lease.publish and not stale and lease.computed // page_size > kept:
-                whole = lease.computed // page_size
+            whole = (lease.computed if lease.known is None else lease.known) // page_size
+            if lease.publish and not stale and whole > kept:
                 tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
                 already = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle).already
                 if already > kept:

@@ -104,7 +104,8 @@ def make_room(
 def tokens_kept_free(engine: Engine, cohort: Cohort, positions: Int32s) -> int:
     """Tokens of the total budget that a cohort at these positions takes: its reserve, and its next decode's own."""
     config = engine.config
-    decodes = cohort.size if config.reserve == "ratio" and config.batching != "prefill_first" else 0
+    along = config.reserve == "ratio" and config.batching != "prefill_first"
+    decodes = cohort.size * engine.tokens_per_decode if along else 0
     return engine.reserve_of(cohort, positions) + decodes
 
 
@@ -150,7 +151,8 @@ class Need(NamedTuple):
         stay = np.ones(cohort.size, np.bool_)
         stay[leaving] = False
         staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
-        then = np.minimum(now + np.int32(back.launches * config.decode_steps_per_launch), staying.limits - ONE)
+        each = config.decode_steps_per_launch * engine.tokens_per_decode
+        then = np.minimum(now + np.int32(back.launches * each), staying.limits - ONE)
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
         gained = pages * page_size
         gained += tokens_kept_free(engine, cohort, positions) - tokens_kept_free(engine, staying, then)

@@ -275,7 +275,8 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         lines.append(f"  row {plan.rows[i]} new tokens {runs(plan.token_ids[at : at + count].tolist())}")
         at += count
     for i in range(plan.extend_rows, len(plan.rows)):
-        lines.append(f"  row {plan.rows[i]} newest sampled token")
+        drafts = plan.speculation.draft_lengths[i - plan.extend_rows] if plan.speculation is not None else 0
+        lines.append(f"  row {plan.rows[i]} newest sampled token" + (f" and {drafts} drafts" if drafts else ""))
     rows = plan.rows.tolist()
     for media in plan.media_spans:
         name, last = media_name(media.digest), media.offset + media.stop - media.start - 1

@@ -6,14 +6,14 @@ trusted only beside the digest that the journal recorded for the same event.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken
+from lockstep.core.commands import AfterBatch, BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken, Speculation
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.engine import Engine
@@ -102,6 +102,17 @@ class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
     publish: bool
     row_pages: bytes
     row_outputs: bytes
+    known: int | None = None
+
+
+class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
+    """What a batch in flight verifies, and where its samplers stand as far as results say."""
+
+    draft_tokens: int
+    draft_lengths: bytes
+    method: Literal["ngram", "draft_model", "eagle", "mtp"]
+    starts_after: tuple[AfterBatch, ...]
+    sampled_at: bytes
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,6 +142,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     stops_per_row: int
     pooled_rows: bytes = b""
     media_spans: tuple[MediaSpan, ...] = ()
+    verifies: VerifyImage | None = None
 
 
 class MediaImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -313,6 +325,7 @@ def restore(data: bytes) -> Engine:
                 protected_pages=lease.protected_pages,
                 computed=lease.computed,
                 publish=lease.publish,
+                known=lease.known,
             )
         )
     engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
@@ -456,6 +469,20 @@ def _batch_image(batch: InFlight) -> BatchImage:
         stops_per_row=samplers.stops.shape[1],
         pooled_rows=plan.pooled_rows.tobytes(),
         media_spans=plan.media_spans,
+        verifies=_verify_image(batch),
+    )
+
+
+def _verify_image(batch: InFlight) -> VerifyImage | None:
+    speculation = batch.plan.speculation
+    if speculation is None:
+        return None
+    return VerifyImage(
+        draft_tokens=speculation.draft_tokens,
+        draft_lengths=speculation.draft_lengths.tobytes(),
+        method=speculation.method,
+        starts_after=batch.plan.starts_after,
+        sampled_at=batch.sampled_at.tobytes(),
     )
 
 
@@ -469,6 +496,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         np.frombuffer(image.opened_rows, np.int32),
         np.frombuffer(image.opened_index, np.int32),
     )
+    verifies = image.verifies
     plan = BatchPlan(
         batch_id=image.batch_id,
         mode=image.mode,
@@ -486,6 +514,10 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         sample_after=image.sample_after,
         pooled_rows=np.frombuffer(image.pooled_rows, np.int32),
         media_spans=image.media_spans,
+        starts_after=verifies.starts_after if verifies is not None else (),
+        speculation=Speculation(verifies.draft_tokens, np.frombuffer(verifies.draft_lengths, np.int32), verifies.method)
+        if verifies is not None
+        else None,
     )
     samplers = Cohort(
         [requests[i] for i in sample_rows.tolist()],
@@ -495,6 +527,8 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
     )
     batch = InFlight(plan, requests, samplers, image.ending)
     batch.dead = image.dead
+    if verifies is not None:
+        batch.sampled_at = np.frombuffer(verifies.sampled_at, np.int32)
     return batch
 
 

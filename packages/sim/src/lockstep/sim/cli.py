@@ -129,6 +129,8 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
     ("decode_steps_per_launch", click.INT, "decodes in one launch: multi-step scheduling"),
     ("overlap_consecutive_prefills", click.BOOL, "launch an extend behind an extend in flight"),
+    ("speculative_method", click.STRING, "who drafts tokens to verify: none, ngram, draft_model, eagle or mtp"),
+    ("num_speculative_tokens", click.INT, "drafts of each running request in one launch, at most"),
     ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
     ("force_stream_interval", click.INT, "the same for a request that does not stream"),
     ("eos_token_ids", click.INT, "the model's end tokens; give the option once for each"),
@@ -258,6 +260,21 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of drafts besides the scheduler's: docs/cost-models.md, section 11."""
+    for option in reversed(
+        (
+            click.option(
+                "--acceptance", metavar="RATES", help="chance that draft 1,2,... is right  [default: by the method]"
+            ),
+            click.option("--acceptance-spread", default=0.0, help="deviation of its log-odds between requests"),
+            click.option("--draft-model", help="what drafts under --speculative-method draft_model: qwen3-0.6b"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 # ------------------------------------------------------------------------------------------------------------ simulate
 
 
@@ -295,6 +312,7 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
+@drafting_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
 @click.option("--check", default="off", metavar="every|N|off", help="check invariants after every N-th event")

@@ -453,6 +453,7 @@ class Cluster:
                 grammar_compile_us=scenario.grammar_compile_us,
                 receive_interval=scenario.receive_interval,
                 device_type=device_type_of(one.cost),
+                speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)

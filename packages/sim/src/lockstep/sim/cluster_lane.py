@@ -175,6 +175,7 @@ class Lane:
             or engine.prefilling is not None
             or not cohort.size
             or config.decode_steps_per_launch > 1
+            or config.speculates
             or config.retract_every
             or engine.memory.adapters is not None
         ):

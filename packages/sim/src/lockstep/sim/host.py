@@ -64,6 +64,7 @@ from lockstep.core.events import (
 )
 from lockstep.core.intake import ReceiveSkipper
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.speculation import Speculation
 from lockstep.sim.token_runs import TOKEN_IDS
 from lockstep.sim.turns import Turn, Turns
 
@@ -229,7 +230,8 @@ class Running(Struct, frozen=True, gc=False):
     rows: int
     started_us: int
     finished_us: int
-    tokens: bytes  # int32, one per sampling row
+    tokens: bytes  # int32, one per sampling row, or as many as `accepted` says
+    accepted: bytes = b""  # int32 per sampling row, of a batch that verifies drafts
 
 
 class Untimed(NamedTuple):
@@ -241,6 +243,7 @@ class Untimed(NamedTuple):
     sampling_us: float
     tokens: bytes
     sampled_us: int | None  # not before this time; None: not known yet
+    accepted: bytes = b""
 
 
 class Device:
@@ -248,6 +251,8 @@ class Device:
 
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         self._cost = cost
+        self.speculation: Speculation | None = None  # of an engine that verifies drafts
+        self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
         self._seed = seed
         self._name = name
         self._early_eos = early_eos
@@ -266,9 +271,13 @@ class Device:
         """A row now belongs to this turn. Token i of its output is sampled at position prompt_tokens + i."""
         self._token_base[row] = turn.output_first_token - turn.prompt_tokens
         self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
+        if self.speculation is not None:
+            self.speculation.take_row(row, turn.index)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
+        if self.speculation is not None:
+            return self._verify(plan, self.speculation)
         if plan.mode != "decode":
             if plan.extend_rows < len(plan.rows):
                 self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
@@ -290,15 +299,23 @@ class Device:
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
-        tokens = self._sample(plan).tobytes()
+        if self.speculation is not None:
+            longest = int(plan.speculation.draft_lengths.max()) if plan.speculation is not None else 0
+            draft_us = self.speculation.drafter.draft_us(shape, longest)
+            took_us, expected_us = took_us + draft_us, expected_us + draft_us
+        tokens, accepted = self._sample(plan).tobytes(), self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
-            self.untimed.append(Untimed(plan, handed_over_us, took_us - sampling_us, sampling_us, tokens, sampled_us))
+            forward_us = took_us - sampling_us
+            untimed = Untimed(plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted)
+            self.untimed.append(untimed)
             return
         started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
         self._free_us = finished_us = started_us + max(1, round(took_us))
-        self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
+        self.queue.append(
+            Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
+        )
 
     def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
         """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
@@ -313,14 +330,18 @@ class Device:
         untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
         self.untimed = deque(untimed)
         while self.untimed and self.untimed[0].sampled_us is not None:
-            plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us = self.untimed.popleft()
+            plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted = self.untimed.popleft()
             started_us = max(self._free_us, handed_over_us)
             ready_us = max(started_us + forward_us, sampled_us or 0)
             self._free_us = finished_us = max(started_us + 1, round(ready_us + sampling_us))
-            self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens))
+            self.queue.append(
+                Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
+            )
 
     def _sample(self, plan: BatchPlan) -> Int32s:
         """The tokens of a plan's sampling rows."""
+        if plan.speculation is not None:
+            return self._sample_runs(plan)
         if plan.steps > 1:
             return self._sample_steps(plan)
         if not plan.sample_rows.size:
@@ -331,6 +352,43 @@ class Device:
         else:
             rows, stops = plan.rows[plan.sample_rows], stops[plan.sample_rows]
             tokens = self._token_base[rows] + stops
+        if self._early_eos:
+            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+    def _verify(self, plan: BatchPlan, speculation: Speculation) -> BatchShape:
+        """The shape of a plan of an engine that verifies drafts, which is where its rows stand by then."""
+        extending = plan.extend_rows
+        speculation.extended(plan.rows[:extending], plan.stops[:extending])
+        shape = extend_shape_of(plan)
+        if plan.speculation is None:
+            return shape
+        drafts = plan.speculation.draft_lengths
+        self._verified = speculation.verify(plan.rows[extending:], drafts)
+        draft_tokens = int(drafts.sum())
+        return replace(
+            shape,
+            decode_context_tokens=int(self._verified[0].sum()),
+            sampled_rows=shape.sampled_rows + draft_tokens,
+            draft_tokens=draft_tokens,
+        )
+
+    def _accepted(self, plan: BatchPlan) -> bytes:
+        """How many tokens each sampling row of a plan gets, if it verifies drafts."""
+        if plan.speculation is None:
+            return b""
+        accepted = np.ones(len(plan.sample_rows), np.int32)
+        accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
+        return accepted.tobytes()
+
+    def _sample_runs(self, plan: BatchPlan) -> Int32s:
+        """The tokens of a plan that verifies drafts: those of each row end to end."""
+        counts = np.frombuffer(self._accepted(plan), np.int32)
+        first = plan.stops[plan.sample_rows]
+        first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
+        rows = plan.rows[plan.sample_rows].repeat(counts)
+        stops = first.repeat(counts) + step_numbers(counts)
+        tokens: Int32s = self._token_base[rows] + stops
         if self._early_eos:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
         return tokens
@@ -383,6 +441,7 @@ class EngineHost:
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
         device_type: what runs batches; see `pipeline.device_type_of`.
         receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
+        speculation: how many drafts are right, and what they cost, of an engine whose config has a method.
     """
 
     def __init__(
@@ -406,7 +465,10 @@ class EngineHost:
         adapter_load_us: int = ADAPTER_LOAD_US,
         device_type: type[Device] = Device,
         receive_interval: int = 1,
+        speculation: Speculation | None = None,
     ) -> None:
+        if engine.config.speculates != (speculation is not None):
+            raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
         self.env = env
@@ -418,6 +480,7 @@ class EngineHost:
         self.device = device_type(
             cost, engine.config.rows_max, seed=seed, name=name, early_eos=max_new_tokens is not None
         )
+        self.device.speculation = speculation
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
         self.ended = 0  # requests finished or rejected
@@ -533,7 +596,15 @@ class EngineHost:
     def _collect(self, now_us: int) -> int:
         batch = self.device.queue.popleft()
         step = self._fold(
-            BatchFinished(now_us, batch.batch_id, batch.tokens, batch.started_us, batch.finished_us, batch.generation)
+            BatchFinished(
+                now_us,
+                batch.batch_id,
+                batch.tokens,
+                batch.started_us,
+                batch.finished_us,
+                batch.generation,
+                batch.accepted,
+            )
         )
         done_us = self._spend(now_us, self.cpu.result_us(batch.rows), "results")
         if self.device.untimed:

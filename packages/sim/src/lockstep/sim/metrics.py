@@ -33,7 +33,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import Int32s, Int64s, LaunchBatch, Step, StreamTokens
+from lockstep.core.commands import BatchPlan, Int32s, Int64s, LaunchBatch, Speculation, Step, StreamTokens
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
     AdmissionDeferred,
@@ -439,6 +439,7 @@ class MetricsFold:
         self._retracted: Counter[str] = Counter()
         self._deferred: Counter[str] = Counter()
         self._evicted_pages: Counter[str] = Counter()
+        self._drafts: Drafts | None = None  # of an engine that verifies any
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -447,6 +448,8 @@ class MetricsFold:
             if len(self._results) >= self._results_max:
                 self.compact()
             self._results.frombytes(_result(event.batch_id, event.started_us, event.finished_us))
+            if event.accepted and self._drafts is not None:
+                self._drafts.verified(event)
         elif type(event) is RequestArrived:
             self._arrive(event)
         for command in step.commands:
@@ -456,7 +459,11 @@ class MetricsFold:
             elif type(command) is LaunchBatch:
                 # Not the plan itself: it would keep the prompts' token ids alive.
                 plan = command.plan
-                self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, plan.starts, plan.stops))
+                starts = plan.starts
+                if plan.speculation is not None:
+                    self._drafts = self._drafts or Drafts()
+                    starts = self._drafts.launched(plan, plan.speculation)
+                self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, starts, plan.stops))
         for decided in step.decided:
             self._learn(decided)
 
@@ -506,6 +513,8 @@ class MetricsFold:
             "cpu": _describe_cpu(packed),
             "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
         }
+        if self._drafts is not None:
+            summary["speculation"] = self._drafts.describe()
         series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
         return RunData(requests, series, itl_us, span_us, summary, packed)
 
@@ -859,6 +868,60 @@ class MetricsFold:
         }
 
 
+class Drafts:
+    """What became of drafts: counts over all rows of all verifying batches whose results are known."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[NDArray[np.bool_], Int32s]] = {}  # by batch: who verifies, and how many drafts
+        self.batches = 0
+        self.tokens = 0  # that rows got, drafts and the one behind them
+        self._offered = np.zeros(0, np.int64)  # rows by how many drafts they verified, at the least
+        self._right = np.zeros(0, np.int64)  # and by how many were right
+
+    def launched(self, plan: BatchPlan, speculation: Speculation) -> Int32s:
+        """Take in a launch. Returns where its rows start as far as metrics count tokens: each verifies one."""
+        self._in_flight[plan.batch_id] = plan.sample_rows >= plan.extend_rows, speculation.draft_lengths
+        starts = plan.starts.copy()
+        starts[plan.extend_rows :] = plan.stops[plan.extend_rows :] - 1
+        return starts
+
+    def verified(self, event: BatchFinished) -> None:
+        """Take in a result."""
+        found = self._in_flight.pop(event.batch_id, None)
+        if found is None:
+            return
+        verifying, drafts = found
+        accepted = np.frombuffer(event.accepted, np.int32)[verifying]
+        self.batches += 1
+        self.tokens += int(accepted.sum())
+        self._offered = _added(self._offered, np.bincount(drafts))
+        self._right = _added(self._right, np.bincount(accepted - 1))
+
+    def describe(self) -> Summary:
+        rows = int(self._offered.sum())
+        offered = np.cumsum(self._offered[::-1])[::-1][1:].tolist()  # rows with a first draft, a second one, ...
+        right = np.cumsum(self._right[::-1])[::-1][1:].tolist()
+        right += [0] * (len(offered) - len(right))
+        return {
+            "verify_batches": self.batches,
+            "rows_verified": rows,
+            "drafts": sum(offered),
+            "drafts_accepted": sum(right),
+            "acceptance_ratio": _ratio(sum(right), sum(offered)),
+            "acceptance_by_position": [_ratio(of, all_of) for of, all_of in zip(right, offered, strict=True)],
+            "accepted_length_mean": _ratio(self.tokens, rows),
+            "drafts_mean": _ratio(sum(offered), rows),
+            "tokens_per_batch_mean": _ratio(self.tokens, self.batches),
+        }
+
+
+def _added(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
+    longer = np.zeros(max(len(one), len(other)), np.int64)
+    longer[: len(one)] += one
+    longer[: len(other)] += other
+    return longer
+
+
 def _is_first(rows: Rows) -> Bools:
     """Where a new request begins."""
     return np.append(True, rows[1:] != rows[:-1])[: len(rows)]
@@ -1028,7 +1091,7 @@ class _Device:
         mode_counts = np.zeros(len(packed.modes), np.int64)
         for columns in packed.batches.parts():
             mode_counts += np.bincount(columns[_MODE], minlength=len(packed.modes))
-        decode = packed.modes.index("decode") if "decode" in packed.modes else -1
+        decode = next((i for i, mode in enumerate(packed.modes) if mode in ("decode", "verify")), -1)
         gaps_us, busy_after_us = ValueCountsBuilder(), 0
         busy: list[_Intervals] = []
         before_us, decoded = np.empty(0, np.int64), np.empty(0, np.bool_)  # end and kind of the last batch before these

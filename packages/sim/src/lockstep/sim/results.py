@@ -137,6 +137,12 @@ def _facts_table(summary: Summary) -> Table:
     table.add_row("prefix cache hits", show_share(cache["hit_ratio"]), hits)
     table.add_row("KV pages at peak", show_share(kv["used_share_max"]), f"mean {show_share(kv['used_share_mean'])}")
     table.add_row("retractions", f"{scheduler['retractions']:,}", _list_counts(scheduler["retractions_by_reason"]))
+    if "speculation" in summary:
+        drafts = summary["speculation"]
+        shares = ", ".join(show_share(share) for share in drafts["acceptance_by_position"])
+        length = drafts["accepted_length_mean"]
+        mean = NOTHING if length is None else f"{length:.2f}"
+        table.add_row("tokens per verification", mean, f"of a row; drafts right, by position: {shares}")
     table.add_section()
     table.add_row("GPU busy", show_share(device["busy_fraction"]), _list_counts(device["batches_by_mode"], "batches: "))
     bubble = f"of the time with work; {show_us(device['bubble_us'])} in all"

@@ -56,13 +56,15 @@ from lockstep.sim.cost import (
     WeightsDtype,
     kv_capacity,
 )
-from lockstep.sim.cost.models import check_split
+from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
 from lockstep.sim.watch import LEVELS, WatchedMetrics
@@ -108,6 +110,9 @@ class Scenario:
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
     receive_interval: int = 1
+    acceptance: str | None = None  # chances of drafts, with commas; None: see speculation.DEFAULT_RATES
+    acceptance_spread: float = 0.0  # between requests
+    draft_model: str | None = None  # what drafts under speculative_method draft_model
     operators: str | None = None  # folder of operator tables; None: the roofline
     calibration: str | None = None  # catalogue name, or path of a file; None: the cost model as it is
     profile: str = "lockstep"  # of scheduler settings
@@ -146,6 +151,9 @@ class Scenario:
             "operators",
             "calibration",
             "profile",
+            "acceptance",
+            "acceptance_spread",
+            "draft_model",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
@@ -234,6 +242,7 @@ class Setup:
     calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
     debug: int = 0  # how much of each step to print, see watch.py
     overridden: tuple[str, ...] = ()  # settings that the environment decided
+    drafting: Drafting | None = None  # where drafts are verified
 
     @property
     def title(self) -> str:
@@ -251,7 +260,8 @@ class Setup:
 
     def slowed(self, factor: float) -> Setup:
         """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
-        return replace(self, cost=UNCALIBRATED.cost_model(self.cost, factor), debug=0)
+        drafting = self.drafting.slowed(factor) if self.drafting is not None else None
+        return replace(self, cost=UNCALIBRATED.cost_model(self.cost, factor), drafting=drafting, debug=0)
 
     def doubts(self) -> list[str]:
         """Settings beyond what the model and the GPU are: simulated as asked, and said."""
@@ -333,6 +343,7 @@ class Setup:
             "cost_model": self.cost.describe(),
             "cpu_model": self.cpu.describe(),
             "calibration": self.calibration.describe(),
+            **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
         }
 
 
@@ -379,19 +390,59 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         operators=None if scenario.operators is None else Path(scenario.operators),
     )
     calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
+    cost = calibration.cost_model(base)
     return Setup(
         scenario=scenario,
         model=model,
         gpu=gpu,
         workload=workload,
-        cost=calibration.cost_model(base),
+        cost=cost,
         cpu=calibration.cpu_model(CpuModel()),
         config=config,
         kv=kv,
         calibration=calibration,
         debug=debug_level(environ),
         overridden=tuple(overridden),
+        drafting=_drafting(scenario, config, model, gpu, cost, calibration),
     )
+
+
+def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
+    """Raise ConfigError for options of drafts that nobody looks at, or that lack something."""
+    method = config.speculative_method
+    given = {"acceptance": scenario.acceptance, "draft_model": scenario.draft_model}
+    given["acceptance_spread"] = scenario.acceptance_spread or None
+    for name, value in given.items():
+        if value is not None and (not config.speculates or (name == "draft_model" and method != "draft_model")):
+            wanted = "draft_model" if name == "draft_model" else "ngram, draft_model, eagle or mtp"
+            raise ConfigError(
+                f"`{name}` is `{value}`, but `speculative_method` is {method}\n"
+                f"hint: --speculative-method {wanted}, or leave out {option_of(name)}"
+            )
+    if method == "draft_model" and scenario.draft_model is None:
+        raise ConfigError("`speculative_method` draft_model needs a `draft_model`\nhint: --draft-model qwen3-0.6b")
+    if config.speculates and scenario.pp > 1:
+        raise ConfigError(
+            f"`speculative_method` is {method}, but `pp` is {scenario.pp}: drafts are not simulated in pipelines\n"
+            "hint: --pp 1"
+        )
+
+
+def _drafting(
+    scenario: Scenario, config: SchedConfig, model: ModelSpec, gpu: GpuSpec, cost: CostModel, calibration: Calibration
+) -> Drafting | None:
+    """How drafts turn out and what they cost, where there are any."""
+    if not config.speculates:
+        return None
+    method = config.speculative_method
+    acceptance = Acceptance.of(method, scenario.acceptance, scenario.acceptance_spread, scenario.seed)
+    if method == "ngram":
+        return Drafting(acceptance, NgramDrafter())
+    if scenario.draft_model is None:
+        return Drafting(acceptance, ModelDrafter(cost, model.layers))
+    small = load_model(scenario.draft_model)
+    base = base_cost_model(small, gpu, scenario.parallelism, kv_dtype=scenario.kv_dtype)
+    return Drafting(acceptance, ModelDrafter(calibration.cost_model(base), name=small.name))
 
 
 def check_load(scenario: Scenario) -> None:
@@ -481,6 +532,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
         given["eos_token_ids"] = (*given.get("eos_token_ids", ()), EOS_TOKEN_ID)
     config = SchedConfig(**given)
+    check_drafting(scenario, config)
     split = scenario.parallelism
     check_split(model, split)
     for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
@@ -503,7 +555,7 @@ def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> Sche
 
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
     """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
-    return kv_capacity(
+    kv = kv_capacity(
         model,
         gpu,
         scenario.parallelism,
@@ -514,6 +566,35 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
         sampled_rows=config.max_running_requests,
         state_rows=config.max_running_requests,
+    )
+    return kv if config.speculative_method in ("none", "ngram") else _beside_drafter(kv, scenario, model)
+
+
+def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:
+    """What the drafter's weights leave, its KV being in the same pages. A head is taken as an average layer."""
+    split = scenario.parallelism
+    weights = kv.weights_bytes // model.layers
+    per_token = kv.kv_bytes_per_token // max(model.attention_layers, 1)
+    if scenario.draft_model is not None:
+        small = load_model(scenario.draft_model)
+        check_split(small, split)
+        weights = stages_of(small, split)[0].weights_bytes(checked_weights_dtype(small, None), split)
+        per_token = small.kv_bytes_per_token(scenario.kv_dtype, split)
+    kv_bytes = max(kv.kv_bytes - weights, 0)
+    per_token += kv.kv_bytes_per_token
+    pages = kv_bytes // (per_token * kv.page_tokens) * kv.shards
+    if pages < 1:
+        raise CapacityError(
+            f"{model.name} leaves {kv.kv_bytes / 1e9:.1f} GB for KV; its drafter takes {weights / 1e9:.1f} GB of them\n"
+            "hint: raise --tp, or choose a smaller --draft-model"
+        )
+    return replace(
+        kv,
+        pages=pages,
+        tokens=pages * kv.page_tokens,
+        weights_bytes=kv.weights_bytes + weights,
+        kv_bytes=kv_bytes,
+        kv_bytes_per_token=per_token,
     )
 
 
@@ -664,6 +745,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         decode_runs=not setup.debug,
         receive_interval=setup.scenario.receive_interval,
         device_type=device_type_of(setup.cost),
+        speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
     )
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():

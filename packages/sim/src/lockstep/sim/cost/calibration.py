@@ -341,7 +341,7 @@ class CalibratedModel:
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the corrected time. The spread is that of single batches, not the systematic error of all."""
         decode_rows = shape.decode_rows
-        tokens = shape.extend_tokens + decode_rows
+        tokens = shape.extend_tokens + decode_rows + shape.draft_tokens
         if not tokens:
             return Duration(0.0)
         more_us = self._tokens_us.get(tokens)
@@ -375,7 +375,7 @@ class CalibratedModel:
 
 def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:
     """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these."""
-    tokens = shape.extend_tokens + shape.decode_rows
+    tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
     collectives_us = base.collectives_us(tokens)
     kernels_us = base.batch_us(shape).mean_us - collectives_us
     return kernels_us, collectives_us, 1.0, float(shape.extend_rows + shape.decode_rows), float(base.collectives)

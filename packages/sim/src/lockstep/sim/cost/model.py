@@ -16,7 +16,8 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
     extend_pairs: int = 0  # query-key pairs: sum of new * context + new * (new + 1) / 2
     decode_rows: int = 0
     decode_context_tokens: int = 0  # KV tokens read by decode rows, summed
-    sampled_rows: int = 0  # rows that need logits and a token
+    sampled_rows: int = 0  # rows that need logits and a token; of a row that verifies drafts, each position
+    draft_tokens: int = 0  # drafts that decode rows verify behind their newest tokens, summed
 
 
 class Duration(msgspec.Struct, frozen=True, gc=False):

@@ -109,7 +109,7 @@ class RooflineModel:
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time of one forward pass and its sampling. The hot path: a few dozen float operations."""
         extend_tokens, decode_rows = shape.extend_tokens, shape.decode_rows
-        tokens = extend_tokens + decode_rows
+        tokens = extend_tokens + decode_rows + shape.draft_tokens
         if not tokens:
             return Duration(0.0)
         if self.shards > 1:
@@ -118,7 +118,7 @@ class RooflineModel:
         if us is None:
             us = self._tokens_us[tokens] = sum(self.tokens_terms_us(tokens).values())
         if decode_rows:
-            us += self.decode_attention_us(decode_rows, shape.decode_context_tokens)
+            us += self.decode_attention_us(decode_rows, shape.decode_context_tokens, shape.draft_tokens)
         if extend_tokens:
             us += self.extend_attention_us(shape)
         if self._delta_row_us:
@@ -135,12 +135,15 @@ class RooflineModel:
     def _sharded_batch_us(self, shape: BatchShape) -> float:
         """The same where rows are spread over shards: everybody waits for the one with the most."""
         own = self.own_shape(shape)
-        key = shape.extend_tokens + shape.decode_rows, own.extend_tokens + own.decode_rows
+        key = (
+            shape.extend_tokens + shape.decode_rows + shape.draft_tokens,
+            own.extend_tokens + own.decode_rows + own.draft_tokens,
+        )
         us = self._sharded_us.get(key)
         if us is None:
             us = self._sharded_us[key] = sum(self.tokens_terms_us(*key).values())
         if own.decode_rows:
-            us += self.decode_attention_us(own.decode_rows, own.decode_context_tokens)
+            us += self.decode_attention_us(own.decode_rows, own.decode_context_tokens, own.draft_tokens)
         if own.extend_tokens:
             us += self.extend_attention_us(own)
         if self._delta_row_us:
@@ -173,13 +176,15 @@ class RooflineModel:
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the same time split by operator; the values sum to `batch_us`."""
-        tokens = shape.extend_tokens + shape.decode_rows
+        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
         if not tokens:
             return {}
         own = self.own_shape(shape)
-        terms = self.tokens_terms_us(tokens, own.extend_tokens + own.decode_rows)
+        terms = self.tokens_terms_us(tokens, own.extend_tokens + own.decode_rows + own.draft_tokens)
         if own.decode_rows:
-            terms["attention_decode"] = self.decode_attention_us(own.decode_rows, own.decode_context_tokens)
+            terms["attention_decode"] = self.decode_attention_us(
+                own.decode_rows, own.decode_context_tokens, own.draft_tokens
+            )
         if own.extend_tokens:
             terms["attention_prefill"] = self.extend_attention_us(own)
         if self._delta_row_us:
@@ -427,7 +432,8 @@ class RooflineModel:
             expand_us = 0.0
         self._pair_us = pair_flops / flops_us
         self._read_us = kv_bytes / read_us
-        self._decode_token_us = max(self._read_us, decode_flops / flops_us)
+        self._decode_query_us = decode_flops / flops_us
+        self._decode_token_us = max(self._read_us, self._decode_query_us)
         self._expand_us = expand_us  # per context token and layer: keys and values of earlier chunks, once more
         self._extra_keys = self._rate("attention_prefill_extra_keys")
         self._decode_latency_us = model.attention_layers * self._rate("attention_decode_latency_us")
@@ -443,18 +449,24 @@ class RooflineModel:
             self._delta_row_us = model.linear_layers * state_us
             self._delta_token_us = model.linear_layers * flops / self._us_rate("delta_rule_tflops", 1e6)
 
-    def decode_attention_us(self, rows: int, context_tokens: int) -> float:
-        """Return the time of attention in all layers that keep KV, for rows that decode; see `delta_us`."""
-        us = self._decode_latency_us + self._full * context_tokens * self._decode_token_us
+    def decode_attention_us(self, rows: int, context_tokens: int, draft_tokens: int = 0) -> float:
+        """Return the time of attention in all layers that keep KV, for rows that decode; see `delta_us`.
+
+        Rows that verify drafts read their KV once for all their queries.
+        """
+        token_us = self._decode_token_us
+        if draft_tokens:
+            token_us = max(self._read_us, self._decode_query_us * (rows + draft_tokens) / rows)
+        us = self._decode_latency_us + self._full * context_tokens * token_us
         if self._sliding:
             # Sums hide which rows are longer than the window: exact if all or none are, otherwise too high.
-            us += self._sliding * min(context_tokens, rows * self._window) * self._decode_token_us
+            us += self._sliding * min(context_tokens, rows * self._window) * token_us
         return us
 
     def delta_us(self, shape: BatchShape) -> float:
         """Return the time of linear attention in all its layers."""
         extend_us = max(shape.extend_tokens * self._delta_token_us, shape.extend_rows * self._delta_row_us)
-        return shape.decode_rows * self._delta_row_us + extend_us
+        return shape.decode_rows * self._delta_row_us + shape.draft_tokens * self._delta_token_us + extend_us
 
     def _per_kv_token(self, heads: Float64s, *rest: Float64s, expanded: bool) -> tuple[Float64s, Float64s]:
         """Return values read, and FLOPs of one query, per token of KV in one layer; float64 [shapes] both.
@@ -548,6 +560,7 @@ def fullest_shard(shape: BatchShape, shards: int) -> BatchShape:
         decode_rows=decodes,
         decode_context_tokens=ceil_div(shape.decode_context_tokens * decodes, shape.decode_rows) if decodes else 0,
         sampled_rows=ceil_div(shape.sampled_rows, shards),
+        draft_tokens=ceil_div(shape.draft_tokens * decodes, shape.decode_rows) if decodes else 0,
     )
 
 

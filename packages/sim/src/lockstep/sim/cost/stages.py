@@ -159,7 +159,7 @@ class PipelineModel:
 
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time of one forward pass and its sampling, if nothing is in its way."""
-        tokens = shape.extend_tokens + shape.decode_rows
+        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
         if not tokens:
             return Duration(0.0)
         return Duration(sum(self.stage_us(shape)) + (len(self.stages) - 1) * self.send_us(tokens))
@@ -170,7 +170,7 @@ class PipelineModel:
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the time split by operator, all stages together; the values sum to `batch_us`."""
-        tokens = shape.extend_tokens + shape.decode_rows
+        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
         if not tokens:
             return {}
         terms: dict[str, float] = {}

@@ -323,11 +323,11 @@ class MeasuredModel:
 
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time of one forward pass and its sampling."""
-        tokens = shape.extend_tokens + shape.decode_rows
+        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
         if not tokens:
             return Duration(0.0)
         own = self.base.own_shape(shape)
-        key = tokens, own.extend_tokens + own.decode_rows
+        key = tokens, own.extend_tokens + own.decode_rows + own.draft_tokens
         us = self._tokens_us.get(key)
         if us is None:
             us = self._tokens_us[key] = sum(self._tokens_terms_us(*key).values())
@@ -351,11 +351,11 @@ class MeasuredModel:
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the time split by operator; the values sum to `batch_us`."""
-        tokens = shape.extend_tokens + shape.decode_rows
+        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
         if not tokens:
             return {}
         own = self.base.own_shape(shape)
-        terms = dict(self._tokens_terms_us(tokens, own.extend_tokens + own.decode_rows))
+        terms = dict(self._tokens_terms_us(tokens, own.extend_tokens + own.decode_rows + own.draft_tokens))
         if own.decode_rows:
             terms["attention_decode"] = self._decode_us(own)
         if own.extend_tokens:
@@ -410,7 +410,7 @@ class MeasuredModel:
         return terms
 
     def _decode_us(self, shape: BatchShape) -> float:
-        us = self.base.decode_attention_us(shape.decode_rows, shape.decode_context_tokens)
+        us = self.base.decode_attention_us(shape.decode_rows, shape.decode_context_tokens, shape.draft_tokens)
         if self._decode is None:
             return us
         context = shape.decode_context_tokens / shape.decode_rows

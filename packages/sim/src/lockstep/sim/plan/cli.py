@@ -17,6 +17,7 @@ from lockstep.sim.cli import (
     EXIT_INTERRUPTED,
     check_router_options,
     cluster_options,
+    drafting_options,
     given_settings,
     parallel_options,
     refusals,
@@ -71,6 +72,7 @@ EXIT_NONE_FOUND = 3
 @click.option("--operators", metavar="DIR", help="operator tables instead of the roofline's kernels")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @cluster_options(engines=False)
+@drafting_options
 @scheduler_options
 def plan(
     model: str,

@@ -52,6 +52,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     skip_bad_rows: bool = False
     calibration: str | None = None
     operators: str | None = None
+    acceptance: str | None = None
+    acceptance_spread: float = 0.0
+    draft_model: str | None = None
     router: RouterConfig = RouterConfig()
     hop_us: int = 0
     slos: tuple[str, ...] = ()
@@ -89,6 +92,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             profile=self.profile,
             calibration=self.calibration,
             operators=self.operators,
+            acceptance=self.acceptance,
+            acceptance_spread=self.acceptance_spread,
+            draft_model=self.draft_model,
             settings=self.settings,
             slos=tuple(map(Slo.parse, self.slos)),
         )

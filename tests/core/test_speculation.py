@@ -1,0 +1,177 @@
+"""Speculative decoding: whatever is drafted and accepted, everybody gets the tokens that it gets without."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from lockstep.core import snapshot
+from lockstep.core.commands import BatchPlan
+from lockstep.core.config import SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError, ContractError
+from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from tests.support.driver import run_actions
+from tests.support.served import Asked, Moment, serve
+
+SEEDS = 25
+
+
+def workload(rng: random.Random) -> list[Moment]:
+    """Requests with shared beginnings, stop tokens anywhere, minima, all cadences, over time."""
+    timeline: list[Moment] = []
+    most = rng.choice([5, 20, 60])
+    for key in range(rng.randint(3, 9)):
+        base, max_new = 100 * rng.randint(1, 2), rng.randint(1, most)
+        timeline.append(
+            Asked(
+                key=key,
+                prompt=tuple(range(base, base + rng.randint(1, 14))),
+                max_new=max_new,
+                min_new=rng.choice([0, 0, rng.randint(0, max_new)]),
+                stops=tuple(rng.sample(range(most), rng.choice([0, 0, 1, 2]))),
+                stream=rng.random() < 0.8,
+            )
+        )
+        timeline += [None] * rng.choice([0, 0, 1, 3])
+    return timeline
+
+
+def settings(rng: random.Random, timeline: list[Moment]) -> SchedConfig:
+    page_size = rng.choice([1, 2, 4, 16])
+    longest = max(len(asked.prompt) + asked.max_new for asked in timeline if asked is not None)
+    return SchedConfig(
+        page_size=page_size,
+        pages=-(-longest // page_size) + rng.choice([0, 2, 10, 400]),
+        schedule_conservativeness=0.02,
+        overlap_depth=rng.choice([0, 1, 1, 2]),
+        chunked_prefill_size=rng.choice([page_size, 3 * page_size, None]),
+        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
+        reserve=rng.choice(["ratio", "on_demand", "full"]),
+        retract_every=rng.choice([0, 0, 3]),
+        radix_cache=(radix := rng.random() < 0.7),
+        retracted_kv=rng.choice(["free", "cache"]) if radix else "free",
+        stream_interval=rng.choice([1, 3]),
+        speculative_method="eagle",
+        num_speculative_tokens=rng.choice([1, 2, 3, 7]),
+    )
+
+
+def test_every_request_gets_what_it_gets_without_drafts() -> None:
+    """Over random requests x overlap x retraction x chunking x memory; all invariants after every event."""
+    marks = Counter[str]()
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        timeline = workload(rng)
+        config = settings(rng, timeline)
+        expected = {asked.key: asked.answer for asked in timeline if asked is not None}
+        for drafts in (config, replace(config, speculative_method="none")):
+            served = serve(drafts, timeline, check=True)
+            assert served.answers == expected, f"seed {seed}, {drafts}"
+        marks += served.marks
+        marks.update(answer.reason for answer in expected.values())
+    assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)", "stop", "length")), marks
+
+
+def test_histories_with_drafts_replay_and_survive_snapshots() -> None:
+    """Faults, cancels, restarts and snapshots between any two events; the digests are the same again."""
+    from tests.swarm import history
+
+    marks, seed = Counter[str](), 0
+    while marks["histories"] < 25:
+        config, actions = history(seed)
+        seed += 1
+        if config.speculates:
+            driver = run_actions(config, actions, replay=True)
+            marks.update(driver.marks)
+            marks["histories"] += 1
+    wanted = ["verify batch with drafts", "mixed batch with drafts", "start left open", "dead row verified"]
+    wanted += ["sits out at its end", "drafts left out", "fewer drafts", "finished (error)", "finished (stop)"]
+    assert not [mark for mark in wanted if not marks[mark]], marks
+
+
+# ------------------------------------------------------------------------------------------------------- single steps
+
+
+def engine_of(**settings: object) -> Engine:
+    return Engine(SchedConfig(page_size=4, pages=16, speculative_method="ngram", **settings))  # type: ignore[arg-type]
+
+
+def arrive(engine: Engine, tokens: int, max_new: int, request_id: int = 0, **fields: object) -> None:
+    prompt = TokenRuns((100, tokens))
+    engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **fields))  # type: ignore[arg-type]
+
+
+def launch(engine: Engine) -> BatchPlan:
+    plan = engine.step(LaneReady(0)).launched()
+    assert plan is not None
+    return plan
+
+
+def finish(engine: Engine, batch_id: int, tokens: list[int], accepted: list[int]) -> None:
+    engine.step(
+        BatchFinished(
+            0, batch_id, np.array(tokens, np.int32).tobytes(), accepted=np.array(accepted, np.int32).tobytes()
+        )
+    )
+
+
+def test_drafts_are_paged_ahead_and_what_was_wrong_goes_back() -> None:
+    """Retracting or forgetting what lies beyond the newest page is how SG#14180 and VL#57104 broke."""
+    engine = engine_of(num_speculative_tokens=7, overlap_depth=0)
+    arrive(engine, tokens=4, max_new=40)
+    finish(engine, launch(engine).batch_id, [1], [])
+    plan = launch(engine)
+    assert (plan.mode, plan.starts.tolist(), plan.stops.tolist()) == ("verify", [4], [12])
+    assert engine.memory.pool.free_count == 16 - 3
+    finish(engine, plan.batch_id, [2, 3], [2])
+    assert engine.positions.tolist() == [6]
+    assert engine.memory.pool.free_count == 16 - 2
+
+
+def test_no_draft_lies_past_the_length() -> None:
+    engine = engine_of(num_speculative_tokens=7, overlap_depth=0)
+    arrive(engine, tokens=4, max_new=4)
+    finish(engine, launch(engine).batch_id, [1], [])
+    plan = launch(engine)  # outputs 2, 3 and 4 are still to come: the newest token and two drafts
+    assert plan.speculation is not None
+    assert (plan.stops.tolist(), plan.speculation.draft_lengths.tolist()) == ([7], [2])
+
+
+def test_impossible_counts_are_refused_and_change_nothing() -> None:
+    engine = engine_of(overlap_depth=0)
+    arrive(engine, tokens=4, max_new=40)
+    finish(engine, launch(engine).batch_id, [1], [])
+    plan, before = launch(engine), snapshot.dump(engine)
+    with pytest.raises(ContractError, match="reports 5 tokens of sampling row 0, which samples 1 to 4"):
+        finish(engine, plan.batch_id, [2] * 5, [5])
+    with pytest.raises(ContractError, match="reports 0 tokens of sampling row 0"):
+        finish(engine, plan.batch_id, [], [0])
+    with pytest.raises(ContractError, match="8 bytes of accepted counts, expected 4"):
+        finish(engine, plan.batch_id, [2, 2], [1, 1])
+    with pytest.raises(ContractError, match="has 4 bytes of tokens, expected 8"):
+        finish(engine, plan.batch_id, [2], [2])
+    assert snapshot.dump(engine) == before
+
+
+def test_who_is_watched_token_by_token_has_no_drafts() -> None:
+    engine = engine_of(overlap_depth=0)
+    arrive(engine, tokens=4, max_new=10)
+    arrive(engine, tokens=4, max_new=10, request_id=1, stop_texts=("END",))
+    finish(engine, launch(engine).batch_id, [1, 1], [])
+    plan = launch(engine)
+    assert plan.speculation is not None
+    assert plan.speculation.draft_lengths.tolist() == [3, 0]
+
+
+def test_several_decodes_of_one_launch_are_refused() -> None:
+    with pytest.raises(ConfigError, match="`speculative_method` is eagle, but `decode_steps_per_launch` is 2"):
+        SchedConfig(speculative_method="eagle", decode_steps_per_launch=2)
+    with pytest.raises(ConfigError, match="`speculative_method` must be none, ngram, draft_model, eagle or mtp"):
+        SchedConfig(speculative_method="medusa")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`num_speculative_tokens` must be a whole number of at least 1, got `0`"):
+        SchedConfig(num_speculative_tokens=0)
