@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from lockstep.core import snapshot
@@ -69,7 +71,7 @@ def test_every_request_gets_what_it_gets_without_drafts() -> None:
         timeline = workload(rng)
         config = settings(rng, timeline)
         expected = {asked.key: asked.answer for asked in timeline if asked is not None}
-        for drafts in (config, replace(config, speculative_method="none")):
+        for drafts in (config, replace(config, speculative_method=UNSET, num_speculative_tokens=UNSET)):
             served = serve(drafts, timeline, check=True)
             assert served.answers == expected, f"seed {seed}, {drafts}"
         marks += served.marks
@@ -173,5 +175,14 @@ def test_several_decodes_of_one_launch_are_refused() -> None:
         SchedConfig(speculative_method="eagle", decode_steps_per_launch=2)
     with pytest.raises(ConfigError, match="`speculative_method` must be none, ngram, draft_model, eagle or mtp"):
         SchedConfig(speculative_method="medusa")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`num_speculative_tokens` must be a whole number of at least 1, got `0`"):
-        SchedConfig(num_speculative_tokens=0)
+    with pytest.raises(ConfigError, match="`num_speculative_tokens` must be a whole number from 1 to 64, got `0`"):
+        SchedConfig(speculative_method="mtp", num_speculative_tokens=0)
+    with pytest.raises(ConfigError, match="`num_speculative_tokens` is 5, but nobody drafts"):
+        SchedConfig(num_speculative_tokens=5)
+
+
+def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:
+    assert SchedConfig(speculative_method="none") == SchedConfig()
+    assert b"speculative" not in msgspec.msgpack.encode(SchedConfig())
+    config = msgspec.msgpack.decode(msgspec.msgpack.encode(SchedConfig(speculative_method="mtp")), type=SchedConfig)
+    assert (config.speculative_method, config.num_speculative_tokens) == ("mtp", 3)

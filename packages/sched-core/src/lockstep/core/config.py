@@ -31,6 +31,8 @@ BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
 
 OVERLAP_DEPTH_MAX = 2
+NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
+NUM_SPECULATIVE_TOKENS_MAX = 64
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,8 +78,6 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
     decode_steps_per_launch: int = 1  # decodes in one launch (multi-step scheduling): late to see an end or a shortage
     overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
-    speculative_method: SpeculativeMethod = "none"  # who drafts tokens for the model to verify: see speculation.py
-    num_speculative_tokens: int = 3  # of each running request in one launch, at most; without a method it says nothing
     stream_interval: int = 1  # tokens between two messages of a streaming request
     force_stream_interval: int = 50  # the same for a request that does not stream
     eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
@@ -106,6 +106,10 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_priority_preemption: bool = False  # less important requests make room for more important ones
     priority_preemption_threshold: int = 10  # and are less important by more than this
 
+    # drafts: see speculation.py; unset: none, and nothing is written of them, so that journals stay what they were
+    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # who drafts tokens to verify
+    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch; unset: as many as below
+
     # adapters
     max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
 
@@ -115,6 +119,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
         if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
+        _settle_drafts(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
@@ -202,7 +207,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def speculates(self) -> bool:
         """Whether decodes verify drafts."""
-        return self.speculative_method != "none"
+        return self.speculative_method is not msgspec.UNSET
+
+    @property
+    def drafts_max(self) -> int:
+        """Drafts that one launch verifies of a request, at most."""
+        return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
 
     @property
     def chunk_unit_tokens(self) -> int:
@@ -236,7 +246,6 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 CHOICES: dict[str, tuple[str, ...]] = {
     "prefix_deduplication": get_args(PrefixDeduplication),
     "session_kv": get_args(SessionKv),
-    "speculative_method": get_args(SpeculativeMethod),
     "retracted_requeue": get_args(Requeue),
     "retracted_kv": get_args(RetractedKv),
     "chunk_unit": get_args(ChunkUnit),
@@ -313,6 +322,29 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
         )
 
 
+def _settle_drafts(config: SchedConfig) -> None:
+    """With a method there is a number of drafts; without one there is none, and neither is written anywhere."""
+    method, drafts = config.speculative_method, config.num_speculative_tokens
+    if method == "none":
+        method = msgspec.UNSET
+        msgspec.structs.force_setattr(config, "speculative_method", method)
+    if method is msgspec.UNSET:
+        if drafts is not msgspec.UNSET:
+            raise ConfigError(
+                f"`num_speculative_tokens` is {drafts}, but nobody drafts: `speculative_method` is none\n"
+                "hint: take speculative_method ngram, draft_model, eagle or mtp"
+            )
+        return
+    if method not in get_args(SpeculativeMethod):
+        raise ConfigError(f"`speculative_method` must be {_one_of(get_args(SpeculativeMethod))}, got `{method}`")
+    if drafts is msgspec.UNSET:
+        msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
+    elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
+        raise ConfigError(
+            f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
+        )
+
+
 def _settle_policy(config: SchedConfig) -> None:
     """A policy of an installed package gets its version, so that a journal's header names what decided."""
     if config.schedule_policy in SCHEDULE_POLICIES:
@@ -332,8 +364,7 @@ def _require_positive(config: SchedConfig) -> None:
         "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
         "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
         "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
-        "decode_steps_per_launch num_speculative_tokens max_sessions grammar_timeout_us max_input_tokens "
-        "encoder_cache_tokens"
+        "decode_steps_per_launch max_sessions grammar_timeout_us max_input_tokens encoder_cache_tokens"
     ).split()
     for name in at_least_one:
         value = getattr(config, name)

@@ -177,7 +177,7 @@ class Engine:
         self.decode_owed = False  # a retraction made room for a decode: it goes before any admission
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
-        self.ahead_hoped = max(self.ahead, 1 + speculation.drafts_max(config))  # with drafts, which may be left out
+        self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
@@ -995,7 +995,7 @@ class Engine:
     @property
     def tokens_per_decode(self) -> int:
         """New tokens that a pass computes of each member of the cohort, at most."""
-        return 1 + speculation.drafts_max(self.config)
+        return 1 + self.config.drafts_max
 
     def next_pages(self, cohort: Cohort, positions: Int32s) -> int:
         """Pages that a cohort at these positions decodes with, drafts included."""

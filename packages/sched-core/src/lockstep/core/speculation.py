@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -64,11 +65,6 @@ class Verifying(NamedTuple):
     deltas: PageDeltas
 
 
-def drafts_max(config: SchedConfig) -> int:
-    """Drafts that one launch verifies of a request, at most."""
-    return config.num_speculative_tokens if config.speculates else 0
-
-
 def verify_next(engine: Engine, step: Step) -> Verifying | None:
     """Move everybody who can go on by a token and the drafts that have room, opening their pages. None if nobody can.
 
@@ -81,7 +77,7 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
     members, most = cohort, positions
     if going.size < cohort.size:
         members, most = cohort.only(going), positions.take(going)
-    drafts = _draftable(members, most, drafts_max(engine.config))
+    drafts = _draftable(members, most, engine.config.drafts_max)
     held = -(-most // page_size)
     available = engine.memory.available_pages
     while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
@@ -134,12 +130,14 @@ def starts_after(verifying: Verifying, first: int) -> tuple[AfterBatch, ...]:
 
 def verified(plan: BatchPlan, verifying: Verifying, config: SchedConfig) -> BatchPlan:
     """The plan, its rows behind those that extend verifying drafts."""
-    assert config.speculative_method != "none"
+    method = config.speculative_method
+    assert method is not UNSET
+    assert method != "none"
     return replace(
         plan,
         mode="mixed" if plan.extend_rows else "verify",
         starts_after=starts_after(verifying, plan.extend_rows),
-        speculation=Speculation(config.num_speculative_tokens, verifying.drafts, config.speculative_method),
+        speculation=Speculation(config.drafts_max, verifying.drafts, method),
     )
 
 

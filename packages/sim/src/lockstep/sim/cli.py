@@ -129,8 +129,6 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("overlap_depth", click.INT, "batches launched beyond the one running: 0, 1 or 2"),
     ("decode_steps_per_launch", click.INT, "decodes in one launch: multi-step scheduling"),
     ("overlap_consecutive_prefills", click.BOOL, "launch an extend behind an extend in flight"),
-    ("speculative_method", click.STRING, "who drafts tokens to verify: none, ngram, draft_model, eagle or mtp"),
-    ("num_speculative_tokens", click.INT, "drafts of each running request in one launch, at most"),
     ("stream_interval", click.INT, "tokens between two messages of a streaming request"),
     ("force_stream_interval", click.INT, "the same for a request that does not stream"),
     ("eos_token_ids", click.INT, "the model's end tokens; give the option once for each"),
@@ -149,6 +147,8 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("encoder_cache_tokens", _Or(click.INT, none=NONE), "encoder output of media kept at once, in tokens"),
     ("enable_priority_preemption", click.BOOL, "less important requests make room for more important ones"),
     ("priority_preemption_threshold", click.INT, "and are less important by more than this"),
+    ("speculative_method", click.STRING, "who drafts: ngram, draft_model, eagle, mtp or none  [default: none]"),
+    ("num_speculative_tokens", click.INT, "drafts of a request in one launch, at most  [default: 3]"),
     ("max_loras", _Or(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
 )
 

@@ -66,7 +66,7 @@ class PipelinedDevice(Device):
             batch = self.untimed.popleft()
             self.untimed.append(batch._replace(sampled_us=at_us) if batch.plan.batch_id == batch_id else batch)
         while self.untimed and self.untimed[0].sampled_us is not None:
-            plan, handed_over_us, _, _, tokens, sampled_us = self.untimed.popleft()
+            plan, handed_over_us, _, _, tokens, sampled_us, _ = self.untimed.popleft()
             self._run(plan, self._untimed_shapes.pop(plan.batch_id), handed_over_us, tokens, sampled_us or 0)
 
     def _run(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, sampled_us: int) -> None:

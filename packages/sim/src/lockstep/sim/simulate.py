@@ -409,9 +409,12 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 
 def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
     """Raise ConfigError for options of drafts that nobody looks at, or that lack something."""
-    method = config.speculative_method
-    given = {"acceptance": scenario.acceptance, "draft_model": scenario.draft_model}
-    given["acceptance_spread"] = scenario.acceptance_spread or None
+    method = config.speculative_method or "none"
+    given: dict[str, str | float | None] = {
+        "acceptance": scenario.acceptance,
+        "acceptance_spread": scenario.acceptance_spread or None,
+        "draft_model": scenario.draft_model,
+    }
     for name, value in given.items():
         if value is not None and (not config.speculates or (name == "draft_model" and method != "draft_model")):
             wanted = "draft_model" if name == "draft_model" else "ngram, draft_model, eagle or mtp"
@@ -432,9 +435,9 @@ def _drafting(
     scenario: Scenario, config: SchedConfig, model: ModelSpec, gpu: GpuSpec, cost: CostModel, calibration: Calibration
 ) -> Drafting | None:
     """How drafts turn out and what they cost, where there are any."""
-    if not config.speculates:
-        return None
     method = config.speculative_method
+    if method is msgspec.UNSET:
+        return None
     acceptance = Acceptance.of(method, scenario.acceptance, scenario.acceptance_spread, scenario.seed)
     if method == "ngram":
         return Drafting(acceptance, NgramDrafter())
@@ -567,7 +570,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         sampled_rows=config.max_running_requests,
         state_rows=config.max_running_requests,
     )
-    return kv if config.speculative_method in ("none", "ngram") else _beside_drafter(kv, scenario, model)
+    return kv if config.speculative_method in (msgspec.UNSET, "ngram") else _beside_drafter(kv, scenario, model)
 
 
 def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:

@@ -102,8 +102,8 @@ class Acceptance:
         """
         keys = requests * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
         uniform = _uniform(_mixed(keys, self.seed + 1))
-        right = (uniform[:, None] < chances).sum(axis=1)
-        return np.minimum(right, drafts).astype(np.int32)
+        right: Int32s = (uniform[:, None] < chances).sum(axis=1).astype(np.int32)
+        return np.minimum(right, drafts)
 
     def describe(self) -> dict[str, Any]:
         """For metrics.json."""
@@ -189,7 +189,7 @@ class Drafting:
 
     def for_engine(self, config: SchedConfig) -> Speculation:
         """What the device of one engine needs."""
-        return Speculation(self.acceptance, self.drafter, config.num_speculative_tokens, config.rows_max)
+        return Speculation(self.acceptance, self.drafter, config.drafts_max, config.rows_max)
 
     def slowed(self, factor: float) -> Drafting:
         """The same with every time multiplied."""
