@@ -294,7 +294,7 @@ def verify(run: Path, until: int | None, as_json: bool) -> None:
 
 
 def _verify_router(run: Path, as_json: bool) -> None:
-    from lockstep.sim.router_journal import RouterDivergence, verify_router
+    from lockstep.host.router_journal import RouterDivergence, verify_router
 
     try:
         facts, decisions = verify_router(run)
