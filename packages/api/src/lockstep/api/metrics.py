@@ -73,18 +73,18 @@ class Metrics:
             "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
         )
 
-    def name_model(self, name: str) -> None:
+    def name_model(self, name: str, engines: int = 1) -> None:
         """What figures are labelled with, once it is known; nothing is generated before."""
         self._model = name
         keys = ("model_name", "engine")
 
         def histogram(suffix: str, about: str, buckets: tuple[float, ...]) -> _ByEngine[Histogram]:
             made = Histogram(f"lockstep_{suffix}", about, keys, buckets=buckets, registry=self.registry)
-            return _ByEngine(lambda engine: made.labels(*self._labels(engine)))
+            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
 
         def counter(suffix: str, about: str) -> _ByEngine[Counter]:
             made = Counter(f"lockstep_{suffix}", about, keys, registry=self.registry)
-            return _ByEngine(lambda engine: made.labels(*self._labels(engine)))
+            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
@@ -265,10 +265,10 @@ Figure = TypeVar("Figure")
 
 
 class _ByEngine(dict[int, Figure]):
-    """A figure for each engine, made when it is first asked for."""
+    """A figure for each engine, and one more, if it is ever asked for, for what none was given."""
 
-    def __init__(self, make: Callable[[int], Figure]) -> None:
-        super().__init__()
+    def __init__(self, make: Callable[[int], Figure], engines: int) -> None:
+        super().__init__({engine: make(engine) for engine in range(engines)})
         self._make = make
 
     def __missing__(self, engine: int) -> Figure:

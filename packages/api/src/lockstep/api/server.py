@@ -69,7 +69,8 @@ class Server:
         self.bridge.welcome = self._welcome
 
     def _welcome(self, about: About) -> None:
-        self.metrics.name_model((self.settings.served_model_name or (about.model,))[0])
+        name = (self.settings.served_model_name or (about.model,))[0]
+        self.metrics.name_model(name, len(self.bridge.engines))
 
     @property
     def limits(self) -> Limits:
