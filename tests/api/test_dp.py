@@ -39,7 +39,10 @@ from lockstep.api.wire import (  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.router import EngineChanged, RequestOffered, RouterConfig, RouterPolicy  # noqa: E402
 from lockstep.host.router_journal import RouterRecord, verify_router  # noqa: E402
+from lockstep.tools.diff import diff  # noqa: E402
+from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
+from lockstep.tools.replay import replay  # noqa: E402
 from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
 from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
@@ -403,9 +406,13 @@ def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not
         assert outcome.kills == 6, told
         assert outcome.tally.requests >= 32, told
         until(lambda: sum(per_engine(one, "lockstep_engine_restarts_total")) == 6)
-    shown = CliRunner().invoke(journal, ["verify", str(run)])
-    assert shown.exit_code == 0, shown.output
-    assert shown.output.count("equal: ") == 3
+        with client_of(one) as client:
+            client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
+        label = httpx2.get(f"{one.url}/ui/requests").json()["requests"][0]["label"]
+    for command, *words in ((replay, run), (diff, run, run), (explain, run, "--request", label)):
+        shown = CliRunner().invoke(command, [str(word) for word in words])
+        assert shown.exit_code == 0, shown.output
+        assert shown.output.count("equal: ") == {replay: 3, diff: 2, explain: 0}[command]
     down: set[int] = set()
     for record in facts(run):
         if isinstance(record.fact, EngineChanged):

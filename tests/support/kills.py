@@ -192,7 +192,7 @@ def campaign(
     progress: Callable[[str], object] = lambda _: None,
     how: signal.Signals = signal.SIGKILL,
 ) -> Outcome:
-    """Kill the engine, or one of several, so often, at random instants; meanwhile clients ask one thing after another."""
+    """Kill the engine, or one of several, so often, at random instants, while so many clients ask again and again."""
     rng, tally, enough = random.Random(seed), Tally(), threading.Event()
 
     def client(number: int) -> None:
