@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("zmq", reason="the server is not installed")
 pytest.importorskip("fastapi", reason="the server is not installed")
 
-from lockstep.api import bridge, engine_process, wire
+from lockstep.api import bridge, engine_process, routing, wire
 from lockstep.core.events import GetState, RequestArrived, SamplingParams, TokenIds
 
 ABOUT = wire.About(
@@ -64,6 +64,17 @@ TO_WORKER = [
     wire.EngineRestarting(3, 1, "why"),
     wire.EngineGone(3, "why"),
 ]
+TO_ROUTER = [
+    wire.Offer(1, 2, 300, (2**63, 2**64 - 1), "a session", "open", "another"),
+    wire.Over(1, 2, 30),
+    wire.SessionOver("a session"),
+    wire.Drained(1, True),
+    wire.EngineHere(1, 2, 4096, ("a session",), False),
+    wire.EngineLost(1, 3),
+    wire.EngineLost(1, None),
+    wire.WorkerLost(1),
+    wire.StopRouter(),
+]
 
 
 def test_every_message_is_read_as_what_it_was() -> None:
@@ -71,11 +82,17 @@ def test_every_message_is_read_as_what_it_was() -> None:
         assert wire.read_by_engine(wire.encode(message)) == message
     for other in TO_WORKER:
         assert wire.read_by_worker(wire.encode(other), 3) == other
+    for another in TO_ROUTER:
+        assert wire.read_by_router(wire.encode(another)) == another
+    answer = wire.Routed(3, 2, 1)
+    assert wire.read_routed(wire.encode(answer), 3) == answer
 
 
 def test_every_message_has_one_handler() -> None:
     assert set(engine_process.HANDLERS) == set(get_args(wire.EngineMessage)) == {type(one) for one in TO_ENGINE}
     assert set(bridge.HANDLERS) == set(get_args(wire.WorkerMessage)) == {type(one) for one in TO_WORKER}
+    handled = {*routing.HANDLERS, wire.StopRouter}  # which ends the thread that handles
+    assert handled == set(get_args(wire.RouterMessage)) == {type(one) for one in TO_ROUTER}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     python -m tests.campaigns.kills                    1,000 kills, 32 streams
     python -m tests.campaigns.kills --kills 200
+    python -m tests.campaigns.kills --dp 2             one of two engines each time
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
 Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if anything was.
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
     parser.add_argument("--speed", type=float, default=0.1, help="of the emulated GPU")
     parser.add_argument("--api-workers", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="engines, of which one is killed each time")
     parser.add_argument("--snapshot-s", type=float, default=2.0)
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.05, 1.0), help="between two kills")
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
@@ -34,7 +36,7 @@ def main(arguments: list[str]) -> int:
     seed = random.SystemRandom().randrange(2**31) if told.seed is None else told.seed
     print(f"seed {seed}: python -m tests.campaigns.kills --seed {seed} --kills {told.kills}", flush=True)
     given = ("--speed", str(told.speed), "--snapshot-s", str(told.snapshot_s))
-    given += ("--api-workers", str(told.api_workers))
+    given += ("--api-workers", str(told.api_workers), "--dp", str(told.dp))
     with tempfile.TemporaryDirectory() as folder:
         log = told.log or Path(folder) / "log"
         with serving(log, *ARGUMENTS, *given, "--restarts", str(told.kills + 1)) as server:

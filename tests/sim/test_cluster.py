@@ -20,6 +20,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.journal import EventRecord, read_journal
 from lockstep.core.replay import replay
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
@@ -32,7 +33,6 @@ from lockstep.sim.cluster import (
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
 from lockstep.sim.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
 from lockstep.sim.packed_rows import PackedRows
-from lockstep.sim.router_journal import FILE, RouterDivergence, verify_router
 from lockstep.sim.settings import parse_setting
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 

@@ -192,7 +192,7 @@ def campaign(
     progress: Callable[[str], object] = lambda _: None,
     how: signal.Signals = signal.SIGKILL,
 ) -> Outcome:
-    """Kill the engine so often, at random instants, while so many clients ask one thing after the other."""
+    """Kill the engine, or one of several, so often, at random instants, while so many clients ask again and again."""
     rng, tally, enough = random.Random(seed), Tally(), threading.Event()
 
     def client(number: int) -> None:
@@ -208,17 +208,19 @@ def campaign(
     began_s, back_s, done = time.monotonic(), list[float](), 0
     killed_s: float | None = None
     next_s = began_s + 0.5
-    pid = 0
+    killed = set[int]()
     while done < kills and server.process.poll() is None and not tally.faults:
         now_s = time.monotonic()
         if killed_s is not None and tally.heard_s > killed_s + DRAINED_S:
             back_s.append(tally.heard_s - killed_s)
             killed_s = None
         if now_s >= next_s:
-            alive = server.children().get("engine", 0)
-            if alive and alive != pid:
+            engines = sorted((name, pid) for name, pid in server.children().items() if name.startswith("engine"))
+            _, alive = rng.choice(engines) if engines else ("", 0)
+            if alive and alive not in killed:
                 os.kill(alive, how)
-                pid, done = alive, done + 1
+                killed.add(alive)
+                done += 1
                 killed_s = killed_s or time.monotonic()  # a kill before it was back counts from the one before
                 next_s = time.monotonic() + rng.uniform(*gap_s)
                 if done % 20 == 0:

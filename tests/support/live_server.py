@@ -73,20 +73,22 @@ class LiveServer:
         return self
 
     def children(self) -> dict[str, int]:
-        """Process ids by what they are: `nursery`, `engine`, `worker 0`, ..."""
+        """Process ids by what they are: `nursery`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
         found = {}
         table = _processes()
         for pid, (parent, words) in table.items():
             if parent == self.process.pid and "lockstep.api.nursery" in words:
-                found["nursery"] = pid
+                at = words.index("lockstep.api.nursery")
+                number = f" {words[at + 3]}" if Path(words[at + 1]).parent.name.startswith("lockstep-") else ""
+                found[f"nursery{number}"] = pid
                 for child in (child for child, (grown, _) in table.items() if grown == pid):
-                    found["engine"] = child
+                    found[f"engine{number}"] = child
             if parent == self.process.pid and "lockstep.api.worker" in words:
                 found[f"worker {words[words.index('lockstep.api.worker') + 2]}"] = pid
         return found
 
     def folder(self) -> Path:
-        """Where its sockets are."""
+        """Where its sockets are, of one engine."""
         words = _processes()[self.children()["nursery"]][1]
         return Path(words[words.index("lockstep.api.nursery") + 1])
 

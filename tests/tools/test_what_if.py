@@ -15,7 +15,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.requests import prompt_bytes
-from lockstep.sim.router_journal import engines_of
+from lockstep.host.router_journal import engines_of
 from lockstep.sim.simulate import Scenario, assemble, simulate, write_run
 from lockstep.sim.turns import WorkloadError
 from lockstep.sim.workload import open_workload

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import click
 
+from lockstep.core.errors import ConfigError
 from lockstep.sim.report.text import setting
 from lockstep.tools.drift import Drift, Parting, drift
-from lockstep.tools.runs import JSON, print_json, refusals
+from lockstep.tools.runs import JSON, engine_runs, print_json, refusals
 from lockstep.tools.telling import clock
 from lockstep.tools.words import Decision
 
@@ -35,15 +36,35 @@ def diff(first: Path, other: Path, as_json: bool) -> None:
     \b
     lockstep diff runs/before runs/after
     """
+    equal, described = True, []
     with refusals():
-        found = drift(first, other)
+        for name, pair in _pairs(first, other):
+            found = drift(*pair)
+            equal = equal and found.equal
+            if as_json:
+                described.append(({"engine": name} if name else {}) | found.describe())
+                continue
+            if name:
+                click.echo(f"engine {name}")
+            for line in drift_lines(found):
+                click.echo(line)
     if as_json:
-        print_json(found.describe())
-    else:
-        for line in drift_lines(found):
-            click.echo(line)
-    if not found.equal:
+        print_json(described if engine_runs(first) else described[0])
+    if not equal:
         sys.exit(EXIT_DIFFERENT)
+
+
+def _pairs(first: Path, other: Path) -> list[tuple[str, tuple[Path, Path]]]:
+    """What is compared: two runs, or the engines of two clusters, by number. Raises ConfigError."""
+    mine, theirs = engine_runs(first), engine_runs(other)
+    if not mine or not theirs:
+        return [("", (first, other))]
+    if len(mine) != len(theirs):
+        raise ConfigError(
+            f"`{first}` has {len(mine)} engines and `{other}` has {len(theirs)}\n"
+            f"hint: name an engine of each, as in {mine[0]}"
+        )
+    return [(one.name, (one, two)) for one, two in zip(mine, theirs, strict=True)]
 
 
 def drift_lines(found: Drift) -> Iterator[str]:

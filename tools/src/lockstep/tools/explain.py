@@ -18,7 +18,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.sim.metrics import MetricsFold, Requests
 from lockstep.sim.report.text import count, duration, percent
-from lockstep.tools.runs import JSON, RUN, Walk, find_request, print_json, refusals
+from lockstep.tools.runs import JSON, RUN, Walk, find_request, print_json, refusals, run_of_request
 from lockstep.tools.story import Chronicle, Story
 from lockstep.tools.telling import Metric, clock, headline, sentences, story_text, wait_by_cause
 from lockstep.tools.timeline import text_lines, write_page
@@ -71,6 +71,7 @@ def explain(
             _show_step(why_step(run, step_number), as_json)
             return
         if request_name is not None:
+            run = run_of_request(run, request_name)
             ids, title = [find_request(run, request_name)], f"Request {request_name}"
         else:
             assert slowest is not None

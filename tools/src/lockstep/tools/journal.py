@@ -36,7 +36,7 @@ from lockstep.core.journal import (
     read_journal,
 )
 from lockstep.core.replay import Divergence, event_line, replay
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, print_json
+from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, engine_runs, print_json
 
 EXIT_TORN = 1
 
@@ -281,20 +281,25 @@ def verify(run: Path, until: int | None, as_json: bool) -> None:
     A torn tail is verified up to its last whole record. Of a cluster's run every engine is verified, then the router's
     decisions. Exit status: 0 equal; 3 diverged.
     """
-    engines = sorted((run / "engines").glob("*/journal"), key=lambda path: (len(path.parent.name), path.parent.name))
+    verify_all(run, until, as_json)
+
+
+def verify_all(run: Path, until: int | None, as_json: bool) -> None:
+    """Of one engine, or of a cluster with its router."""
+    engines = engine_runs(run)
     if not engines:
         verify_run(run, until, as_json)
         return
     for engine in engines:
         if not as_json:
-            click.echo(f"engine {engine.parent.name}: ", nl=False)
-        verify_run(engine.parent, until, as_json)
+            click.echo(f"engine {engine.name}: ", nl=False)
+        verify_run(engine, until, as_json)
     if until is None:
         _verify_router(run, as_json)
 
 
 def _verify_router(run: Path, as_json: bool) -> None:
-    from lockstep.sim.router_journal import RouterDivergence, verify_router
+    from lockstep.host.router_journal import RouterDivergence, verify_router
 
     try:
         facts, decisions = verify_router(run)

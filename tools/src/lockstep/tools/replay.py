@@ -32,8 +32,8 @@ from lockstep.core.replay import Divergence, event_line
 from lockstep.core.stats import stats
 from lockstep.tools.conditions import Condition
 from lockstep.tools.drift import state_lines
-from lockstep.tools.journal import say_divergence, verify_run
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, print_json, refusals
+from lockstep.tools.journal import say_divergence, verify_all, verify_run
+from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, engine_journal, print_json, refusals
 from lockstep.tools.stepping import Done, Stepper
 from lockstep.tools.telling import clock
 from lockstep.tools.why_step import short_plan, why_step
@@ -135,9 +135,11 @@ def replay(
             _in_hand(run, until, condition, interactive)
         elif decisions_file is not None:
             _write_decisions(run, until, decisions_file, as_json)
+        elif until is None:
+            verify_all(run, until, as_json)
         else:
-            verify_run(run, until, as_json)
-            if until is not None and not as_json:
+            verify_run(engine_journal(run), until, as_json)
+            if not as_json:
                 walk = Walk(run, until)
                 for _ in walk:
                     pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,11 +45,16 @@ class Refused(click.ClickException):
         click.echo(f"{self.name}: {self.message}", file=file or sys.stderr)
 
 
+def engine_runs(run: Path) -> list[Path]:
+    """The folders of a cluster's engines, by number; none for the run of one engine."""
+    engines = [path.parent for path in run.glob("engines/*/journal")] if not (run / "journal").is_dir() else []
+    return sorted(engines, key=lambda path: (len(path.name), path.name))
+
+
 def engine_journal(run: Path) -> Path:
     """The folder of the one journal that `run` names. Raises ConfigError for a cluster's run, which has several."""
-    engines = [path.parent.name for path in run.glob("engines/*/journal")]
-    if engines and not (run / "journal").is_dir():
-        names = ", ".join(sorted(engines, key=lambda name: (len(name), name)))
+    if engines := engine_runs(run):
+        names = ", ".join(engine.name for engine in engines)
         raise ConfigError(
             f"`{run}` is the run of a cluster, with a journal for each of its engines {names}\n"
             f"hint: name one of them, such as {run}/engines/{names.split(',')[0]}"
@@ -95,6 +100,28 @@ def walked(walk: Walk) -> Walk:
     for _ in walk:
         pass
     return walk
+
+
+def run_of_request(run: Path, name: str) -> Path:
+    """The engine of a cluster's run that had the request of this name; the run itself, if it is of one engine.
+
+    Raises: ConfigError if none had it, or several did, as ids of a server's engines are each engine's own.
+    """
+    engines, found = engine_runs(run), []
+    for engine in engines:
+        with suppress(ConfigError):
+            find_request(engine, name)
+            found.append(engine)
+    if len(found) == 1 or not engines:
+        return found[0] if found else run
+    if found:
+        names = ", ".join(engine.name for engine in found)
+        raise ConfigError(
+            f"`--request` {name} is the name of a request of each of the engines {names}\n"
+            f"hint: name one, such as {found[0]}"
+        )
+    find_request(engines[0], name)  # which says what a name can be
+    raise AssertionError(name)
 
 
 def find_request(run: Path, name: str) -> RequestId:

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from lockstep.core.events import RequestId
+from lockstep.host.router_journal import FILE as ROUTER_FILE
+from lockstep.host.router_journal import engines_of
 from lockstep.sim.aside import end_processes, fresh_processes
-from lockstep.sim.router_journal import FILE as ROUTER_FILE
-from lockstep.sim.router_journal import engines_of
 from lockstep.sim.simulate import collecting_seldom
 from lockstep.tools.runs import Walk
 from lockstep.tools.story import Chronicle, Story

@@ -96,31 +96,73 @@ class Ticket:
     """A request on its way.
 
     Args:
+        number: by which its engine is told of it; -1: it has no engine yet.
+        submit: it, as an engine is to be told, with what there is of its answers.
         waiting_tokens: of its prompt, until the first answer came.
-        submit: it, as an engine of this generation is to be told, with what there is of its answers.
     """
 
-    def __init__(
-        self, number: int, replies: list[Reply], waiting_tokens: int = 0, submit: Submit | None = None
-    ) -> None:
+    def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
         self.number, self.replies, self.waiting_tokens, self.submit = number, replies, waiting_tokens, submit
         self.sent = False  # to an engine, perhaps one that is not any more
+        self.engine = -1  # that has it
+        self.session = ""  # what requests to several engines stay together by
+        self._placed: list[Callable[[], object]] = []
 
     @property
     def open(self) -> bool:
         """Whether anything may still come."""
         return any(reply.ended is None for reply in self.replies)
 
+    def when_placed(self, told: Callable[[], object]) -> None:
+        """Call this once it is known which engine has it."""
+        if self.engine >= 0:
+            told()
+        else:
+            self._placed.append(told)
+
+    def placed(self, engine: int) -> None:
+        """An engine has it."""
+        self.engine = engine
+        told, self._placed = self._placed, []
+        for one in told:
+            one()
+
+    def cancelled(self) -> None:
+        """Its client left."""
+        for sample, reply in enumerate(self.replies):
+            if reply.ended is None:
+                reply.end(Ended(self.number, sample, "cancelled", output_tokens=len(reply.tokens)))
+
+    def failed(self, message: str) -> None:
+        """No engine will ever answer."""
+        for sample, reply in enumerate(self.replies):
+            if reply.ended is None:
+                reply.end(Ended(self.number, sample, "engine", error=message))
+
+
+def make_ticket(
+    worker: int,
+    request: RequestArrived,
+    changed: asyncio.Event,
+    start_by_s: float | None = None,
+    finish_by_s: float | None = None,
+) -> Ticket:
+    """A ticket that no engine has; `changed` is set whenever something of it came."""
+    submit = Submit(worker, -1, request, _ns(start_by_s), _ns(finish_by_s))
+    replies = [Reply(changed) for _ in range(request.parallel_samples)]
+    return Ticket(-1, submit, replies, prompt_length(request.prompt))
+
 
 class Bridge:
     """One worker's connection to the engine. Made and used in the worker's event loop.
 
     Args:
-        folder: of the sockets.
+        folder: of the engine's sockets.
+        number: of the engine, where there are several.
     """
 
-    def __init__(self, folder: Path, worker: int) -> None:
-        self.worker = worker
+    def __init__(self, folder: Path, worker: int, number: int = 0) -> None:
+        self.worker, self.number = worker, number
         self.about: About | None = None  # once the engine is there
         self.gauges: Gauges | None = None  # the newest
         self.gone = ""  # why the engine takes nothing any more
@@ -133,6 +175,7 @@ class Bridge:
         self.waiting_tokens = 0  # and the tokens of their prompts
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
         self.welcome: Callable[[About], object] | None = None  # told when the engine is there
+        self.over: Callable[[Ticket], object] | None = None  # told when nothing more comes of a ticket
         self._asked: dict[int, asyncio.Future[Answered]] = {}
         self._next_ticket = 0
         self._context = zmq.asyncio.Context()
@@ -141,6 +184,22 @@ class Bridge:
         self._mailbox.bind(worker_address(folder, worker))
         self._address = engine_address(folder)
         self._engine = writer(zmq.Context(self._context), self._address)
+
+    @property
+    def engines(self) -> tuple[Bridge, ...]:
+        """Itself, where others have several."""
+        return (self,)
+
+    async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
+        """Who is to open a session, and what to call if it does not."""
+        return self, lambda: None
+
+    async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
+        """Who has a session, and what to call once it has not."""
+        return self, lambda: None
+
+    def drained(self, engine: Bridge, *, draining: bool) -> None:
+        """There is no router that would have to know."""
 
     async def run(self) -> None:
         """Read what comes until cancelled. Raises WireError."""
@@ -163,29 +222,37 @@ class Bridge:
         changed: asyncio.Event,
         start_by_s: float | None = None,
         finish_by_s: float | None = None,
+        session: str = "",
     ) -> Ticket:
         """Send a request; `changed` is set whenever something of it came.
 
         Args:
             start_by_s, finish_by_s: by time.monotonic, when it must have begun to run, or ended.
+            session: not looked at; a router would.
         Raises: EngineUnavailable.
         """
         self._needs_engine()
+        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        self.take_on(ticket)
+        return ticket
+
+    def take_on(self, ticket: Ticket) -> None:
+        """Send a ticket that no engine has, or keep it for the next engine."""
         if not self.tickets:
             self.heard_s = time.monotonic()
         number = self._next_ticket
         self._next_ticket += 1
-        waiting_tokens = prompt_length(request.prompt)
-        request = msgspec.structs.replace(request, origin=f"{self._origin}/{number}")
-        submit = Submit(self.worker, number, request, _ns(start_by_s), _ns(finish_by_s))
-        ticket = Ticket(number, [Reply(changed) for _ in range(request.parallel_samples)], waiting_tokens, submit)
+        origin = f"{self._origin}/{number}"
+        request = msgspec.structs.replace(ticket.submit.request, origin=origin)
+        ticket.number = number
+        ticket.submit = msgspec.structs.replace(ticket.submit, ticket=number, request=request)
         if not self.restarting:
             self._submit(ticket)
         self.waiting_answers += len(ticket.replies)
-        self.waiting_tokens += waiting_tokens
+        self.waiting_tokens += ticket.waiting_tokens
         self.tickets[number] = ticket
         self.open_answers += len(ticket.replies)
-        return ticket
+        ticket.placed(self.number)
 
     def cancel_label(self, label: str, tenant: str) -> None:
         """Cancel whatever a tenant calls so, by whichever worker it came. Raises EngineUnavailable."""
@@ -196,10 +263,8 @@ class Bridge:
         """Its client left. Nothing more of it is waited for."""
         if ticket.number not in self.tickets:
             return
+        ticket.cancelled()
         self._forget(ticket)
-        for sample, reply in enumerate(ticket.replies):
-            if reply.ended is None:
-                reply.end(Ended(ticket.number, sample, "cancelled", output_tokens=len(reply.tokens)))
         if not self.gone and not self.restarting:  # what is not asked for again is cancelled
             self._send(Cancel(self.worker, ticket.number))
 
@@ -234,6 +299,8 @@ class Bridge:
         self._began(ticket)
         del self.tickets[ticket.number]
         self.open_answers -= len(ticket.replies)
+        if self.over is not None:
+            self.over(ticket)
 
     def _needs_engine(self, *, now: bool = False) -> None:
         if self.gone:
@@ -244,7 +311,6 @@ class Bridge:
             raise EngineUnavailable("the engine is starting again")
 
     def _submit(self, ticket: Ticket) -> None:
-        assert ticket.submit is not None
         have = tuple(len(reply.tokens) if reply.ended is None else OVER for reply in ticket.replies)
         self._send(msgspec.structs.replace(ticket.submit, generation=self.generation, again=ticket.sent, have=have))
         ticket.sent = True
@@ -337,12 +403,9 @@ class Bridge:
             return
         self.gone = message.message
         log.error("the engine is gone: %s", message.message)
-        for ticket in self.tickets.values():
-            for sample, reply in enumerate(ticket.replies):
-                if reply.ended is None:
-                    reply.end(Ended(ticket.number, sample, "engine", error=message.message))
-        self.tickets.clear()
-        self.open_answers = self.waiting_answers = self.waiting_tokens = 0
+        for ticket in list(self.tickets.values()):
+            ticket.failed(message.message)
+            self._forget(ticket)
         self._fail_questions(message.message)
 
     def _fail_questions(self, message: str) -> None:

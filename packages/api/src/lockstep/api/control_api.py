@@ -1,20 +1,22 @@
 """Endpoints about the engine itself: sessions, which users have, and what only an operator may do.
 
 Each is a control request of `lockstep.core.control`, put by `bridge.ask`, or a message of its own where the scheduler
-has no say in it. What this runtime has no hands for is refused by name with 501, before anything is changed.
+has no say in it. With several engines an operator's go to all of them, or with `?engine=N` to one. What this runtime
+has no hands for is refused by name with 501, before anything is changed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
-from lockstep.api.bridge import EngineUnavailable
+from lockstep.api.bridge import Bridge, EngineUnavailable
 from lockstep.api.errors import ApiError, for_clients, session_name
 from lockstep.api.generation import unavailable
 from lockstep.api.http import JsonResponse
@@ -58,22 +60,24 @@ async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
     idle_s = limits.session_idle_s if body.timeout is None else body.timeout
     if idle_s > limits.session_idle_s:
         raise ApiError(400, f"`timeout` is {idle_s:g} s, at most {limits.session_idle_s:g} are allowed", "timeout")
-    await _told(
-        server,
-        OpenSession(
-            session_name(call.tenant, given),
-            body.capacity_of_str_len,
-            round(idle_s * 1e6),
-            session_name(call.tenant, body.parent) if body.parent else "",
-            body.parent_tokens,
-        ),
-    )
+    name, parent = session_name(call.tenant, given), session_name(call.tenant, body.parent) if body.parent else ""
+    engine, refused = await _waited(server.bridge.engine_to_open(name, parent))
+    wanted = OpenSession(name, body.capacity_of_str_len, round(idle_s * 1e6), parent, body.parent_tokens)
+    try:
+        _answer([(engine, await _waited(engine.ask(wanted)))])
+    except ApiError:
+        refused()
+        raise
     return JsonResponse(given)
 
 
 async def close_session(server: Server, call: Call[CloseSessionBody]) -> Response:
     """Forget a conversation; a turn that runs goes on."""
-    return await _told(server, CloseSession(session_name(call.tenant, call.body.session_id)))
+    name = session_name(call.tenant, call.body.session_id)
+    engine, closed = await _waited(server.bridge.engine_to_close(name))
+    answer = _answer([(engine, await _waited(engine.ask(CloseSession(name))))])
+    closed()
+    return answer
 
 
 # ------------------------------------------------------------------------------------------------------------- operator
@@ -81,65 +85,68 @@ async def close_session(server: Server, call: Call[CloseSessionBody]) -> Respons
 
 async def flush_cache(server: Server, call: Call[None]) -> Response:
     """Empty the radix cache; refused while anything runs."""
-    return await _told(server, Flush())
+    return await _told(server, call, Flush())
 
 
 async def pause(server: Server, call: Call[PauseBody]) -> Response:
     """Stop launching; what runs stays where it is, gives its pages back (retract), or is ended (cancel)."""
     modes: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
-    return await _told(server, Pause(modes.get(call.body.mode, call.body.mode)))
+    return await _told(server, call, Pause(modes.get(call.body.mode, call.body.mode)))
 
 
 async def resume(server: Server, call: Call[None]) -> Response:
     """Go on after a pause or a drain."""
-    return await _told(server, Resume())
+    answer = await _told(server, call, Resume())
+    for engine in _chosen(server, call):
+        server.bridge.drained(engine, draining=False)
+    return answer
 
 
 async def is_paused(server: Server, call: Call[None]) -> Response:
     """Whether it stands still."""
-    answered = await _asked(server, GetState())
-    return JsonResponse({"is_paused": answered.stats is not None and answered.stats.paused})
+    paused = [one.stats is not None and one.stats.paused for _, one in await _asked(server, call, GetState())]
+    return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
 
 
 async def drain(server: Server, call: Call[None]) -> Response:
     """Take no more requests; answered once all that were accepted have ended."""
-    return await _told(server, Drain())
+    for engine in _chosen(server, call):
+        server.bridge.drained(engine, draining=True)
+    return await _told(server, call, Drain())
 
 
 async def abort_all(server: Server, call: Call[None]) -> Response:
     """Cancel every request there is."""
-    return await _told(server, CancelAll())
+    return await _told(server, call, CancelAll())
 
 
 async def server_info(server: Server, call: Call[None]) -> Response:
     """Settings, and how the engine stands."""
-    answered = await _asked(server, GetState())
-    settings = msgspec.to_builtins(server.settings)
-    return JsonResponse(
-        {
-            "version": version("lockstep-api"),
-            "settings": settings,
-            "scheduler": server.about().settings,
-            "state": msgspec.to_builtins(answered.stats),
-        }
-    )
+    answered = await _asked(server, call, GetState())
+    said = {
+        "version": version("lockstep-api"),
+        "settings": msgspec.to_builtins(server.settings),
+        "scheduler": server.about().settings,
+    }
+    states = [{"engine": engine.number, "state": msgspec.to_builtins(one.stats)} for engine, one in answered]
+    return JsonResponse(said | ({"engines": states} if len(states) > 1 else {"state": states[0]["state"]}))
 
 
 async def set_internal_state(server: Server, call: Call[StateBody]) -> Response:
     """Change settings of the scheduler, one after another, up to the first that is refused."""
     for name, value in call.body.server_args.items():
-        await _told(server, SetState(name, value))
+        await _told(server, call, SetState(name, value))
     return JsonResponse({"updated": True, "server_args": call.body.server_args})
 
 
 async def slow_down(server: Server, call: Call[SlowDownBody]) -> Response:
     """Leave at least so many seconds between two launches, for testing; none, or 0, ends it."""
-    return await _told(server, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
+    return await _told(server, call, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
 
 
 async def freeze_gc(server: Server, call: Call[None]) -> Response:
     """Take the objects that live now out of the engine's garbage collection."""
-    return await _told(server, FreezeGc())
+    return await _told(server, call, FreezeGc())
 
 
 async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
@@ -154,13 +161,14 @@ async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
         "with_stack": body.with_stack,
         "by_stage": body.profile_by_stage,
     }
-    return _answer(await _waited(server.bridge.trace({name: one for name, one in options.items() if one is not None})))
+    given = {name: one for name, one in options.items() if one is not None}
+    return _answer(await _of_each(server, call, lambda engine: engine.trace(given)))
 
 
 async def stop_profile(server: Server, call: Call[None]) -> Response:
     """End it, and write what was seen."""
     _needs(server, "profile", "traces are taken of a model, with --profile-dir")
-    return _answer(await _waited(server.bridge.trace(None)))
+    return _answer(await _of_each(server, call, lambda engine: engine.trace(None)))
 
 
 async def load_adapter(server: Server, call: Call[Any]) -> Response:
@@ -187,24 +195,61 @@ def _needs(server: Server, ability: str, otherwise: str) -> None:
         raise ApiError(501, f"this engine was started without: {otherwise}")
 
 
-async def _told(server: Server, control: Control) -> Response:
+def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
+    """The engine that `?engine=N` names, or all that there are. Raises ApiError."""
+    engines, named = server.bridge.engines, call.request.query_params.get("engine")
+    if named is None:
+        return [one for one in engines if not one.gone] or list(engines)
+    if not named.isascii() or not named.isdecimal() or int(named[:9]) >= len(engines):
+        raise ApiError(400, f"`engine` must be a number from 0 to {len(engines) - 1}, got {named[:40]!r}", "engine")
+    return [engines[int(named)]]
+
+
+async def _told(server: Server, call: Call[Any], control: Control) -> Response:
     """Ask for something. Raises ApiError where it is refused."""
-    return _answer(await _asked(server, control))
+    return _answer(await _asked(server, call, control))
 
 
-async def _asked(server: Server, control: Control) -> Answered:
-    return await _waited(server.bridge.ask(control))
+async def _asked(server: Server, call: Call[Any], control: Control) -> list[tuple[Bridge, Answered]]:
+    return await _of_each(server, call, lambda engine: engine.ask(control))
 
 
-async def _waited(answer: Awaitable[Answered]) -> Answered:
+async def _of_each(
+    server: Server, call: Call[Any], ask: Callable[[Bridge], Awaitable[Answered]]
+) -> list[tuple[Bridge, Answered]]:
+    """Ask all engines that are meant. Raises ApiError if one of them cannot be asked; the others were."""
+    engines = _chosen(server, call)
+    answers = await asyncio.gather(*(ask(one) for one in engines), return_exceptions=True)
+    found = []
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, EngineUnavailable) and len(engines) > 1:
+            raise ApiError(503, f"engine {engine.number}: {answer}; the others were asked") from answer
+        if isinstance(answer, EngineUnavailable):
+            raise unavailable(answer) from answer
+        if isinstance(answer, BaseException):
+            raise answer
+        found.append((engine, answer))
+    return found
+
+
+Awaited = TypeVar("Awaited")
+
+
+async def _waited(answer: Awaitable[Awaited]) -> Awaited:
     try:
         return await answer
     except EngineUnavailable as error:
         raise unavailable(error) from error
 
 
-def _answer(answered: Answered) -> Response:
-    message = for_clients(answered.message)
-    if not answered.ok:
+def _answer(answered: list[tuple[Bridge, Answered]]) -> Response:
+    """What engines said, as one. Raises ApiError where one refused; the others have done it."""
+    said = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
+    shown = [(engine, ok, message) for engine, ok, message in said if not ok] or said
+    messages = [message for _, _, message in shown]
+    if len(said) > 1 and (len(set(messages)) > 1 or len(shown) < len(said)):
+        messages = [f"engine {engine.number}: {message}" for engine, _, message in shown]
+    message = "; ".join(dict.fromkeys(messages))
+    if not all(ok for _, ok, _ in said):
         raise ApiError(400, message)
     return JsonResponse({"success": True, "message": message})

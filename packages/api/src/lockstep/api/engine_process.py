@@ -31,7 +31,8 @@ from lockstep.api import children, faults
 from lockstep.api.claims import FIRST, Before, Claims, Lost
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
-from lockstep.api.sockets import engine_address, reader
+from lockstep.api.routing import session_key
+from lockstep.api.sockets import engine_address, reader, router_address, writer
 from lockstep.api.wire import (
     OVER,
     PROTOCOL,
@@ -40,6 +41,7 @@ from lockstep.api.wire import (
     Cancel,
     CancelLabel,
     Ended,
+    EngineHere,
     EngineMessage,
     Hello,
     Settled,
@@ -50,6 +52,7 @@ from lockstep.api.wire import (
     Welcome,
     WireError,
     WorkerGone,
+    encode,
     read_by_engine,
 )
 from lockstep.core.commands import ControlAnswered
@@ -84,6 +87,7 @@ class EngineProcess:
         generation: of this engine; the server's first is 0.
         before: what there was when it began.
         alive: called several times a second while the engine gets on.
+        number: of the engine, which tells a router that it is there; None: there is no other, and no router.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class EngineProcess:
         generation: int = 0,
         before: Before = FIRST,
         alive: Callable[[], object] = lambda: None,
+        number: int | None = None,
     ) -> None:
         self.unit, self.host = unit, unit.host
         self.generation, self._alive = generation, alive
@@ -100,6 +105,7 @@ class EngineProcess:
         self._claims = Claims(self.host, unit.keeper, folder.name, before.workers)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, engine_address(folder))
+        self._number, self._folder = number, folder
         self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
         self.outbox = Outbox(Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift)
         self.outbox.restarts = generation
@@ -112,6 +118,7 @@ class EngineProcess:
             self._await_claims()
             self.outbox.send()
             self.host.performed = self.outbox.send
+            self._tell_router()
             self.unit.start()
             self._alive()
             turns, heard_s = -1, time.monotonic()
@@ -135,6 +142,22 @@ class EngineProcess:
             if self._mailbox.poll(max(1, round(left_s * 1000))):
                 self.handle(read_by_engine(self._mailbox.recv()))
         self._claims.close()
+
+    def _tell_router(self) -> None:
+        """Say what is there: called before the engine runs."""
+        if self._number is None:
+            return
+        engine = self.host.engine
+        here = EngineHere(
+            self._number,
+            self.generation,
+            engine.config.pool_tokens if engine.config.radix_cache else 0,
+            tuple(map(session_key, engine.sessions.open)),
+            engine.draining,
+        )
+        to_router = writer(self._context, router_address(self._folder.parent))
+        to_router.send(encode(here))
+        to_router.close()
 
     # ------------------------------------------------------------------------------------- one handler for each message
 
@@ -263,16 +286,22 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
 }
 
 
-def main(folder: Path, generation: int, before: Before, alive: Callable[[], object]) -> int:
-    """Build the engine of a folder's settings and serve it. Returns the exit status."""
-    settings = children.begin(folder, "engine" if not generation else f"engine {generation}")
+def main(folder: Path, generation: int, before: Before, alive: Callable[[], object], number: int = 0) -> int:
+    """Build the engine of a folder's settings and serve it. Returns the exit status.
+
+    Args:
+        number: of the engine, where there are several.
+    """
+    several = children.read_settings(folder).dp > 1
+    name, life = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
+    settings = children.begin(folder, name + life * (generation > 0))
     # Where all processes of a service get it: workers end first, then comes Stop. SIG_IGN would be inherited by ranks.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        unit = build_engine(settings, Place(folder, before.death))
+        unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
         log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)
-        EngineProcess(unit, folder, generation, before, alive).run()
+        EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)

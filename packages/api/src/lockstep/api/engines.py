@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -65,10 +66,12 @@ class Place:
     Args:
         folder: of the server's sockets; what recovery needs is there, unless the settings name another folder.
         death: how the engine before it ended, if there was one in this server.
+        number: of several engines.
     """
 
     folder: Path
     death: Death | None = None
+    number: int = 0
 
 
 def preload(settings: ServeSettings) -> None:
@@ -102,7 +105,7 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
     """The engine of these settings; without a place it keeps no journal. Raises ConfigError, JournalError."""
     keeper = _keeper(settings, place)
     if settings.emulate is None:
-        return _model(settings, keeper)
+        return _model(settings, keeper, 0 if place is None else place.number)
     with _config_errors():
         return _emulated(settings, keeper)
 
@@ -183,7 +186,7 @@ def _about(config: SchedConfig, **more: Any) -> About:
 # ------------------------------------------------------------------------------------------------------------- a model
 
 
-def _model(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
+def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> EngineUnit:
     folder = model_folder(settings)
     try:
         from lockstep.runtime import LLM
@@ -192,6 +195,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
             f"a model needs the package lockstep-runtime with torch: {error}\n"
             "hint: install it, or give emulate (--emulate qwen3-8b@h200)"
         ) from error
+    settings = msgspec.structs.replace(settings, device=_device(settings, number))
     scheduler = _scheduler(settings)
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder)
     llm = LLM(
@@ -247,6 +251,45 @@ def _model(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         return unit
     llm.host.observe = both(llm.host.observe, meter.fold)
     return replace(unit, drift=meter.read)
+
+
+def _device(settings: ServeSettings, number: int) -> str:
+    """Where one of several engines runs: each has GPUs of its own, or its part of the CPU's threads.
+
+    Raises: ConfigError if there are fewer GPUs than all of them need.
+    """
+    if settings.dp == 1:
+        return settings.device
+    import torch
+
+    from lockstep.runtime.assembly import choose_device
+
+    first = choose_device(settings.device)
+    if first.type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // settings.dp))
+        return "cpu"
+    index, needed, count = first.index or 0, settings.dp * settings.tp, torch.cuda.device_count()
+    if index + needed > count:
+        raise ConfigError(
+            f"`dp` {settings.dp} with `tp` {settings.tp} needs {needed} GPUs from cuda:{index} on, "
+            f"but torch sees {count}\nhint: a smaller dp or tp, or CUDA_VISIBLE_DEVICES"
+        )
+    return f"cuda:{index + number * settings.tp}"
+
+
+def check_journal(settings: ServeSettings) -> None:
+    """Refuse a run folder that was begun with another number of engines. Raises ConfigError."""
+    if settings.journal is None:
+        return
+    run = Path(settings.journal)
+    several, alone = len(list(run.glob("engines/*/journal"))), any((run / "journal").glob("*.log"))
+    engines = several or int(alone)
+    if several if settings.dp == 1 else alone or several not in (0, settings.dp):
+        raise ConfigError(
+            f"`journal`: {run} holds a run of {engines} engine{'s' * (engines > 1)}, and `dp` is {settings.dp}\n"
+            f"hint: give dp {engines}, or another folder"
+        )
 
 
 def both(first: Observer | None, second: Observer) -> Observer:

@@ -13,13 +13,15 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
 from lockstep.api.answer_text import AnswerText
-from lockstep.api.bridge import Bridge, EngineUnavailable, Reply, Ticket, fresh_seed
+from lockstep.api.bridge import EngineUnavailable, Reply, Ticket, fresh_seed
+from lockstep.api.cluster_bridge import Engines
 from lockstep.api.errors import ApiError, failure
 from lockstep.api.metrics import Metrics
 from lockstep.api.plain_text import Texts
@@ -254,6 +256,7 @@ class Choice:
 
     index: int
     prompt: Prompt
+    ticket: Ticket
     reply: Reply
     answer: AnswerText
     taken: int = 0  # tokens that were given out
@@ -300,15 +303,17 @@ class Generation:
         came_s: when it came, for its time to first token.
         start_by_s, finish_by_s: by time.monotonic, when it must have begun to run, or ended.
         over: told at its end, however that came, how many tokens it was given.
+        together: what requests that should have the same engine have in common; empty: nothing.
     """
 
-    bridge: Bridge
+    bridge: Engines
     metrics: Metrics
     wanted: Wanted
     came_s: float
     start_by_s: float | None = None
     finish_by_s: float | None = None
     over: Callable[[int], object] | None = None
+    together: str = ""
     choices: list[Choice] = field(default_factory=list)
     _tickets: list[Ticket] = field(default_factory=list)
     _prompts: list[Prompt] = field(default_factory=list)
@@ -348,7 +353,7 @@ class Generation:
             self.over = admit(prompt_tokens, coming)
         try:
             for request, prompt in zip(requests, self._prompts, strict=True):
-                ticket = self.bridge.submit(request, self._changed, self.start_by_s, self.finish_by_s)
+                ticket = self.bridge.submit(request, self._changed, self.start_by_s, self.finish_by_s, self.together)
                 self._tickets.append(ticket)
                 for reply in ticket.replies:
                     answer = AnswerText(
@@ -359,11 +364,12 @@ class Generation:
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
                     )
-                    self.choices.append(Choice(len(self.choices), prompt, reply, answer))
+                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer))
         except EngineUnavailable as error:
             self.cancel()
             raise unavailable(error) from error
-        self.metrics.began(self)
+        for ticket, prompt in zip(self._tickets, self._prompts, strict=True):
+            ticket.when_placed(partial(self.metrics.began, self, ticket, prompt))
 
     async def accepted(self) -> None:
         """Wait for the first that comes, though not for long, so that a refusal can still be the answer's status.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,7 +23,8 @@ from lockstep.api.metrics_folder import FOLDER
 from lockstep.api.wire import ITERATION_TOKENS, RATIOS, BatchDrift, Ended, Gauges
 
 if TYPE_CHECKING:
-    from lockstep.api.generation import Choice, Generation
+    from lockstep.api.bridge import Ticket
+    from lockstep.api.generation import Choice, Generation, Prompt
 
 # fmt: off
 TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -52,7 +53,10 @@ SGLANG = {
 }
 """Where the meaning is equal; the prefix is sglang:."""
 
-NOT_VLLM = ("kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio", "num_requests", "num_aborted_requests")
+NOT_VLLM = (
+    *("engine_up", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
+    *("num_requests", "num_aborted_requests"),
+)
 NOT_VLLM_GROUPS = ("http_", "batch_")
 """What vLLM has not is called, or begins, so; everything else is its name, too."""
 
@@ -64,21 +68,23 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs has no types
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
+        self._model = ""
         self._http = Counter(
             "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
         )
 
-    def name_model(self, name: str) -> None:
+    def name_model(self, name: str, engines: int = 1) -> None:
         """What figures are labelled with, once it is known; nothing is generated before."""
-        self._labels = (name, "0")
+        self._model = name
         keys = ("model_name", "engine")
 
-        def histogram(suffix: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(suffix: str, about: str, buckets: tuple[float, ...]) -> _ByEngine[Histogram]:
             made = Histogram(f"lockstep_{suffix}", about, keys, buckets=buckets, registry=self.registry)
-            return made.labels(*self._labels)
+            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
 
-        def counter(suffix: str, about: str) -> Counter:
-            return Counter(f"lockstep_{suffix}", about, keys, registry=self.registry).labels(*self._labels)
+        def counter(suffix: str, about: str) -> _ByEngine[Counter]:
+            made = Counter(f"lockstep_{suffix}", about, keys, registry=self.registry)
+            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
@@ -103,60 +109,61 @@ class Metrics:
 
     # --------------------------------------------------------------------------------------------------- what happened
 
-    def began(self, generation: Generation) -> None:
-        """A request was sent to the engine."""
-        for choice in generation.choices:
-            self._prompt.observe(len(choice.prompt.ids))
-            self._requests.inc()
+    def began(self, generation: Generation, ticket: Ticket, prompt: Prompt) -> None:
+        """A prompt of a request was sent to its engine."""
+        engine = ticket.engine
+        for _ in ticket.replies:
+            self._prompt[engine].observe(len(prompt.ids))
+            self._requests[engine].inc()
             if generation.wanted.max_tokens is not None:
-                self._asked.observe(generation.wanted.max_tokens)
-        self._prompt_tokens.inc(generation.usage().prompt_tokens)
+                self._asked[engine].observe(generation.wanted.max_tokens)
+        self._prompt_tokens[engine].inc(len(prompt.ids))
 
     def saw(self, generation: Generation, choice: Choice) -> None:
         """Tokens of a choice came, or its end did. What was seen before is not counted again."""
-        reply = choice.reply
+        reply, engine = choice.reply, choice.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
             if generation.wanted.stream:  # tokens of others come when the answer is whole, or a few dozen at a time
                 self._saw_times(generation, choice, arrivals)
             now_s, tokens = arrivals[-1]
-            self._output_tokens.inc(tokens - choice.measured)
+            self._output_tokens[engine].inc(tokens - choice.measured)
             choice.measured, choice.measured_s = tokens, now_s
         ended = reply.ended
         if ended is None or choice.end_measured:
             return
         choice.end_measured = True
-        self._ended.labels(*self._labels, ended.reason).inc()
+        self._ended.labels(*self._labels(engine), ended.reason).inc()
         if ended.reason == "cancelled":
-            self._aborted.inc()
+            self._aborted[engine].inc()
         if ended.rejected:
             return
-        self._output.observe(len(reply.tokens))
-        self._e2e.observe((choice.measured_s or time.monotonic()) - generation.came_s)
-        self._cached.inc(ended.cached_tokens)
-        self._queries.inc(ended.prompt_tokens)
-        self._hits.inc(ended.cached_tokens)
-        self._saw_phases(ended)
+        self._output[engine].observe(len(reply.tokens))
+        self._e2e[engine].observe((choice.measured_s or time.monotonic()) - generation.came_s)
+        self._cached[engine].inc(ended.cached_tokens)
+        self._queries[engine].inc(ended.prompt_tokens)
+        self._hits[engine].inc(ended.cached_tokens)
+        self._saw_phases(engine, ended)
 
-    def _saw_phases(self, ended: Ended) -> None:
+    def _saw_phases(self, engine: int, ended: Ended) -> None:
         """Where its time went, as the engine says."""
         if ended.queue_us >= 0:
-            self._queue.observe(ended.queue_us / 1e6)
+            self._queue[engine].observe(ended.queue_us / 1e6)
         if ended.prefill_us < 0:
             return
-        self._prefill.observe(ended.prefill_us / 1e6)
-        self._decode.observe(ended.decode_us / 1e6)
-        self._inference.observe((ended.prefill_us + ended.decode_us) / 1e6)
+        self._prefill[engine].observe(ended.prefill_us / 1e6)
+        self._decode[engine].observe(ended.decode_us / 1e6)
+        self._inference[engine].observe((ended.prefill_us + ended.decode_us) / 1e6)
         if ended.output_tokens > 1:
-            self._tpot.observe(ended.decode_us / 1e6 / (ended.output_tokens - 1))
+            self._tpot[engine].observe(ended.decode_us / 1e6 / (ended.output_tokens - 1))
 
     def _saw_times(self, generation: Generation, choice: Choice, arrivals: list[tuple[float, int]]) -> None:
         times = [now_s for now_s, _ in arrivals]
         if choice.measured:
             times.insert(0, choice.measured_s)
         else:
-            self._ttft.observe(times[0] - generation.came_s)
-        observe = self._itl.observe
+            self._ttft[choice.ticket.engine].observe(times[0] - generation.came_s)
+        observe = self._itl[choice.ticket.engine].observe
         for before_s, now_s in pairwise(times):
             observe(now_s - before_s)
 
@@ -166,18 +173,42 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def exposition(self, gauges: Gauges | None) -> bytes:
-        """The text format: figures of all workers, and how the engine stands, which each of them is told."""
+    def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = ()) -> bytes:
+        """The text format: figures of all workers, and how the engines stand, which each worker is told.
+
+        Args:
+            gauges: of each engine, the newest; None: it has not said anything yet, or is not there.
+            up: which of them take requests, where that is known.
+        """
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()
             MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # nor has this
-        found = [*source.collect(), *(() if gauges is None else self._engine(gauges))]
+        found = [*source.collect(), *self._up(up)]
+        stand: dict[str, Metric] = {}
+        for engine, one in enumerate(gauges):
+            for metric in () if one is None else self._engine(engine, one):
+                if metric.name in stand:
+                    stand[metric.name].samples += metric.samples
+                else:
+                    stand[metric.name] = metric
+        found += stand.values()
         return generate_latest(_Given([*found, *self._renamed(found)]))
 
-    def _engine(self, gauges: Gauges) -> Iterator[Metric]:
-        """How the engine stands."""
-        labels, values = ("model_name", "engine"), self._labels
+    def _labels(self, engine: int) -> tuple[str, str]:
+        """Of a model and an engine. What no engine was ever given has `none`."""
+        return self._model, str(engine) if engine >= 0 else "none"
+
+    def _up(self, up: Sequence[bool]) -> Iterator[Metric]:
+        one = GaugeMetricFamily("lockstep_engine_up", "Whether it takes requests.", labels=("model_name", "engine"))
+        for engine, there in enumerate(up):
+            one.add_metric(self._labels(engine), float(there))
+        if up:
+            yield one
+
+    def _engine(self, engine: int, gauges: Gauges) -> Iterator[Metric]:
+        """How an engine stands."""
+        labels, values = ("model_name", "engine"), self._labels(engine)
         used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
         hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
         for name, about, value in (
@@ -203,9 +234,9 @@ class Metrics:
             batches.add_metric(values, list(bounds), gauges.batch_tokens)
             yield batches
         if gauges.drift:
-            yield from self._drift(gauges.drift)
+            yield from self._drift(engine, gauges.drift)
 
-    def _drift(self, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
+    def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
         """How far the cost model is off, by kind of batch. Buckets of Prometheus contain those before them."""
         labels = ("model_name", "engine", "kind")
         about = "Time of a batch over the time predicted."
@@ -214,7 +245,7 @@ class Metrics:
         meant = CounterMetricFamily("lockstep_batch_predicted_seconds", "Time predicted for them.", labels=labels)
         bounds = [*map(str, RATIOS), "+Inf"]
         for one in kinds:
-            values = (*self._labels, one.kind)
+            values = (*self._labels(engine), one.kind)
             ratio.add_metric(values, list(zip(bounds, accumulate(one.counts), strict=True)), one.ratios)
             took.add_metric(values, one.measured_s)
             meant.add_metric(values, one.predicted_s)
@@ -228,6 +259,21 @@ class Metrics:
                 yield _called(metric, f"vllm:{name}")
             if "sglang" in self._compat and name in SGLANG:
                 yield _called(metric, f"sglang:{SGLANG[name]}")
+
+
+Figure = TypeVar("Figure")
+
+
+class _ByEngine(dict[int, Figure]):
+    """A figure for each engine, and one more, if it is ever asked for, for what none was given."""
+
+    def __init__(self, make: Callable[[int], Figure], engines: int) -> None:
+        super().__init__({engine: make(engine) for engine in range(engines)})
+        self._make = make
+
+    def __missing__(self, engine: int) -> Figure:
+        self[engine] = made = self._make(engine)
+        return made
 
 
 class _Given:

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from lockstep.api.bridge import EngineUnavailable
+from lockstep.api.bridge import Bridge, EngineUnavailable
+from lockstep.api.cluster_bridge import Engines
 from lockstep.api.errors import ApiError, failure, session_name
 from lockstep.api.generation import (
     Choice,
@@ -229,19 +230,23 @@ async def health(server: Server, call: Call[None]) -> Response:
 
 async def ready(server: Server, call: Call[None]) -> Response:
     """200 while requests are taken."""
-    gauges = server.bridge.gauges
     able = server.bridge.about is not None and not (server.bridge.gone or server.draining)
-    able = able and (gauges is None or gauges.accepting)
+    able = able and any(_takes(one) for one in server.bridge.engines)
     return Response(status_code=200 if able else 503)
 
 
+def _takes(engine: Bridge) -> bool:
+    """Whether an engine takes requests, if only to keep them until it is there again."""
+    return not engine.gone and (engine.gauges is None or engine.gauges.accepting)
+
+
 async def health_generate(server: Server, call: Call[None]) -> Response:
-    """200 when a token came from the engine. One that is busy shows by its answers that it is well, and is not asked.
+    """200 when a token came from each engine. One that is busy shows by its answers that it is well, and is not asked.
 
     However many ask, there is one such request at a time, and its outcome holds for a second.
     """
     bridge = server.bridge
-    if bridge.tickets or bridge.gone or bridge.about is None:
+    if bridge.gone or bridge.about is None or all(one.tickets or one.gone for one in bridge.engines):
         return await health(server, call)
     if server.probe is None or (server.probe.done() and time.monotonic() - server.probed_s > PROBE_HOLDS_S):
         server.probe = asyncio.ensure_future(_probe(server))
@@ -249,11 +254,19 @@ async def health_generate(server: Server, call: Call[None]) -> Response:
 
 
 async def _probe(server: Server) -> bool:
-    """Whether a token comes."""
+    """Whether a token comes from every engine that has nothing to do."""
+    asked = [one for one in server.bridge.engines if not (one.tickets or one.gone)]
+    try:
+        return all(await asyncio.gather(*(_probe_one(server, one) for one in asked)))
+    finally:
+        server.probed_s = time.monotonic()
+
+
+async def _probe_one(server: Server, engine: Bridge) -> bool:
     about = server.about()
     kind: RequestKind = "generate" if about.generates else "embed"
     wanted = Wanted(sampling=Sampling(ignore_eos=True), max_tokens=int(about.generates), kind=kind, label="health")
-    generation = Generation(server.bridge, server.metrics, wanted, time.monotonic())
+    generation = Generation(engine, server.metrics, wanted, time.monotonic())
     try:
         generation.start([Prompt([0])], None, server.limits)
         async with asyncio.timeout(PROBE_S):
@@ -262,18 +275,37 @@ async def _probe(server: Server) -> bool:
         return False
     finally:
         generation.cancel()
-        server.probed_s = time.monotonic()
     return True
 
 
 async def load(server: Server, call: Call[None]) -> Response:
-    """How much there is to do, as the engine last said; it is not asked."""
-    gauges, open_answers = server.bridge.gauges, server.bridge.open_answers
-    said = {"server_load": open_answers, "waiting_prompt_tokens": server.bridge.waiting_tokens}
-    said["waiting_answers"] = server.bridge.waiting_answers
-    if gauges is not None:
-        said |= {"num_reqs": gauges.running + gauges.waiting, "num_waiting_reqs": gauges.waiting}
+    """How much there is to do, as the engines last said; they are not asked."""
+    said = _load(server.bridge)
+    if len(server.bridge.engines) > 1:
+        loads = [_load(one) for one in server.bridge.engines]
+        said |= {name: sum(one.get(name, 0) for one in loads) for name in ("num_reqs", "num_waiting_reqs")}
+        rows = zip(server.bridge.engines, loads, strict=True)
+        return JsonResponse(
+            {**said, "engines": [{"engine": one.number, "state": _state(one), **load} for one, load in rows]}
+        )
     return JsonResponse(said)
+
+
+def _load(bridge: Engines) -> dict[str, int]:
+    said = {"server_load": bridge.open_answers, "waiting_prompt_tokens": bridge.waiting_tokens}
+    said["waiting_answers"] = bridge.waiting_answers
+    if isinstance(bridge, Bridge) and (gauges := bridge.gauges) is not None:
+        said |= {"num_reqs": gauges.running + gauges.waiting, "num_waiting_reqs": gauges.waiting}
+    return said
+
+
+def _state(engine: Bridge) -> str:
+    """In the router's words."""
+    if engine.gone:
+        return "down"
+    if engine.restarting or engine.about is None:
+        return "recovering"
+    return "up" if _takes(engine) else "draining"
 
 
 async def usage(server: Server, call: Call[None]) -> Response:
@@ -301,7 +333,9 @@ async def not_here(server: Server, call: Call[AnyBody]) -> Response:
 
 async def metrics(server: Server, call: Call[None]) -> Response:
     """Figures for Prometheus."""
-    text = server.metrics.exposition(server.bridge.gauges)
+    engines = server.bridge.engines
+    up = [_state(one) == "up" for one in engines] if server.bridge.about is not None else []
+    text = server.metrics.exposition(*(one.gauges for one in engines), up=up)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

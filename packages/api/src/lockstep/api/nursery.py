@@ -4,7 +4,8 @@
              <──Began, Over──        ──fork──> engine 1
              <──Alive─────────────────────────────┘
 
-`python -m lockstep.api.nursery FOLDER DESCRIPTOR`; the descriptor is of a socket pair whose other end the launcher has.
+`python -m lockstep.api.nursery FOLDER DESCRIPTOR NUMBER`; the descriptor is of a socket pair whose other end the
+launcher has, the number that of the engine.
 Imports take a second, torch several; a fork takes milliseconds, so that an engine that died is soon replaced. The
 nursery has one thread, opens no device and no socket, and computes nothing: what is forked from it begins clean.
 """
@@ -34,8 +35,8 @@ log = logging.getLogger("lockstep.nursery")
 class Nursery:
     """Forks, reaps and reports."""
 
-    def __init__(self, folder: Path, control: socket.socket) -> None:
-        self.folder, self.control = folder, control
+    def __init__(self, folder: Path, control: socket.socket, engine: int) -> None:
+        self.folder, self.control, self.engine = folder, control, engine
         self.generations: dict[int, int] = {}  # of children that were not reaped, by pid
         self._wakeup, self._wake = os.pipe()
         for descriptor in (self._wakeup, self._wake):
@@ -86,7 +87,7 @@ class Nursery:
             except BlockingIOError:  # the launcher has not read for long, and will find enough
                 return
 
-        return engine_process.main(self.folder, generation, before, alive)
+        return engine_process.main(self.folder, generation, before, alive, self.engine)
 
 
 def main(arguments: list[str]) -> int:
@@ -100,7 +101,7 @@ def main(arguments: list[str]) -> int:
     preload(settings)
     gc.collect()
     gc.freeze()  # else the first collection of each child copies every page
-    return Nursery(folder, control).run()
+    return Nursery(folder, control, int(arguments[2])).run()
 
 
 if __name__ == "__main__":

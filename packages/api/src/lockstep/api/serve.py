@@ -13,6 +13,7 @@ import msgspec
 
 from lockstep.api.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
+from lockstep.core.router import ROUTER_POLICIES
 
 DEFAULTS = ServeSettings()
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -57,6 +58,12 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("numerics", click.Choice(["fast", "invariant"]), "Whether a batch may change what its requests get.")
 @_option("mem_fraction", float, "Of a GPU's memory, all together.")
 @_option("tp", int, "GPUs, or on the CPU processes, that the model is split over.")
+@_option("dp", int, "Engines behind a router, each with a journal and, on GPUs, --tp of its own.")
+@_option("router", click.Choice(ROUTER_POLICIES), "Which engine takes a request: docs/routing.md.")
+@_option("router_load_bound", float, "prefix_affinity: an engine's load over the mean, at most.")
+@_option("router_load_floor", int, "prefix_affinity: open requests up to which no engine counts as loaded.")
+@_option("router_block_tokens", int, "prefix_affinity: prompts are compared in blocks of so many tokens.")
+@_option("router_sessions_max", int, "Sessions that the router remembers.")
 @_option("cuda_graphs", click.Choice(["auto", "on", "off", "eager"]), "Whether decodes replay CUDA graphs.")
 @_option("cuda_graph_max_batch", int, "Rows of the largest graph.")
 @_option("random_weights", int, "Small random weights; only config.json is read.", metavar="SEED")
@@ -104,11 +111,12 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
 
 def check(settings: ServeSettings) -> None:
     """Find out what can be found out before processes are started. Raises ConfigError."""
-    from lockstep.api.engines import check_names
+    from lockstep.api.engines import check_journal, check_names
     from lockstep.api.keys import read_keys
     from lockstep.api.spans import check_endpoint
 
     check_names(settings)
+    check_journal(settings)
     if settings.api_keys is not None:
         read_keys(Path(settings.api_keys))
     if settings.otlp_endpoint is not None:
@@ -128,18 +136,36 @@ def describe(settings: ServeSettings) -> str:
         for name, value in msgspec.to_builtins(settings).items()
         if value != msgspec.to_builtins(DEFAULTS)[name]
     }
+    model, where = (settings.served_model_name or (about.model,))[0], _devices(settings, about.device)
     indented = unit.memory.replace("\n", "\n  ")
     lines = [
-        f"model      {(settings.served_model_name or (about.model,))[0]} ({about.kind}) on {about.device}",
+        f"model      {model} ({about.kind}) on {where}",
         f"context    {about.request_tokens_max:,} tokens, prompt and output together",
-        f"memory\n  {indented}",
+        f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"
         + (f", and {settings.admin_socket} for an operator" if settings.admin_socket else ""),
         f"keys       {settings.api_keys or 'none: whoever reaches it may use it'}",
-        f"processes  1 engine, {settings.api_workers} API worker{'s' * (settings.api_workers > 1)}",
+        f"processes  {_count(settings.dp, 'engine')}, {_count(settings.api_workers, 'API worker')}",
+        *([f"router     {settings.router}"] if settings.dp > 1 else []),
         f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
         f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
         "scheduler",
         *(f"  {name} = {value}" for name, value in about.settings.items()),
     ]
     return os.linesep.join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def _devices(settings: ServeSettings, first: str) -> str:
+    """Where all engines run, given where the first does, such as `cuda:0`, `2 x cuda:0` or `1 x h200, emulated`."""
+    if settings.dp == 1:
+        return first
+    head, _, index = first.rpartition("cuda:")
+    if not index.isdecimal() or (head and not first.startswith(f"{settings.tp} x ")):
+        return f"{first}, {settings.dp} times"
+    firsts = [int(index) + settings.tp * engine for engine in range(settings.dp)]
+    spans = [f"cuda:{at}" if settings.tp == 1 else f"cuda:{at}-{at + settings.tp - 1}" for at in firsts]
+    return ", ".join(spans)

@@ -73,6 +73,7 @@ class Served:
         reasons = [choice.reply.ended.reason for choice in self.generation.choices if choice.reply.ended is not None]
         return said | {
             "label": self.label,
+            "engine": self.generation.choices[0].ticket.engine if self.generation.choices else -1,
             "stream": self.generation.wanted.stream,
             "answers": len(self.generation.choices),
             "prompt_tokens": usage.prompt_tokens,

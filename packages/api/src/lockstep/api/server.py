@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 
 from starlette.requests import Request
 
-from lockstep.api.bridge import Bridge, EngineUnavailable
+from lockstep.api.bridge import EngineUnavailable
+from lockstep.api.cluster_bridge import Engines
 from lockstep.api.errors import ApiError
 from lockstep.api.generation import Generation, Prompt, Wanted, encode, unavailable
 from lockstep.api.keys import Keys
@@ -26,6 +27,9 @@ from lockstep.api.wire import About
 
 BodyType = TypeVar("BodyType", bound=Body | None)
 
+
+TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
+"""What requests that belong together have in common, for the router of several engines; nothing else looks at it."""
 
 CHARACTERS_MIN = 2**20
 """Text up to so long is always put into tokens before it is found to be too long; some tokenizers drop characters."""
@@ -46,7 +50,7 @@ class Server:
     """One worker."""
 
     settings: ServeSettings
-    bridge: Bridge
+    bridge: Engines
     text: Texts | None
     keys: Keys | None
     metrics: Metrics
@@ -65,7 +69,8 @@ class Server:
         self.bridge.welcome = self._welcome
 
     def _welcome(self, about: About) -> None:
-        self.metrics.name_model((self.settings.served_model_name or (about.model,))[0])
+        name = (self.settings.served_model_name or (about.model,))[0]
+        self.metrics.name_model(name, len(self.bridge.engines))
 
     @property
     def limits(self) -> Limits:
@@ -115,6 +120,8 @@ class Server:
         start_by_s = _due(call, "X-Queue-Timeout", "queue_timeout_s")
         finish_by_s = _due(call, "X-Request-Timeout", "timeout_s")
         generation = Generation(self.bridge, self.metrics, wanted, call.came_s, start_by_s, finish_by_s)
+        if (together := call.request.headers.get(TOGETHER)) is not None:
+            generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
         admit = None
         if self.usage is not None and self.keys is not None:
             admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))

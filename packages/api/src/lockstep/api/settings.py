@@ -6,6 +6,7 @@ They travel to the processes of the server as JSON, in the folder of its sockets
 from __future__ import annotations
 
 import ipaddress
+import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,8 +17,11 @@ import msgspec
 from lockstep.api.logs import LogFormat
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
+from lockstep.core.router import RouterConfig, RouterPolicy
 
 LOOPBACK = ("localhost",)
+DP_MAX = 256
+ROUTER_SETTINGS = ("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max")
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +63,14 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     seed: int = 0
     journal: str | None = None  # a folder; None: what recovery needs lies beside the sockets, and goes with the server
     set: dict[str, Any] = {}  # of the scheduler: fields of SchedConfig
+
+    # several engines, and which of them takes a request: docs/routing.md
+    dp: int = 1
+    router: RouterPolicy = "least_requests"
+    router_load_bound: float = 1.25
+    router_load_floor: int = 8
+    router_block_tokens: int = 256
+    router_sessions_max: int = 100_000
 
     # the model
     device: str = "auto"
@@ -115,10 +127,17 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("`model` and `emulate` are two kinds of engine\nhint: give one of them")
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
-        least_values = (("api_workers", 1), ("tp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
+        least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
         for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
+        if self.dp > DP_MAX:
+            raise ConfigError(f"`dp` must be at most {DP_MAX}, got `{self.dp}`")
+        defaults = {one.name: one.default for one in msgspec.structs.fields(self)}
+        for name in ROUTER_SETTINGS:
+            if self.dp == 1 and getattr(self, name) != defaults[name]:
+                raise ConfigError(f"`{name}` is for several engines\nhint: give dp, or drop it")
+        self.router_config()
         if self.port > 65535:
             raise ConfigError(f"`port` must be at most 65535, got `{self.port}`")
         for name in ("speed", "slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s"):
@@ -163,6 +182,33 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"`host` {self.host} can be reached by others, and there are no keys\n"
                 "hint: give api_keys, or serve 127.0.0.1 behind a proxy that knows who may enter"
             )
+
+    def router_config(self) -> RouterConfig:
+        """How requests are spread over engines. Raises ConfigError."""
+        try:
+            return RouterConfig(
+                policy=self.router,
+                load_bound=self.router_load_bound,
+                load_floor=self.router_load_floor,
+                block_tokens=self.router_block_tokens,
+                sessions_max=self.router_sessions_max,
+            )
+        except ConfigError as error:  # which names fields of RouterConfig
+            raise ConfigError(re.sub(r"^`(?!router)", "`router_", str(error))) from error
+
+    def of_engine(self, engine: int) -> ServeSettings:
+        """Those of one engine of several: what it writes goes into a folder of its own."""
+        changed = {
+            name: str(Path(folder) / "engines" / str(engine))
+            for name in ("journal", "profile_dir")
+            if (folder := getattr(self, name)) is not None
+        }
+        return msgspec.structs.replace(self, **changed)
+
+    @property
+    def tenants_apart(self) -> bool:
+        """Whether tenants share no prefixes: where there are keys, unless it is said that they do."""
+        return bool(self.set.get("isolate_tenants", self.api_keys is not None))
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,9 @@
     DIR/engine      the engine reads here, everybody writes
     DIR/worker-N    worker N reads here; the engine and the launcher write
 
+    DIR/router      with several engines, the router reads here, and `worker-N` is where it answers; each engine has the
+                    others in a folder of its own in DIR
+
 Each has one reader and goes one way, so a process that ends takes no answer with it that somebody waits for: who is
 gone is said by the launcher, which is the parent of all.
 """
@@ -26,10 +29,20 @@ MESSAGES_MAX = 10_000  # kept for a reader that does not read; steps of an engin
 def fresh_folder() -> Path:
     """A new folder with mode 0700. Raises ConfigError where the system's folder for such is too deep for sockets."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-    if len(bytes(folder / "worker-9999")) > PATH_BYTES_MAX:
+    if len(bytes(engine_folder(folder, 999, 1000) / "worker-9999")) > PATH_BYTES_MAX:
         folder.rmdir()
         raise ConfigError(f"`{folder}` is too long a path for local sockets\nhint: set TMPDIR to a short one")
     return folder
+
+
+def engine_folder(folder: Path, engine: int, engines: int) -> Path:
+    """The folder of an engine's sockets. No other server's has its name, which is in the journal: `Claims`."""
+    return folder if engines == 1 else folder / f"{folder.name.removeprefix('lockstep-')}-{engine}"
+
+
+def router_address(folder: Path) -> str:
+    """Where the router reads."""
+    return f"ipc://{folder / 'router'}"
 
 
 def engine_address(folder: Path) -> str:

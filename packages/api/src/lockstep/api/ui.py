@@ -32,6 +32,7 @@ async def requests(server: Server, call: Call[None]) -> Response:
             "journal": server.settings.journal,
             "model": server.models()[0],
             "device": server.about().device,
+            "engines": len(server.bridge.engines),
             "requests": server.recent.of(None if server.keys is None else call.tenant),
         }
     )

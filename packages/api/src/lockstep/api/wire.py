@@ -5,6 +5,11 @@
                  <──Welcome, StepAnswers, Answered──
     launcher ──WorkerGone, Stop──> engine;  launcher ──EngineRestarting, EngineGone──> workers
 
+With several engines each has a folder of its own with all of these sockets, and one more socket is the router's, which
+says who takes what: `routing`.
+
+    API worker ──Offer, Over, ...──> router ──Routed──> API worker;  engine ──EngineHere──> router
+
 An engine that is restarted has a higher generation. A worker that hears of it greets it, submits again whatever is
 open, saying how much of it it has, and ends with Settled. What was sent to the engine before is passed over.
 
@@ -16,7 +21,7 @@ kind of request is one class here, one handler, and one line in the table of who
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -112,6 +117,80 @@ class Stop(ToEngine, frozen=True):
 
 
 EngineMessage = Hello | Submit | Settled | Cancel | CancelLabel | Ask | Trace | WorkerGone | Stop
+
+
+# ------------------------------------------------------------------------------------------------------ to the router
+# Of a server with several engines. What is said of an engine by its number is about one of its lives, a generation.
+
+
+class ToRouter(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """From a worker, an engine or the launcher."""
+
+
+class Offer(ToRouter, frozen=True):
+    """From a worker: who takes this? Answered by Routed of the same number, once somebody can take it.
+
+    `session` is what requests stay together by, hashed; of a session that is open its engine is the only one.
+    """
+
+    worker: int
+    number: int
+    prompt_tokens: int
+    prefix: tuple[int, ...] = ()  # `lockstep.core.router.prefix_keys`
+    session: str = ""
+    what: Literal["request", "open", "close"] = "request"  # a request; a session that is to be opened, or closed
+    parent: str = ""  # a session that is to be continued in another one
+
+
+class Over(ToRouter, frozen=True):
+    """From a worker: nothing more comes of what it offered under this number."""
+
+    worker: int
+    number: int
+    output_tokens: int
+
+
+class SessionOver(ToRouter, frozen=True):
+    """From a worker: this session is not open, or not any more."""
+
+    session: str
+
+
+class Drained(ToRouter, frozen=True):
+    """From a worker: an engine is to get nothing new, or something again."""
+
+    engine: int
+    draining: bool
+
+
+class EngineHere(ToRouter, frozen=True):
+    """From an engine that can take requests."""
+
+    engine: int
+    generation: int
+    cache_tokens: int  # that its radix cache can hold
+    sessions: tuple[str, ...]  # that are open, hashed
+    draining: bool
+
+
+class EngineLost(ToRouter, frozen=True):
+    """From the launcher: an engine ended. The next one has this generation; None: there is none."""
+
+    engine: int
+    next_generation: int | None
+
+
+class WorkerLost(ToRouter, frozen=True):
+    """From the launcher: a worker ended, and with it whatever it had offered."""
+
+    worker: int
+
+
+class StopRouter(ToRouter, frozen=True):
+    """From the launcher: end."""
+
+
+RouterMessage = Offer | Over | SessionOver | Drained | EngineHere | EngineLost | WorkerLost | StopRouter
 
 
 # ---------------------------------------------------------------------------------------------------------- to a worker
@@ -258,19 +337,30 @@ class EngineGone(ToWorker, frozen=True):
     message: str
 
 
+class Routed(ToWorker, frozen=True):
+    """From the router: this engine takes it. `fresh`: it was asked about a session that it did not know."""
+
+    number: int
+    engine: int
+    fresh: bool = False
+
+
 WorkerMessage = Welcome | StepAnswers | Answered | EngineRestarting | EngineGone
 
 
 # ------------------------------------------------------------------------------------------------------- bytes and back
 
 Message = TypeVar("Message")
+AnyToWorker = TypeVar("AnyToWorker", bound=ToWorker)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 _to_worker: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_to_router: msgspec.msgpack.Decoder[RouterMessage] = msgspec.msgpack.Decoder(RouterMessage)
+_routed: msgspec.msgpack.Decoder[Routed] = msgspec.msgpack.Decoder(Routed)
 
 
-def encode(message: ToEngine | ToWorker) -> bytes:
+def encode(message: ToEngine | ToWorker | ToRouter) -> bytes:
     """A message as bytes."""
     return _encoder.encode(message)
 
@@ -282,7 +372,20 @@ def read_by_engine(frame: bytes) -> EngineMessage:
 
 def read_by_worker(frame: bytes, worker: int) -> WorkerMessage:
     """A message to this worker. Raises WireError, which names what came."""
-    message = _read(_to_worker, frame, f"worker {worker}")
+    return _for(worker, _read(_to_worker, frame, f"worker {worker}"))
+
+
+def read_routed(frame: bytes, worker: int) -> Routed:
+    """What the router tells this worker. Raises WireError, which names what came."""
+    return _for(worker, _read(_routed, frame, f"worker {worker}"))
+
+
+def read_by_router(frame: bytes) -> RouterMessage:
+    """A message to the router. Raises WireError, which names what came."""
+    return _read(_to_router, frame, "the router")
+
+
+def _for(worker: int, message: AnyToWorker) -> AnyToWorker:
     if message.worker != worker:
         raise WireError(f"worker {worker} got {type(message).__name__} for worker {message.worker}")
     return message

@@ -21,6 +21,7 @@ import uvicorn
 from lockstep.api import children
 from lockstep.api.app import ADMIN_ROUTES, make_app
 from lockstep.api.bridge import Bridge
+from lockstep.api.cluster_bridge import ClusterBridge, Engines
 from lockstep.api.engines import text_of
 from lockstep.api.keys import read_keys
 from lockstep.api.metrics import Metrics
@@ -47,7 +48,11 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     """Serve until SIGTERM. Raises WireError."""
     text = text_of(settings)
     keys = read_keys(Path(settings.api_keys)) if settings.api_keys is not None else None
-    bridge = Bridge(folder, number)
+    bridge: Engines = Bridge(folder, number)
+    if settings.dp > 1:
+        bridge = ClusterBridge(
+            folder, number, settings.dp, settings.router_config(), tenants_apart=settings.tenants_apart
+        )
     usage = (
         None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )

@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity", "session_sticky"]
 ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
-EngineState = Literal["up", "draining", "down"]
-"""up takes requests; draining finishes what it has; down has lost what it had, cache included."""
+EngineState = Literal["up", "draining", "recovering", "down"]
+"""up takes requests; draining finishes what it has; recovering has lost its cache, and comes back with the requests and
+sessions that it had; down has lost those as well.
+"""
 
 RouteReason = Literal["policy", "session", "prefix", "bound", "no_engine"]
 """Why this engine: the policy says so; it has the session; it has the longest prefix; who has a longer one is over the
@@ -100,6 +102,7 @@ class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_d
     prompt_tokens: int
     prefix: tuple[int, ...] = ()  # `prefix_keys` of the prompt; only prefix_affinity looks
     session: str = ""  # only session_sticky looks
+    only: int | None = None  # whatever the policy says: the engine that keeps what it goes on from
 
 
 class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -111,7 +114,7 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_def
 
 
 class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """An engine came up, drains, or went down. The open requests of one that goes down are the host's to offer anew."""
+    """An engine came up, drains, recovers, or went down. What one that went down had is the host's to offer anew."""
 
     time_us: int
     engine: int
@@ -195,11 +198,16 @@ class Router:
             raise ContractError(f"request id {fact.request_id} does not increase after {self._last_request_id}")
         self.now_us = fact.time_us
         self._last_request_id = fact.request_id
-        if not self._up:
+        if fact.only is not None and not 0 <= fact.only < len(self.engines):
+            raise ContractError(f"there is no engine {fact.only}: the router has 0 to {len(self.engines) - 1}")
+        if self.state[fact.only] == "down" if fact.only is not None else not self._up:
             return self._decided(RequestRouted(request_id=fact.request_id, engine=None, reason="no_engine"))
         reason: RouteReason = "policy"
         matched_tokens = 0
         match self.config.policy:
+            case _ if fact.only is not None:
+                engine, reason = fact.only, "session"
+                self._prefixes.sent(fact.prefix, engine)
             case "round_robin":
                 engine = self._in_turn()
             case "least_requests":
@@ -290,10 +298,11 @@ class Router:
         self._up = [e for e, state in enumerate(self.state) if state == "up"]
         self._up_weight = sum(self.engines[e].weight for e in self._up)
         self._credit[engine] = 0.0
+        if fact.state in ("recovering", "down"):
+            self._prefixes.lost(engine)
         if fact.state == "down":
             self.open = {request_id: at for request_id, at in self.open.items() if at.engine != engine}
             self.open_requests[engine] = self.open_tokens[engine] = 0
-            self._prefixes.lost(engine)
             self._sessions = {session: home for session, home in self._sessions.items() if home != engine}
 
 

@@ -42,6 +42,7 @@ from lockstep.core.router import (
     RouterConfig,
     prefix_keys,
 )
+from lockstep.host.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import balance, combine
@@ -50,7 +51,6 @@ from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
-from lockstep.sim.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.simulate import (
     FrontEnd,
     NoJournal,

@@ -54,6 +54,7 @@ from lockstep.core.events import (
     TokenIds,
     TokenRuns,
 )
+from lockstep.core.support import sample_label, samples_asked
 from lockstep.sim.packed_rows import PART_ROWS, PackedRows
 from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
 
@@ -451,7 +452,8 @@ class MetricsFold:
             if event.accepted and self._drafts is not None:
                 self._drafts.verified(event)
         elif type(event) is RequestArrived:
-            self._arrive(event)
+            for sample in range(samples_asked(event)):  # each is a request
+                self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
@@ -520,10 +522,9 @@ class MetricsFold:
 
     # ------------------------------------------------------------------------------------------------- taking in
 
-    def _arrive(self, event: RequestArrived) -> None:
+    def _arrive(self, event: RequestArrived, request_id: RequestId, label: str) -> None:
         if self._first_us is None:
             self._first_us = event.time_us
-        request_id = event.request_id
         if request_id in self._row_of:
             raise ContractError(f"request {request_id} arrived twice\nhint: fold each record of a journal once")
         if request_id in self._ended or len(self._ended) >= PART_ROWS:
@@ -532,7 +533,7 @@ class MetricsFold:
         self._request_ids.append(request_id)
         self._arrival_us.append(event.time_us)
         self._prompt_tokens.append(count_tokens(event.prompt))
-        self._recent_labels.append(event.label)
+        self._recent_labels.append(label)
         self._tenant_codes.append(self._tenants[event.tenant])
         self._admitted_us.append(-1)
         self._cached_tokens.append(-1)

@@ -4,11 +4,14 @@
     {"fact":{"type":"RequestOffered",...},"routed":{...},"digest":"..."}
 
 `verify_router` replays it with a router made from the first line: equal facts give equal decisions. Facts that cross to
-an engine are found in its own journal under the same request id, which is never used twice.
+an engine are found in its own journal: of a simulation under the same request id, of a server by the request's origin.
+
+A server begins a new file whenever it starts, and when one has become large; those before are router-0.jsonl and so on.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
@@ -44,25 +47,47 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class NoRouterJournal:
     """For runs that are only measured."""
 
+    size_bytes = 0
+
     def append(self, fact: RouterFact, routed: RequestRouted | None, digest: bytes) -> None:
         """Forget."""
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
 
 class RouterJournal:
-    """Writes `router.jsonl`. Raises JournalError if the folder has one."""
+    """Writes `router.jsonl`. Raises JournalError if the folder has one.
 
-    def __init__(self, folder: Path, config: RouterConfig, engines: tuple[EngineShare, ...]) -> None:
+    Args:
+        live: every line is given to the system at once, so that it survives the process.
+    """
+
+    def __init__(
+        self, folder: Path, config: RouterConfig, engines: tuple[EngineShare, ...], *, live: bool = False
+    ) -> None:
         self._encode = msgspec.json.Encoder().encode
+        self.size_bytes = 0
         path = folder / FILE
         if path.exists():
             raise JournalError(f"{path} is there already\nhint: choose another run folder")
-        self._file: IO[bytes] = path.open("xb")
-        self._file.write(self._encode(RouterHeader(router=config, engines=engines)) + b"\n")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=0 if live else -1)
+        self._write(RouterHeader(router=config, engines=engines))
 
     def append(self, fact: RouterFact, routed: RequestRouted | None, digest: bytes) -> None:
         """Record one fact and what followed."""
         record = RouterRecord(fact=fact, routed=routed, digest=digest.hex() if routed is not None else "")
-        self._file.write(self._encode(record) + b"\n")
+        self._write(record)
+
+    def _write(self, line: msgspec.Struct) -> None:
+        data = self._encode(line) + b"\n"
+        self._file.write(data)
+        self.size_bytes += len(data)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
 
     def __enter__(self) -> RouterJournal:
         return self
@@ -88,6 +113,22 @@ def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, list[
     return found
 
 
+def set_aside(folder: Path, bytes_max: int) -> None:
+    """Make room for a new `router.jsonl`: the one there is gets a number, and the oldest go beyond so many bytes."""
+    numbered = router_files(folder)[:-1]
+    if (folder / FILE).exists():
+        number = 1 + int(numbered[-1].stem.partition("-")[2]) if numbered else 0
+        numbered.append((folder / FILE).rename(folder / f"router-{number}.jsonl"))
+    while sum(path.stat().st_size for path in numbered) > bytes_max:
+        numbered.pop(0).unlink()
+
+
+def router_files(folder: Path) -> list[Path]:
+    """The files of a router in a run folder, the oldest first, and `router.jsonl` at the end, be it there or not."""
+    numbered = [path for path in folder.glob("router-*.jsonl") if path.stem.partition("-")[2].isdecimal()]
+    return [*sorted(numbered, key=lambda path: int(path.stem.partition("-")[2])), folder / FILE]
+
+
 class RouterDivergence(LockstepError):
     """The replay decided something else."""
 
@@ -97,7 +138,11 @@ def verify_router(folder: Path) -> tuple[int, int]:
 
     Raises: RouterDivergence with the first line that differs; JournalError for a file that cannot be read.
     """
-    path = folder / FILE
+    counts = [_verify_file(path) for path in router_files(folder)]
+    return sum(facts for facts, _ in counts), sum(decisions for _, decisions in counts)
+
+
+def _verify_file(path: Path) -> tuple[int, int]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -1,0 +1,291 @@
+"""A worker's side of several engines: a `Bridge` to each, and the router, which says who takes what.
+
+    handler ──submit──> a Ticket that nobody has ──Offer──> router ──Routed──> Bridge of that engine, which sends it
+
+To handlers it is what one `Bridge` is, with the figures of all engines together. What is asked of engines themselves
+goes to `engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from lockstep.api.bridge import Bridge, EngineUnavailable, Ticket, make_ticket
+from lockstep.api.routing import session_key
+from lockstep.api.sockets import engine_folder, reader_options, router_address, worker_address, writer
+from lockstep.api.wire import (
+    About,
+    Drained,
+    Offer,
+    Over,
+    Routed,
+    SessionOver,
+    ToRouter,
+    encode,
+    read_routed,
+)
+from lockstep.core.events import RequestArrived
+from lockstep.core.requests import prompt_bytes
+from lockstep.core.router import RouterConfig, prefix_keys
+
+
+class ClusterBridge:
+    """One worker's connection to all engines. Made and used in the worker's event loop.
+
+    Args:
+        folder: of the server's sockets.
+        tenants_apart: whether tenants share no prefixes.
+    """
+
+    def __init__(
+        self, folder: Path, worker: int, engines: int, router: RouterConfig, *, tenants_apart: bool = False
+    ) -> None:
+        self.worker = worker
+        self.welcome: Callable[[About], object] | None = None  # told when all engines are there
+        folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
+        self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
+        for one in self.engines:
+            one.welcome, one.over = self._welcomed, self._over
+        self._router, self._tenants_apart = router, tenants_apart
+        self._unrouted: dict[int, Ticket] = {}  # by the number of their offer
+        self._numbers: dict[Ticket, int] = {}  # of all that are open, by how the router knows them
+        self._asked: dict[int, asyncio.Future[Routed]] = {}  # about sessions
+        self._next_number = 0
+        self._known: list[About] = []  # of the engines left, from which
+        self._about: About | None = None  # this was made
+        self._context = zmq.asyncio.Context()
+        self._mailbox = self._context.socket(zmq.SocketType.PULL)
+        reader_options(self._mailbox)
+        self._mailbox.bind(worker_address(folder, worker))
+        self._to_router = writer(zmq.Context(self._context), router_address(folder))
+
+    async def run(self) -> None:
+        """Read what comes until cancelled. Raises WireError."""
+        readers = [asyncio.ensure_future(one.run()) for one in self.engines]
+        readers.append(asyncio.ensure_future(self._read_routes()))
+        try:
+            await asyncio.gather(*readers)
+        finally:
+            for one in readers:
+                one.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read_routes(self) -> None:
+        while True:
+            self._routed(read_routed(await self._mailbox.recv(), self.worker))
+
+    def close(self) -> None:
+        """Give the sockets up."""
+        for one in self.engines:
+            one.close()
+        self._mailbox.close()
+        self._to_router.close()
+
+    # ---------------------------------------------------------------------------------------------- how things stand
+
+    @property
+    def left(self) -> list[Bridge]:
+        """Engines that are not gone for good."""
+        return [one for one in self.engines if not one.gone]
+
+    @property
+    def gone(self) -> str:
+        """Why nothing is taken any more; empty while one engine is left."""
+        return "" if self.left else self.engines[-1].gone
+
+    @property
+    def about(self) -> About | None:
+        """What all engines can do, once all are there."""
+        known = [one.about for one in self.left if one.about is not None]
+        if not known or len(known) < len(self.left):
+            return None
+        if known == self._known:
+            return self._about
+        self._known, devices = known, list(dict.fromkeys(one.device for one in known))
+        self._about = msgspec.structs.replace(
+            known[0],
+            request_tokens_max=min(one.request_tokens_max for one in known),
+            prompt_tokens_max=min(one.prompt_tokens_max for one in known),
+            device=f"{len(self.engines)} engines on {', '.join(devices)}",
+        )
+        return self._about
+
+    @property
+    def tickets(self) -> bool:
+        """Whether anything is open."""
+        return bool(self._unrouted) or any(one.tickets for one in self.engines)
+
+    @property
+    def open_answers(self) -> int:
+        return self._sum(lambda one: one.open_answers, lambda ticket: len(ticket.replies))
+
+    @property
+    def waiting_answers(self) -> int:
+        return self._sum(lambda one: one.waiting_answers, lambda ticket: len(ticket.replies))
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._sum(lambda one: one.waiting_tokens, lambda ticket: ticket.waiting_tokens)
+
+    def _sum(self, of_engine: Callable[[Bridge], int], of_ticket: Callable[[Ticket], int]) -> int:
+        return sum(map(of_engine, self.engines)) + sum(map(of_ticket, self._unrouted.values()))
+
+    def stalled(self, after_s: float) -> bool:
+        """Whether an engine has something to do, and has said nothing for so long."""
+        return any(one.stalled(after_s) for one in self.left)
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    def submit(
+        self,
+        request: RequestArrived,
+        changed: asyncio.Event,
+        start_by_s: float | None = None,
+        finish_by_s: float | None = None,
+        session: str = "",
+    ) -> Ticket:
+        """See `Bridge.submit`. Until the router has said who takes it, it is nobody's.
+
+        Args:
+            session: what requests stay together by, where they are no turns of a session.
+        """
+        if self.gone:
+            raise EngineUnavailable(self.gone)
+        if self.about is None:
+            raise EngineUnavailable("the engine is starting")
+        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        ticket.session = request.session or session
+        self._offer(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Its client left. Nothing more of it is waited for."""
+        number = self._numbers.get(ticket)
+        if number is None:
+            return
+        if self._unrouted.pop(number, None) is not None:
+            ticket.cancelled()
+            self._over(ticket)
+        else:
+            self.engines[ticket.engine].cancel(ticket)
+
+    def cancel_label(self, label: str, tenant: str) -> None:
+        """Cancel whatever a tenant calls so, on every engine. Raises EngineUnavailable where one cannot be asked."""
+        for ticket in list(self._unrouted.values()):
+            request = ticket.submit.request
+            if (request.label, request.tenant) == (label, tenant):
+                self.cancel(ticket)
+        missed = ""
+        for one in self.left:
+            try:
+                one.cancel_label(label, tenant)
+            except EngineUnavailable as error:
+                missed = f"engine {one.number}: {error}"
+        if missed or self.gone:
+            raise EngineUnavailable(missed or self.gone)
+
+    async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
+        """Who is to open a session, and what to call if it does not. Raises EngineUnavailable."""
+        key, parent_key = session_key(session), session_key(parent) if parent else ""
+        routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "open", parent_key))
+        refused = partial(self._send, SessionOver(key)) if routed.fresh else lambda: None
+        return self.engines[routed.engine], refused
+
+    async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
+        """Who has a session, and what to call once it has not. Raises EngineUnavailable."""
+        key = session_key(session)
+        routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "close"))
+        return self.engines[routed.engine], partial(self._send, SessionOver(key))
+
+    def drained(self, engine: Bridge, *, draining: bool) -> None:
+        """The router is to send an engine nothing new, or something again."""
+        self._send(Drained(engine.number, draining))
+
+    async def _ask(self, offer: Callable[[int], Offer]) -> Routed:
+        if self.gone:
+            raise EngineUnavailable(self.gone)
+        if self.about is None:
+            raise EngineUnavailable("the engine is starting")
+        number = self._number()
+        future: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self._send(offer(number))
+        try:
+            return await future
+        finally:
+            del self._asked[number]
+
+    # ------------------------------------------------------------------------------------------------------ the router
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
+    def _offer(self, ticket: Ticket) -> None:
+        number = self._number()
+        request = ticket.submit.request
+        prefix: tuple[int, ...] = ()
+        if self._router.policy == "prefix_affinity":
+            ids = np.frombuffer(prompt_bytes(request.prompt), np.int32)
+            space = f"{request.tenant if self._tenants_apart else ''}\0{request.namespace}"
+            prefix = prefix_keys(ids, self._router.block_tokens, space)
+        key = session_key(ticket.session) if ticket.session else ""
+        self._send(Offer(self.worker, number, ticket.waiting_tokens, prefix, key))
+        self._unrouted[number] = ticket
+        self._numbers[ticket] = number
+
+    def _routed(self, message: Routed) -> None:
+        """The router says who takes something."""
+        asked = self._asked.get(message.number)
+        if asked is not None:
+            if not asked.done():
+                asked.set_result(message)
+            return
+        ticket = self._unrouted.pop(message.number, None)
+        if ticket is None:  # its client left meanwhile, and the router has been told
+            return
+        one = self.engines[message.engine]
+        if one.gone:  # the router did not know that yet
+            self._send(Over(self.worker, self._numbers.pop(ticket), 0))
+            if self.left:
+                self._offer(ticket)
+            else:
+                ticket.failed(one.gone)
+            return
+        try:
+            one.take_on(ticket)
+        except EngineUnavailable as error:
+            ticket.failed(str(error))
+            self._over(ticket)
+
+    def _over(self, ticket: Ticket) -> None:
+        """Nothing more comes of a ticket."""
+        number = self._numbers.pop(ticket, None)
+        if number is not None:
+            with suppress(EngineUnavailable):  # a router that does not read any more counts for nobody
+                self._send(Over(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
+
+    def _welcomed(self, about: About) -> None:
+        whole = self.about
+        if whole is not None and self.welcome is not None:
+            welcome, self.welcome = self.welcome, None
+            welcome(whole)
+
+    def _send(self, message: ToRouter) -> None:
+        try:
+            self._to_router.send(encode(message), zmq.Flag.DONTWAIT)
+        except zmq.Again:
+            raise EngineUnavailable("the router does not read its messages") from None
+
+
+Engines = Bridge | ClusterBridge
+"""What a worker asks: one engine, or several."""

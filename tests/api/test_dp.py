@@ -1,0 +1,439 @@
+"""Several engines behind a router: who takes what, what an operator sees and does, and an engine that dies.
+
+What the router of a live server decided is in its journal, and is decided again by `lockstep.core.router`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+openai = pytest.importorskip("openai", reason="the official client is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+
+from click.testing import CliRunner  # noqa: E402
+
+from lockstep.api.routing import Dispatcher, session_key  # noqa: E402
+from lockstep.api.serve import serve  # noqa: E402
+from lockstep.api.settings import read_settings  # noqa: E402
+from lockstep.api.wire import (  # noqa: E402
+    Drained,
+    EngineHere,
+    EngineLost,
+    Offer,
+    Over,
+    Routed,
+    SessionOver,
+    WorkerLost,
+)
+from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.router import EngineChanged, RequestOffered, RouterConfig, RouterPolicy  # noqa: E402
+from lockstep.host.router_journal import RouterRecord, verify_router  # noqa: E402
+from lockstep.tools.diff import diff  # noqa: E402
+from lockstep.tools.explain import explain  # noqa: E402
+from lockstep.tools.journal import journal  # noqa: E402
+from lockstep.tools.replay import replay  # noqa: E402
+from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
+from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
+from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
+
+TWO = ("--dp", "2")
+
+
+def facts(run: Path) -> list[RouterRecord]:
+    """What the router of a run was told, and what it decided."""
+    lines = (run / "router.jsonl").read_bytes().splitlines()[1:]
+    return [msgspec.json.decode(line, type=RouterRecord) for line in lines]
+
+
+def routed(run: Path) -> list[int | None]:
+    """The engine of each request."""
+    return [record.routed.engine for record in facts(run) if record.routed is not None]
+
+
+def per_engine(server: LiveServer, name: str) -> list[float]:
+    """A figure of both engines."""
+    return [metric_of(server, name, engine) for engine in (0, 1)]
+
+
+def metric_of(server: LiveServer, name: str, engine: int) -> float:
+    lines = httpx2.get(f"{server.url}/metrics", headers=USER).text.splitlines()
+    wanted = [line for line in lines if line.startswith(f"{name}{{") and f'engine="{engine}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in wanted)
+
+
+def client_of(server: LiveServer, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+# ----------------------------------------------------------------------------------------------------- the dispatcher
+
+
+class Board:
+    """A dispatcher of two engines that are there, with a clock that stands still."""
+
+    def __init__(self, policy: RouterPolicy = "round_robin", run: Path | None = None, **more: Any) -> None:
+        self.answers: list[Routed] = []
+        config = RouterConfig(policy=policy)
+        self.dispatcher = Dispatcher(2, config, self.answers.append, run=run, clock_us=lambda: 0, **more)
+        self.number = -1
+
+    def both(self) -> Board:
+        for engine in (0, 1):
+            self.tell(EngineHere(engine, 0, 1000, (), False))
+        return self
+
+    def tell(self, *messages: Any) -> None:
+        for message in messages:
+            self.dispatcher.handle(message)
+
+    def offer(self, worker: int = 0, **more: Any) -> int | None:
+        """The engine that takes another request; None if nobody does yet."""
+        self.number += 1
+        before = len(self.answers)
+        self.tell(Offer(worker, self.number, 10, **more))
+        return self.answers[-1].engine if len(self.answers) > before else None
+
+
+def test_offers_wait_until_every_engine_was_there_and_again_while_none_is() -> None:
+    board = Board()
+    board.tell(EngineHere(0, 0, 1000, (), False))
+    assert board.offer() is None
+    board.tell(EngineHere(1, 0, 1000, (), False))
+    assert board.answers == [Routed(0, 0, 0, True)]
+    board.tell(EngineLost(0, 1))
+    assert [board.offer() for _ in range(2)] == [1, 1]
+    board.tell(EngineHere(0, 0, 1000, (), False))  # of the life that has ended
+    assert board.offer() == 1
+    board.tell(EngineLost(1, 1))
+    assert board.offer() is None
+    board.tell(EngineHere(0, 1, 1000, (), False))
+    assert board.answers[-1].engine == 0
+    assert board.dispatcher.router is not None
+    assert board.dispatcher.router.open_requests == [2, 3]  # those of before go on, and go on counting
+    board.tell(EngineLost(1, None))
+    assert board.dispatcher.router.open_requests == [2, 0]
+    assert [board.offer() for _ in range(2)] == [0, 0]
+
+
+def test_what_a_worker_had_open_goes_with_it() -> None:
+    board = Board("least_requests").both()
+    assert [board.offer(worker=worker) for worker in (0, 1, 0, 1)] == [0, 1, 0, 1]
+    board.tell(Over(0, 0, 5))
+    assert board.dispatcher.router is not None
+    assert board.dispatcher.router.open_requests == [1, 2]
+    board.tell(WorkerLost(1))
+    assert board.dispatcher.router.open_requests == [1, 0]
+
+
+def test_a_session_is_its_engines_whatever_the_policy_says() -> None:
+    board = Board("round_robin").both()
+    mine, fork = session_key("mine"), session_key("fork")
+    home = board.offer(session=mine, what="open")
+    assert [board.offer(session=mine) for _ in range(3)] == [home] * 3
+    assert board.offer(session=fork, what="open", parent=mine) == home
+    assert not board.answers[-1].fresh or board.answers[-1].engine == home
+    board.tell(EngineLost(home or 0, 1))
+    assert board.offer(session=mine) == home  # which keeps it until it is back
+    board.tell(EngineHere(home or 0, 1, 1000, (mine,), False))
+    assert board.offer(session=mine) == home
+    assert board.offer(session=fork, what="close") == 0  # which says that there is none
+    assert board.answers[-1].fresh
+    board.tell(SessionOver(mine))
+    assert {board.offer(session=mine) for _ in range(2)} == {0, 1}
+
+
+def test_where_everybody_drains_somebody_says_so() -> None:
+    board = Board().both()
+    board.tell(Drained(1, True))
+    assert [board.offer() for _ in range(2)] == [0, 0]
+    board.tell(Drained(0, True))
+    assert board.offer() == 0  # and is refused there
+    board.tell(Drained(0, False), Drained(1, False))
+    assert {board.offer() for _ in range(2)} == {0, 1}
+
+
+def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path) -> None:
+    board = Board("least_requests", run=tmp_path, bytes_max=16 * 2000).both()
+    board.offer()
+    for number in range(1, 40):
+        board.offer()
+        board.tell(Over(0, number, 1))
+    board.dispatcher.close()
+    assert board.dispatcher.router is not None
+    assert sum(board.dispatcher.router.open_requests) == 1
+    assert 2 <= len(list(tmp_path.glob("router*.jsonl"))) <= 10
+    assert verify_router(tmp_path)[1] >= 40
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dp": 0}, "`dp` must be at least 1, got `0`"),
+        ({"dp": 1000}, "`dp` must be at most 256, got `1000`"),
+        ({"router": "round_robin"}, "`router` is for several engines\nhint: give dp, or drop it"),
+        ({"dp": 2, "router": "random"}, "Invalid enum value 'random'"),
+        ({"dp": 2, "router_load_bound": 0.5}, "`router_load_bound` must be from 1 to 1000, got `0.5`"),
+        ({"dp": 2, "router_block_tokens": 0}, "`router_block_tokens` must be a whole number of at least 1, got `0`"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_settings(None, given)
+
+
+def test_dry_run_says_how_many_and_a_journal_of_another_number_is_refused(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(serve, [*EMULATED, "--dp", "4", "--router", "prefix_affinity", "--dry-run"])
+    assert "on 1 x H200-SXM, emulated, 4 times" in shown.output
+    assert "memory of each engine" in shown.output
+    assert "processes  4 engines, 1 API worker" in shown.output
+    assert "router     prefix_affinity" in shown.output
+    (tmp_path / "engines" / "0" / "journal").mkdir(parents=True)
+    for dp in ("1", "2"):
+        refused = CliRunner().invoke(serve, [*EMULATED, "--dp", dp, "--journal", str(tmp_path), "--dry-run"])
+        assert "holds a run of 1 engine, and `dp` is" in str(refused.exception)
+
+
+# ----------------------------------------------------------------------------------------------------- a live server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("dp")
+    (folder / "keys.toml").write_text(KEYS)
+    access = ("--api-keys", str(folder / "keys.toml"), "--admin-socket", str(folder / "admin"))
+    policy = ("--router", "session_sticky", "--journal", str(folder / "run"), "--api-workers", "2")
+    with serving(folder / "log", *EMULATED, *TWO, *access, *policy) as made:
+        until(lambda: made.text().count(": ready: ") == 4)  # both workers know both engines
+        yield made
+
+
+@pytest.fixture
+def clean(server: LiveServer) -> Iterator[LiveServer]:
+    """The server, with nothing open."""
+    yield server
+    until(lambda: httpx2.get(f"{server.url}/load", headers=USER).json()["server_load"] == 0)
+
+
+USER = {"Authorization": f"Bearer {ALICE}"}
+
+
+def operator(server: LiveServer, path: str, body: Any = None) -> tuple[int, Any]:
+    return ask_operator(server.log.parent / "admin", path, OPERATOR, body)
+
+
+def states(server: LiveServer) -> list[Any]:
+    return [row["state"] for row in operator(server, "/get_server_info")[1]["engines"]]
+
+
+def test_the_official_client_gets_what_one_engine_would_say_and_stays_with_its_engine(clean: LiveServer) -> None:
+    """Both workers answer, and both ask the same router: a session's requests meet on one engine."""
+    before = len(routed(clean.log.parent / "run"))
+    said: list[str] = []
+    for number in range(12):
+        with client_of(clean, ALICE) as client:  # another connection, and perhaps another worker
+            header = {"X-Session-Id": f"s{number % 3}"}
+            answer = client.completions.create(
+                model="qwen3-0.6b", prompt="what?", max_tokens=4, temperature=0, extra_headers=header
+            )
+            said.append(answer.choices[0].text)
+            stream = client.chat.completions.create(
+                model="qwen3-0.6b",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=3,
+                stream=True,
+                extra_headers=header,
+                extra_body={"ignore_eos": True},
+            )
+            assert sum(bool(chunk.choices[0].delta.content) for chunk in stream) >= 1
+    assert len(set(said)) == 1
+    homes = routed(clean.log.parent / "run")[before:]
+    assert [homes[at : at + 2] for at in range(0, 24, 2)] == [[homes[6 * 0 + 2 * (at % 3)]] * 2 for at in range(12)]
+    assert set(homes) == {0, 1}
+    assert verify_router(clean.log.parent / "run")[1] >= 24
+
+
+def test_sessions_meet_their_engine_and_are_counted_there(clean: LiveServer) -> None:
+    with httpx2.Client(base_url=clean.url, headers=USER, timeout=30) as alice:
+        names = [alice.post("/open_session", json={"capacity_of_str_len": 4000}).json() for _ in range(4)]
+        assert [state["sessions"] for state in states(clean)] == [2, 2]
+        taken = alice.post("/open_session", json={"capacity_of_str_len": 4000, "session_id": names[1]})
+        assert "is open already" in taken.json()["error"]["message"]
+        params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+        for turn in range(3):
+            for name in names:
+                body = {"text": "and then?", "sampling_params": params, "session_params": {"id": name}}
+                said = alice.post("/generate", json=body).json()
+                assert said["meta_info"]["prompt_tokens"] == 9 + turn * 13
+        fork = alice.post("/open_session", json={"capacity_of_str_len": 4000, "parent": names[2]}).json()
+        for name in (*names, fork):
+            assert alice.post("/close_session", json={"session_id": name}).status_code == 200
+        assert alice.post("/close_session", json={"session_id": fork}).status_code == 400
+    assert [state["sessions"] for state in states(clean)] == [0, 0]
+
+
+def test_an_operator_tells_all_engines_or_the_one_named(clean: LiveServer) -> None:
+    assert operator(clean, "/pause?engine=1")[0] == 200
+    assert [state["paused"] for state in states(clean)] == [False, True]
+    assert operator(clean, "/is_paused")[1] == {"is_paused": False, "engines": [False, True]}
+    assert operator(clean, "/is_paused?engine=1")[1] == {"is_paused": True}
+    assert operator(clean, "/resume")[0] == 200
+    assert operator(clean, "/get_server_info?engine=0")[1]["state"]["paused"] is False
+    for named in ("2", "one", "-1", ""):
+        status, said = operator(clean, f"/flush_cache?engine={named}")
+        assert (status, said["error"]["param"]) == (400, "engine")
+        assert "must be a number from 0 to 1" in said["error"]["message"]
+    changed = {"max_running_requests": 7}
+    assert operator(clean, "/set_internal_state", {"server_args": changed})[0] == 200
+    assert operator(clean, "/set_internal_state", {"server_args": {"page_size": 1}})[0] == 400
+
+
+def test_a_drained_engine_gets_nothing_new_until_it_is_resumed(clean: LiveServer) -> None:
+    def twelve() -> Counter[int | None]:
+        before = len(routed(clean.log.parent / "run"))
+        with client_of(clean, ALICE) as client:
+            for _ in range(12):
+                client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=1)
+        return Counter(routed(clean.log.parent / "run")[before:])
+
+    assert operator(clean, "/drain?engine=0")[0] == 200
+    assert clean.status_of("/ready") == 200
+    assert twelve() == {1: 12}
+    assert operator(clean, "/drain")[0] == 200
+    until(lambda: clean.status_of("/ready") == 503)
+    with client_of(clean, ALICE) as client, pytest.raises(openai.InternalServerError, match="draining"):
+        client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=1)
+    assert operator(clean, "/resume")[0] == 200
+    assert twelve() == {0: 6, 1: 6}
+
+
+def test_figures_are_labelled_by_engine_and_their_sum_is_right(clean: LiveServer) -> None:
+    names = ("lockstep_generation_tokens_total", "lockstep_prompt_tokens_total", "lockstep_num_requests_total")
+    before = [per_engine(clean, name) for name in names]
+    with client_of(clean, ALICE) as client:
+        for number in range(8):
+            client.completions.create(
+                model="qwen3-0.6b",
+                prompt=[f"{number}{at}" for at in "ab"],
+                max_tokens=5,
+                extra_body={"ignore_eos": True},
+            )
+    for name, then, each in zip(names, before, (5, 2, 1), strict=True):
+        grown = [now - one for now, one in zip(per_engine(clean, name), then, strict=True)]
+        assert sum(grown) == 16 * each
+        assert min(grown) > 0
+    assert per_engine(clean, "lockstep_engine_up") == [1, 1]
+    load = httpx2.get(f"{clean.url}/load", headers=USER).json()
+    assert [row["state"] for row in load["engines"]] == ["up", "up"]
+    assert clean.status_of("/health_generate") == clean.status_of("/health") == 200
+
+
+def test_abort_reaches_whichever_engine_has_it(clean: LiveServer) -> None:
+    said: list[Any] = []
+
+    def ask_endless(name: str) -> None:
+        body = {"text": "a", "rid": name, "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}
+        said.append(httpx2.post(f"{clean.url}/generate", json=body, headers=USER, timeout=60).json())
+
+    threads = [threading.Thread(target=ask_endless, args=(f"endless{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: [state["running"] for state in states(clean)] == [2, 2])
+    assert operator(clean, "/flush_cache")[0] == 400
+    for number in range(4):
+        httpx2.post(f"{clean.url}/abort_request", json={"rid": f"endless{number}"}, headers=USER)
+    for thread in threads:
+        thread.join(30)
+    assert [one["meta_info"]["finish_reason"]["type"] for one in said] == ["abort"] * 4
+
+
+# ------------------------------------------------------------------------------------------------------------ policies
+
+
+def shared_prefixes(server: LiveServer) -> float:
+    """Ask with four long beginnings, a few times each, and return the share of prompt tokens that were cached."""
+    rng = random.Random(5)
+    beginnings = ["".join(rng.choices("abcdefgh ", k=1200)) for _ in range(4)]
+    order = [beginning for beginning in beginnings for _ in range(6)]
+    rng.shuffle(order)
+    cached = prompts = 0
+    with client_of(server) as client:
+        for number, beginning in enumerate(order):
+            used = client.completions.create(model="qwen3-0.6b", prompt=f"{beginning} {number}", max_tokens=2).usage
+            cached, prompts = cached + used.prompt_tokens_details.cached_tokens, prompts + used.prompt_tokens
+    return cached / prompts
+
+
+def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_cached(tmp_path: Path) -> None:
+    shares = {}
+    for policy in ("round_robin", "prefix_affinity"):
+        run = tmp_path / policy
+        given = (*EMULATED, *TWO, "--speed", "10", "--router", policy, "--journal", str(run))
+        with serving(tmp_path / f"{policy}.log", *given) as one:
+            shares[policy] = shared_prefixes(one)
+        assert len(routed(run)) == 24
+        shown = CliRunner().invoke(journal, ["verify", str(run)])
+        assert shown.exit_code == 0, shown.output
+        assert shown.output.count("equal: ") == 3  # both engines, and the router
+    assert routed(tmp_path / "round_robin") == [0, 1] * 12
+    assert set(routed(tmp_path / "prefix_affinity")) == {0, 1}
+    assert shares["prefix_affinity"] > shares["round_robin"] + 0.05, shares
+
+
+# ----------------------------------------------------------------------------------------------------- what survives
+
+
+def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(tmp_path: Path) -> None:
+    run, seed = tmp_path / "run", random.SystemRandom().randrange(2**31)
+    given = (*TWO, "--speed", "0.1", "--snapshot-s", "0.5", "--restarts", "1000", "--journal", str(run))
+    with serving(tmp_path / "log", *ARGUMENTS, *given) as one:
+        outcome = campaign(one, seed=seed, kills=6)
+        told = f"--dp 2 --seed {seed}\n{outcome.text()}\n{one.text()[-3000:]}"
+        assert not outcome.tally.faults, told
+        assert outcome.kills == 6, told
+        assert outcome.tally.requests >= 32, told
+        until(lambda: sum(per_engine(one, "lockstep_engine_restarts_total")) == 6)
+        with client_of(one) as client:
+            client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
+        label = httpx2.get(f"{one.url}/ui/requests").json()["requests"][0]["label"]
+    for command, *words in ((replay, run), (diff, run, run), (explain, run, "--request", label)):
+        shown = CliRunner().invoke(command, [str(word) for word in words])
+        assert shown.exit_code == 0, shown.output
+        assert shown.output.count("equal: ") == {replay: 3, diff: 2, explain: 0}[command]
+    down: set[int] = set()
+    for record in facts(run):
+        if isinstance(record.fact, EngineChanged):
+            down = down - {record.fact.engine} if record.fact.state == "up" else down | {record.fact.engine}
+        if isinstance(record.fact, RequestOffered) and record.routed is not None:
+            assert record.routed.engine not in down
+
+
+def test_an_engine_that_is_given_up_leaves_the_server_to_the_other(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", *ARGUMENTS, *TWO, "--speed", "0.1", "--restarts", "1") as one:
+        for life in (0, 1):
+            engine = one.children()["engine 1"]
+            os.kill(engine, signal.SIGKILL)
+            until(lambda gone=engine: one.children().get("engine 1", gone) != gone or "given up" in one.text())
+            until(lambda: per_engine(one, "lockstep_engine_up") == ([1, 1] if not life else [1, 0]))  # noqa: B023
+        assert one.status_of("/ready") == one.status_of("/health") == 200
+        tally, rng = Tally(), random.Random(1)
+        for number in range(4):
+            serve_one(one.url, ask(rng, str(number), (5, 9)), tally)
+        assert not tally.faults, tally.first
+        os.kill(one.children()["engine 0"], signal.SIGKILL)
+        until(lambda: per_engine(one, "lockstep_engine_up") == [1, 0])
+        os.kill(one.children()["engine 0"], signal.SIGKILL)
+        assert one.process.wait(30) == 1
