@@ -34,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     messages_max: int = 4096
     allowed_tokens_max: int = 65536
     processors_max: int = 16
+    grammar_bytes_max: int = 256 * 2**10  # of a schema, an expression, a grammar
+    grammar_depth_max: int = 64  # levels of a schema
     requests_max: int = 4096  # answers that one worker has open
     waiting_max: int = 2048  # answers that one worker has asked for of which nothing came back yet,
     waiting_tokens_max: int = 4 * 2**20  # and the tokens of their prompts
