@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,10 +112,16 @@ def make_backend(name: str, tokenizer: Path, vocabulary: int, end_tokens: Sequen
 
 
 class CompiledGrammars:
-    """What was compiled, by digest, least recently used first. For any thread."""
+    """What was compiled, by digest, least recently used first. For any thread.
 
-    def __init__(self, backend: GrammarBackend) -> None:
-        self.backend = backend
+    Args:
+        make: the library with its tokenizer, which may take seconds; called with the first grammar.
+    """
+
+    def __init__(self, make: Callable[[], GrammarBackend]) -> None:
+        self._make = make
+        self._backend: GrammarBackend | None = None
+        self._making = threading.Lock()
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, tuple[Compiled, int]] = OrderedDict()
         self._source_bytes = 0
@@ -127,7 +133,7 @@ class CompiledGrammars:
             if found is not None:
                 self._kept.move_to_end(grammar.digest)
                 return found[0]
-        compiled, size = self.backend.compile(grammar), len(grammar.source)
+        compiled, size = self._library().compile(grammar), len(grammar.source)
         with self._lock:
             if grammar.digest not in self._kept:
                 self._kept[grammar.digest] = compiled, size
@@ -139,6 +145,15 @@ class CompiledGrammars:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def _library(self) -> GrammarBackend:
+        with self._making:
+            if self._backend is None:
+                try:
+                    self._backend = self._make()
+                except ConfigError as error:
+                    raise GrammarError(str(error)) from error
+            return self._backend
 
 
 class _Row:
