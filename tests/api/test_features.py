@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("openai", reason="the OpenAI client is not installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 
-from tests.support.live_server import LiveServer, serving  # noqa: E402
+from tests.support.live_server import LiveServer, serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL))

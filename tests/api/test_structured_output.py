@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,6 +143,7 @@ def test_samples_that_must_be_long_and_end_tokens_that_are_passed_over(client: A
         assert re.fullmatch("(ab){2,200}a?", said.choices[0].text)
 
 
+MULTIPLIED = {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(10)]} for i in range(7)]}
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "strin"}}, "json_schema"),
     ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema"),
@@ -149,7 +151,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "string", "pattern": "(?<=a)b"}}, "json_schema"),
     ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, "regex"),
     ({"regex": "("}, "regex"),
-    ({"json_schema": {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(10)]} for i in range(7)]}}, "json_schema"),
+    ({"json_schema": MULTIPLIED}, "json_schema"),
     ({"ebnf": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "ebnf"),
     ({"ebnf": "root ::= nothing"}, "ebnf"),
     ({"regex": "a" * 300_000}, "regex"),
@@ -203,7 +205,7 @@ def test_what_cannot_be_is_refused_beside_a_stream_that_goes_on(client: Any) -> 
         thread.join(300)
     assert heard
     assert set(heard) == {alone}
-    gaps = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(arrivals)]
     assert max(gaps) < 5.0, f"{max(gaps):.1f} s"
     said = client.completions.create(model="demo", prompt="a", max_tokens=9, extra_body={"regex": "ab"})
     assert said.choices[0].text == "ab"  # and the next grammar is compiled

@@ -18,13 +18,13 @@ import pytest
 pytest.importorskip("tokenizers", reason="no tokenizer is installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 
-from tokenizers import Tokenizer  # noqa: E402
+from tokenizers import Tokenizer
 
-from lockstep.core.commands import CompileGrammar, RowTaken  # noqa: E402
-from lockstep.core.events import Grammar  # noqa: E402
-from lockstep.host import grammars  # noqa: E402
-from lockstep.host.grammar_compiler import CompileLimits, GrammarHands, make_hands  # noqa: E402
-from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend, make_grammar  # noqa: E402
+from lockstep.core.commands import CompileGrammar, RowTaken
+from lockstep.core.events import Grammar
+from lockstep.host import grammars
+from lockstep.host.grammar_compiler import CompileLimits, GrammarHands, make_hands
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend, make_grammar
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files/tokenizer.json"
@@ -59,7 +59,10 @@ def allowed(matchers: GrammarMatchers, row: int) -> set[int]:
 
 def test_a_matcher_follows_its_answer_to_the_end(compiled: CompiledGrammars, words: Any) -> None:
     matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
-    grammar = make_grammar("json_schema", '{"type":"object","properties":{"a":{"enum":[10,"b"]}},"required":["a"],"additionalProperties":false}')
+    grammar = make_grammar(
+        "json_schema",
+        '{"type":"object","properties":{"a":{"enum":[10,"b"]}},"required":["a"],"additionalProperties":false}',
+    )
     matchers.take_row(taken(3, 7, grammar))
     answer = words.encode('{"a": "b"}').ids
     for i, token in enumerate(answer):

@@ -20,7 +20,9 @@ from lockstep.runtime import LLM, Params
 NAMES = ["a", "b", "some name", "ü", "x_1"]
 PATTERNS = ["^[a-z]{1,8}$", "^(red|green|blue)$", r"^\d{3}-\d{4}$", "^[A-Z][a-z]*( [A-Z][a-z]*){0,2}$", "[0-9]"]
 FORMATS = ["date", "time", "date-time", "uuid", "email", "ipv4", "hostname"]
-VALUES = {"anyOf": [{"enum": ["", "one", 'q"\\', "漢字", 0, -3, 1.5, True, None]}, {"type": "integer", "maximum": 10**6}]}
+VALUES = {
+    "anyOf": [{"enum": ["", "one", 'q"\\', "漢字", 0, -3, 1.5, True, None]}, {"type": "integer", "maximum": 10**6}]
+}
 
 
 def _of(kind: str, required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def schema_of_schemas(depth: int) -> dict[str, Any]:
     inner = schema_of_schemas(depth - 1)
     members = {
         "type": "object",
-        "properties": {name: inner for name in NAMES},
+        "properties": dict.fromkeys(NAMES, inner),
         "additionalProperties": False,
     }
     names = {"type": "array", "items": {"enum": NAMES}, "uniqueItems": True, "maxItems": 3}
@@ -121,10 +123,11 @@ class Outcome:
 
     def text(self) -> str:
         """In words."""
-        lines = [
-            f"{self.schemas} schemas in {self.seconds:.0f} s: {self.valid} answers validate, {self.cut} were cut off, "
-            f"{sum(self.refused.values())} schemas refused, {len(self.faults)} faults; {self.tokens:,} tokens"
-        ]
+        refused = sum(self.refused.values())
+        first = (
+            f"{self.schemas} schemas in {self.seconds:.0f} s: {self.valid} answers validate, {self.cut} were cut off"
+        )
+        lines = [f"{first}, {refused} schemas refused, {len(self.faults)} faults; {self.tokens:,} tokens"]
         lines += [f"  {count} refused: {why}" for why, count in self.refused.most_common(8)]
         return "\n".join([*lines, *self.faults[:10]])
 

@@ -348,7 +348,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     hands = None
     if named and settings.tokenizer is not None:
         ends = tuple(dict.fromkeys((vocabulary.end, *config.eos_token_ids)))
-        hands = make_hands(named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings))
+        hands = make_hands(
+            named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
+        )
     executor = EmulatedExecutor(
         cost,
         vocabulary,

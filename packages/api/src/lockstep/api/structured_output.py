@@ -77,7 +77,7 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
     return make_grammar("structural_tag", _json({name: value for name, value in tag.items() if name != "type"}))
 
 
-# ----------------------------------------------------------------------------------------------- the fields of a request
+# ---------------------------------------------------------------------------------------------- the fields of a request
 
 
 def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> Asked | None:
@@ -224,10 +224,10 @@ READERS: dict[str, Callable[[Any, str, Limits], Grammar | None]] = {
     "structural_tag": _structural_tag,
     "format": _text_format,
 }
-"""Fields by name, with what makes a grammar of each: OpenAI's, vLLM's of two generations, SGLang's, and `text.format`."""
+"""Fields by name, with what makes a grammar of each: OpenAI's, vLLM's old and new, SGLang's, and `text.format`."""
 
 
-# ---------------------------------------------------------------------------------------------------- what all of them do
+# ------------------------------------------------------------------------------------------------- what all of them do
 
 
 def _bounded(grammar: Grammar, where: str, limits: Limits) -> Grammar:

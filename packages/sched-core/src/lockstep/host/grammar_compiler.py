@@ -128,7 +128,7 @@ class GrammarCompiler:
     def _work(self) -> None:
         """A thread's life, with one trial after the other."""
         trial: _Trial | None = None
-        while (asked := self._queue.get()) is not None and not self._closed:
+        while (asked := self._queue.get()) is not None and not self._over():
             grammar, answer = asked
             try:
                 size = len(grammar.source.encode("utf-8", "surrogatepass"))
@@ -145,11 +145,14 @@ class GrammarCompiler:
             except Exception as failed:  # whatever it was, whoever waits must be told
                 log.exception("a grammar could not be compiled")
                 error = f"{type(failed).__name__}: {failed}"
-            if self._closed:
+            if self._over():
                 break
             answer(error)
         if trial is not None:
             trial.kill()
+
+    def _over(self) -> bool:
+        return self._closed
 
     def _begin(self) -> _Trial:
         trial = _Trial(self._settings, self.limits)

@@ -31,9 +31,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
-        backend = make_backend(
-            settings.backend, Path(settings.tokenizer), settings.vocabulary, settings.end_tokens
-        )
+        backend = make_backend(settings.backend, Path(settings.tokenizer), settings.vocabulary, settings.end_tokens)
         _limit_memory(settings.memory_bytes)
     except (LockstepError, OSError, ValueError) as error:
         write_message(told, msgspec.msgpack.encode(str(error)))
