@@ -223,7 +223,7 @@ def test_errors_are_typed_and_name_the_field(client: Any, asked: dict[str, Any],
         assert f"`{param}" in caught.value.message or param in caught.value.message
 
 
-def test_structured_output_is_refused_as_there_is_no_grammar_backend(client: Any) -> None:
+def test_structured_output_is_refused_where_there_is_no_tokenizer(client: Any) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     fields: tuple[dict[str, Any], ...] = (
         {"response_format": schema},
@@ -234,7 +234,7 @@ def test_structured_output_is_refused_as_there_is_no_grammar_backend(client: Any
     )
     for asked in fields:
         (name,) = asked
-        with pytest.raises(openai.BadRequestError, match=f"`{name}` asks for structured output, .* no grammar backend"):
+        with pytest.raises(openai.BadRequestError, match=f"`{name}` asks for structured output: .* --tokenizer DIR"):
             client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=asked)
 
 

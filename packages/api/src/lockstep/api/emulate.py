@@ -23,6 +23,7 @@ from lockstep.core.commands import BatchPlan, RowTaken
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf, Int32s, RowContext
+from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.host import extend_shape_of, standard_normal
@@ -38,12 +39,15 @@ class Vocabulary:
         first, count: ids [first:first + count) are words.
         end: the token that ends an answer.
         mean_tokens: of an answer that ends by itself, its end included; lengths are geometric. 0: none does.
+        closing: tokens that bring JSON to its end, the best first: an answer under a grammar takes them once it is
+            long enough.
     """
 
     first: int
     count: int
     end: int
     mean_tokens: int
+    closing: tuple[int, ...] = ()
 
     def key(self, prompt: Int32s, seed: int | None) -> int:
         """What an answer follows from: 64 bits. Greedy answers have no seed."""
@@ -62,6 +66,23 @@ class Vocabulary:
         drawn = _mixed(keys + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
         return (np.uint64(self.first) + drawn % np.uint64(self.count)).astype(np.int32)
 
+    def word_of(self, allowed: Int32s, key: int, number: int, *, long_enough: bool) -> int:
+        """Output token `number` of an answer under a grammar that allows these tokens (ids, rising): one of them.
+
+        It follows from key and number as other words do. An answer does not end while it may go on, and then does as
+        soon as it can.
+        """
+        if long_enough:
+            for token in (self.end, *self.closing):
+                at = int(np.searchsorted(allowed, token))
+                if at < len(allowed) and allowed[at] == token:
+                    return token
+        words = allowed[allowed != self.end]
+        if not len(words):
+            return self.end
+        drawn = _mixed(np.array([key], np.uint64) + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15))
+        return int(words[int(drawn[0] % np.uint64(len(words)))])
+
 
 class EmulatedExecutor:
     """Runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
@@ -69,15 +90,27 @@ class EmulatedExecutor:
     Args:
         clock: the host's.
         speed: how many times faster than the cost model says.
+        matchers: of rows under grammars; without them no row may be.
     """
 
     def __init__(
-        self, cost: CostModel, vocabulary: Vocabulary, rows_max: int, clock: HostClock, *, seed: int, speed: float = 1.0
+        self,
+        cost: CostModel,
+        vocabulary: Vocabulary,
+        rows_max: int,
+        clock: HostClock,
+        *,
+        seed: int,
+        speed: float = 1.0,
+        matchers: GrammarMatchers | None = None,
     ) -> None:
         self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
         self._keys = np.zeros(rows_max, np.uint64)
         self._prompt_tokens = np.zeros(rows_max, np.int64)
         self._lengths = np.zeros(rows_max, np.int64)
+        self._matchers = matchers
+        self._under_grammar = np.zeros(rows_max, np.bool_)
+        self._unsampled: set[BatchId] = set()  # those in the queue that wait for their matchers
         self._queue: deque[BatchResult] = deque()
         self._free_us = 0.0  # when the last batch launched will have ended
 
@@ -87,36 +120,58 @@ class EmulatedExecutor:
         return len(self._queue)
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """Put a plan behind those launched before. Raises ContractError for one that waits to be sampled."""
-        if deferred:
-            raise ContractError(f"batch {plan.batch_id} waits for a grammar, which no emulated request has")
+        """Put a plan behind those launched before. Raises ContractError for a grammar that nobody here keeps to."""
+        if self._matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
+            raise ContractError(f"batch {plan.batch_id} takes a row under a grammar, and this engine has no matchers")
         for taken in plan.rows_taken:
             self._take_row(taken, NO_CONTEXT if contexts is None else contexts(taken))
         started_us = max(float(self._clock()), self._free_us)
         self._free_us = started_us + max(1.0, self._took_us(plan) / self._speed)
-        result = BatchResult(plan, tokens=self._tokens(plan))
+        result = BatchResult(plan)
+        if deferred:
+            self._unsampled.add(plan.batch_id)
+        else:
+            self._sample(result)
         result.started_us, result.finished_us = round(started_us), round(self._free_us)
         self._queue.append(result)
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
-        """No batch waits for it. Raises ContractError."""
-        raise ContractError(f"batch {batch_id} is to be sampled, but none was deferred")
+        """Move the matchers, then let a deferred batch sample. Raises ContractError when none waits for that."""
+        if batch_id not in self._unsampled or self._matchers is None:
+            raise ContractError(f"batch {batch_id} is to be sampled, but was not deferred, or was sampled before")
+        for request_id, epoch, tokens in advance:
+            self._matchers.advance(request_id, epoch, tokens)
+        self._unsampled.discard(batch_id)
+        self._sample(next(result for result in self._queue if result.plan.batch_id == batch_id))
 
     def ready(self) -> bool:
-        """Whether the oldest batch has ended."""
-        return bool(self._queue) and self._clock() >= self._queue[0].finished_us
+        """Whether the oldest batch has ended, and was sampled."""
+        if not self._queue or self._queue[0].plan.batch_id in self._unsampled:
+            return False
+        return self._clock() >= self._queue[0].finished_us
 
     def pause_s(self) -> float:
         """Until the oldest batch ends."""
         return max(0, self._queue[0].finished_us - self._clock()) / 1e6
 
     def collect(self) -> BatchResult:
-        """The oldest batch; sleeps until it ends."""
+        """The oldest batch; sleeps until it ends. Raises ContractError for one that waits to be sampled."""
+        if self._queue[0].plan.batch_id in self._unsampled:
+            raise ContractError(f"batch {self._queue[0].plan.batch_id} is asked for, but waits to be sampled")
         while (pause_s := self.pause_s()) > 0.0:
             time.sleep(pause_s)
-        return self._queue.popleft()
+        result = self._queue.popleft()
+        rows = result.plan.rows[result.plan.sample_rows]
+        under = np.flatnonzero(self._under_grammar[rows]).tolist()
+        if under and self._matchers is not None:
+            ended = [i for i in under if self._matchers.ended(int(rows[i]), int(result.tokens[i]))]
+            result.grammar_ended = tuple(ended)
+        return result
 
     def _take_row(self, taken: RowTaken, context: RowContext) -> None:
+        if self._matchers is not None:
+            self._matchers.take_row(taken)
+            self._under_grammar[taken.row] = taken.grammar is not None
         sampling = taken.sampling
         seed = sampling.seed if sampling is not None and sampling.temperature > 0.0 else None
         key = self._vocabulary.key(context.tokens[: context.prompt_tokens], seed)
@@ -136,6 +191,31 @@ class EmulatedExecutor:
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
         return took_us
+
+    def _sample(self, result: BatchResult) -> None:
+        """Say the words of a batch; those of rows under grammars are among what these allow."""
+        plan = result.plan
+        result.tokens = self._tokens(plan)
+        rows = plan.rows[plan.sample_rows]
+        under = np.flatnonzero(self._under_grammar[rows])
+        if not len(under) or self._matchers is None:
+            return
+        if plan.steps > 1:
+            raise ContractError(f"batch {plan.batch_id} decodes {plan.steps} times under a grammar")
+        masks = self._matchers.allowed(rows[under])
+        assert masks is not None
+        invalid = []
+        for i, mask in zip(under.tolist(), masks, strict=True):
+            row = rows[i]
+            number = int(plan.stops[plan.sample_rows[i]] - self._prompt_tokens[row])
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).astype(np.int32)
+            if not len(allowed):
+                invalid.append(i)
+                continue
+            long_enough = 0 < self._lengths[row] <= number + 1
+            word = self._vocabulary.word_of(allowed, int(self._keys[row]), number, long_enough=bool(long_enough))
+            result.tokens[i] = word
+        result.invalid = tuple(invalid)
 
     def _tokens(self, plan: BatchPlan) -> Int32s:
         """What the sampling rows say: those of each row end to end."""

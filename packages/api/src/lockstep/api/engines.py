@@ -26,6 +26,8 @@ from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader
 from lockstep.core.requests import prompt_bytes
 from lockstep.host.durable import DurableJournal, Retention
+from lockstep.host.grammar_compiler import CompileLimits, make_hands
+from lockstep.host.grammars import choose_backend
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
 from lockstep.host.recovery import Death
@@ -211,6 +213,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         tensor_parallel=settings.tp,
         seed=settings.seed,
         logit_processors=settings.logit_processors,
+        grammar_backend=settings.grammar_backend,
+        grammar_limits=_grammar_limits(settings),
         keeper=keeper,
         start=False,
         batch_timeout_s=settings.batch_timeout_s,
@@ -229,6 +233,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         matryoshka=_matryoshka(folder),
         logit_processors=settings.logit_processors,
         able=() if settings.profile_dir is None else ("profile",),
+        grammars="" if llm.grammars is None else llm.grammars.backend,
+        no_grammars=llm.no_grammars,
     )
 
     def trace(options: dict[str, Any] | None) -> str:
@@ -290,6 +296,10 @@ def check_journal(settings: ServeSettings) -> None:
             f"`journal`: {run} holds a run of {engines} engine{'s' * (engines > 1)}, and `dp` is {settings.dp}\n"
             f"hint: give dp {engines}, or another folder"
         )
+
+
+def _grammar_limits(settings: ServeSettings) -> CompileLimits:
+    return CompileLimits(cpu_s=settings.grammar_compile_s, memory_bytes=settings.grammar_compile_mb * 2**20)
 
 
 def both(first: Observer | None, second: Observer) -> Observer:
@@ -377,7 +387,26 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
     cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism))
     clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)
-    executor = EmulatedExecutor(cost, vocabulary, config.rows_max, clock, seed=settings.seed, speed=settings.speed)
+    named = choose_backend(settings.grammar_backend)
+    hands = None
+    if named and settings.tokenizer is not None:
+        ends = tuple(dict.fromkeys((vocabulary.end, *config.eos_token_ids)))
+        hands = make_hands(
+            named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
+        )
+    executor = EmulatedExecutor(
+        cost,
+        vocabulary,
+        config.rows_max,
+        clock,
+        seed=settings.seed,
+        speed=settings.speed,
+        matchers=None if hands is None else hands.matchers,
+    )
+
+    no_grammars = "an emulated engine has words for it only with --tokenizer DIR"
+    if not named:
+        no_grammars = "this engine has no grammar backend; install llguidance, and leave --grammar-backend at auto"
 
     journal: DurableJournal | None = None
     engine = Engine(config) if keeper is None else None
@@ -392,6 +421,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
         if largest >= model.vocab:
             raise ConfigError(f"`prompt` holds token {largest}, but the model has {model.vocab}")
+        if request.grammar is not None and hands is None:
+            raise ConfigError(f"`grammar` asks for structured output: {no_grammars}")
         if request.kind != "generate" or request.return_hidden_states:
             raise ConfigError(f"`kind` is {request.kind}, but an emulated engine has no hidden states")
         if request.logprob_start is not None or (request.sampling is not None and request.sampling.top_logprobs):
@@ -407,7 +438,14 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     meter = DriftMeter(cost, settings.speed) if settings.calibration is not None else None
     observe = None if meter is None else meter.fold
     runtime_host = RuntimeHost(
-        engine, executor, journal or NoJournal(), clock, check_request=check, watch_text=watch, observe=observe
+        engine,
+        executor,
+        journal or NoJournal(),
+        clock,
+        check_request=check,
+        watch_text=watch,
+        compile_grammar=None if hands is None else hands.compiler,
+        observe=observe,
     )
 
     def serve() -> None:
@@ -422,6 +460,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         runtime_host.stop()
         if thread.is_alive():
             thread.join()
+        if hands is not None:
+            hands.compiler.close()
         if journal is not None:
             journal.close()
 
@@ -432,6 +472,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         vocabulary=model.vocab,
         logprobs=False,
         device=f"{settings.tp} x {gpu.name}, emulated",
+        grammars="" if hands is None else hands.backend,
+        no_grammars=no_grammars,
     )
     memory = "the pool was given" if kv is None else _memory(kv.describe())
     unit = EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close, keeper=keeper)
@@ -457,7 +499,18 @@ def _vocabulary(text: Texts, size: int, settings: ServeSettings) -> Any:
     end = text.tokenizer.token_to_id(text.special_tokens().get("eos_token", ""))
     if end is None and mean_tokens:
         raise ConfigError(f"`tokenizer`: {settings.tokenizer} names no eos_token\nhint: give answer_tokens 0")
-    return Vocabulary(first=first, count=stop - first, end=end if end is not None else -1, mean_tokens=mean_tokens)
+    closing = [text.tokenizer.token_to_id(one) for one in CLOSING]
+    return Vocabulary(
+        first=first,
+        count=stop - first,
+        end=end if end is not None else -1,
+        mean_tokens=mean_tokens,
+        closing=tuple(token for token in closing if token is not None and token < known),
+    )
+
+
+CLOSING = ('"', "}", "]", ",", ":", "0", "1", "n", "t", "-", "a")
+"""Tokens by which JSON comes to its end, the best first, as byte-level vocabularies write them."""
 
 
 def _memory(parts: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Sampling
 from lockstep.api.settings import Limits
 from lockstep.api.wire import About, Ended
-from lockstep.core.events import RequestArrived, RequestKind, SamplingParams, TokenIds
+from lockstep.core.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.support import STOP_TOKENS_MAX
 
 AT_ONCE_CHARACTERS = 4096
@@ -36,6 +36,9 @@ AT_ONCE_CHARACTERS = 4096
 
 REFUSED_WITHIN_S = 0.5
 """The engine refuses within a step; a stream whose first token takes longer begins without it."""
+
+COMPILED_WITHIN_S = 5.0
+"""The same of a stream with a grammar, which is refused when it has been compiled."""
 
 MEASURED_AT_ONCE = 16
 """Messages with tokens of an answer before metrics hear of them, the first and the last apart."""
@@ -71,6 +74,8 @@ class Wanted:
     prompt_tops: int = 0  # with logprobs of the prompt, so many of the likeliest
     session: str = ""
     session_start: int | None = None  # tokens of the session that stay in front of the prompt; None: all
+    grammar: Grammar | None = None  # what each answer must keep to: `structured_output` makes them
+    grammar_field: str = "grammar"  # what the client called it
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -191,6 +196,8 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     if not max_tokens and wanted.samples > 1:
         message = f"`n` is {wanted.samples}, but {wanted.max_tokens_field} 0 leaves one answer, which is empty"
         raise ApiError(400, message, "n")
+    if wanted.grammar is not None:
+        _check_grammar(wanted, about, max_tokens)
     sampling = wanted.sampling
     logprob_start = wanted.prompt_logprobs_from
     if logprob_start is None and wanted.tops is not None:
@@ -211,6 +218,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
         session=wanted.session,
         session_start=wanted.session_start,
         namespace=sha256(wanted.salt.encode()).hexdigest() if wanted.salt else "",
+        grammar=wanted.grammar,
         sampling=SamplingParams(
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
@@ -230,6 +238,15 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
         parallel_samples=wanted.samples,
         logprob_start=logprob_start,
     )
+
+
+def _check_grammar(wanted: Wanted, about: About, max_tokens: int) -> None:
+    """Refuse structured output where there is none. Raises ApiError."""
+    name = wanted.grammar_field
+    if not about.grammars:
+        raise ApiError(400, f"`{name}` asks for structured output: {about.no_grammars}", name)
+    if not max_tokens:
+        raise ApiError(400, f"`{name}` is of the answer, and {wanted.max_tokens_field} 0 leaves none", name)
 
 
 def _processors(sampling: Sampling) -> tuple[tuple[str, str], ...]:
@@ -377,11 +394,11 @@ class Generation:
         Raises: ApiError if it was refused.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REFUSED_WITHIN_S):
+            async with asyncio.timeout(REFUSED_WITHIN_S if self.wanted.grammar is None else COMPILED_WITHIN_S):
                 await self._changed.wait()
         for choice in self.choices:
             ended = choice.reply.ended
-            if ended is not None and (error := failure(ended)) is not None:
+            if ended is not None and (error := self._failure(ended)) is not None:
                 raise error
 
     def cancel(self) -> None:
@@ -414,7 +431,7 @@ class Generation:
         async for new in self.pieces():
             for piece in new:
                 texts[piece.choice.index] += piece.text
-                if piece.ended is not None and (error := failure(piece.ended)) is not None:
+                if piece.ended is not None and (error := self._failure(piece.ended)) is not None:
                     raise error
         return list(zip(self.choices, texts, strict=True))
 
@@ -427,6 +444,14 @@ class Generation:
             sum(len(choice.reply.tokens) for choice in self.choices),
             sum(ended.cached_tokens for ended in firsts if ended is not None),
         )
+
+    def _failure(self, ended: Ended) -> ApiError | None:
+        """What is wrong with an answer that ended like this; a grammar by the name that the client knows it by."""
+        error, mark = failure(ended), "`grammar` "
+        if error is None or self.wanted.grammar is None or not error.message.startswith(mark):
+            return error
+        name = self.wanted.grammar_field
+        return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
     def _take(self, choice: Choice) -> Piece | None:
         if choice.over:

@@ -33,6 +33,7 @@ from lockstep.api.http import DONE, JsonResponse, event, unless_left
 from lockstep.api.openai_api import conversation, prompt_logprobs, prompt_top_logprobs, streamed
 from lockstep.api.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
 from lockstep.api.server import Call, Server
+from lockstep.api.structured_output import grammar_asked
 from lockstep.core.events import RequestKind
 
 PROBE_S = 20.0  # a token that takes longer does not come
@@ -64,6 +65,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
     if start is not None and start >= 0 and (shortest := min(len(one.ids) for one in prompts)) < start:
         raise ApiError(400, f"`logprob_start_len` is {start}, but a prompt has {shortest} tokens", "logprob_start_len")
     seed = params.sampling_seed if params.sampling_seed is not None else params.seed
+    asked = grammar_asked(vars(params), limits, inside="sampling_params.")
     wanted = Wanted(
         sampling=params,
         max_tokens=params.max_new_tokens,
@@ -80,6 +82,8 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         label=body.rid or secrets.token_hex(16),
         tenant=call.tenant,
         priority=body.priority,
+        grammar=None if asked is None else asked.grammar,
+        grammar_field="" if asked is None else asked.field,
     )
     generation = server.generate(call, wanted, prompts)
     several = several or params.n > 1

@@ -39,6 +39,7 @@ from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI
 from lockstep.api.server import Call, Server
 from lockstep.api.settings import Limits
+from lockstep.api.structured_output import grammar_asked
 from lockstep.api.wire import About
 from lockstep.core.errors import ConfigError
 
@@ -96,6 +97,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         raise ApiError(400, "`max_tokens` is 0, which leaves nothing to answer without `echo`", "max_tokens")
     judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
     wanted = _wanted(
+        server,
         body,
         call.tenant,
         f"cmpl-{secrets.token_hex(16)}",
@@ -151,6 +153,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     prompt = await chat_prompt(server, body)
     completion = body.max_completion_tokens
     wanted = _wanted(
+        server,
         body,
         call.tenant,
         f"chatcmpl-{secrets.token_hex(16)}",
@@ -268,7 +271,10 @@ def check_prompt_logprobs(body: OpenAI, about: About, limits: Limits) -> None:
         raise ApiError(400, "`prompt_logprobs` are known at the end, so not in a `stream`", "prompt_logprobs")
 
 
-def _wanted(body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
+def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
+    asked = grammar_asked(vars(body), server.limits)
+    if asked is not None:
+        more |= {"grammar": asked.grammar, "grammar_field": asked.field}
     return Wanted(
         sampling=body,
         min_tokens=body.min_tokens or 0,

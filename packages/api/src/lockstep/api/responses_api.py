@@ -24,6 +24,7 @@ from lockstep.api.http import JsonResponse, named_event, unless_left
 from lockstep.api.openai_api import conversation, streamed
 from lockstep.api.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.server import Call, Server
+from lockstep.api.structured_output import grammar_asked
 
 TEXTS = ("input_text", "output_text", "text")
 
@@ -33,6 +34,7 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     body = call.body
     name = server.model(body.model)
     check_sampling(body, server.about(), server.limits)
+    asked = None if body.text is None else grammar_asked(vars(body.text), server.limits, inside="text.")
     prompt = await _prompt(server, body)
     wanted = Wanted(
         sampling=body,
@@ -46,6 +48,8 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         tenant=call.tenant,
         salt=body.cache_salt or "",
         priority=body.priority,
+        grammar=None if asked is None else asked.grammar,
+        grammar_field="" if asked is None else asked.field,
     )
     generation = server.generate(call, wanted, [prompt])
     shape = ResponseShape(body, name, wanted.label)
@@ -155,7 +159,7 @@ class ResponseShape:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"} if body.text is None else body.text.format or {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,

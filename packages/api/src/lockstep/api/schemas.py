@@ -115,23 +115,11 @@ Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
 
 NOTHING = (None, False, "", 0)
 
-NO_GRAMMAR = "asks for structured output, and this engine has no grammar backend to keep to it; leave it out"
 WHY = {
-    "ebnf": NO_GRAMMAR,
-    "guided_choice": NO_GRAMMAR,
-    "guided_grammar": NO_GRAMMAR,
-    "guided_json": NO_GRAMMAR,
-    "guided_regex": NO_GRAMMAR,
-    "json_schema": NO_GRAMMAR,
-    "output_config": NO_GRAMMAR,
-    "regex": NO_GRAMMAR,
-    "response_format": NO_GRAMMAR,
-    "structural_tag": NO_GRAMMAR,
-    "structured_outputs": NO_GRAMMAR,
-    "text": NO_GRAMMAR,
     "lora_path": "names an adapter, and this runtime has none; leave it out",
     "previous_response_id": "goes on from a stored answer, and this server stores none; send the whole conversation",
     "conversation": "names a stored conversation, and this server stores none; send the whole conversation",
+    "response_format": "is of chat completions; a response has the same as `text.format`",
     "store": "asks to keep the answer, and this server stores none; leave it out",
 }
 """What is said of a known field that is not served, beside its name."""
@@ -179,6 +167,29 @@ class Sampling(Body):
     logit_processors: Arguments | None = None  # those that the operator enabled, by name
 
 
+SchemaOrText = dict[str, Any] | bool | Text
+
+
+class Structured(Body):
+    """What the answer must look like; `structured_output.py` reads them. At most one of them says something."""
+
+    json_schema: SchemaOrText | None = None  # SGLang's names
+    regex: Text | None = None
+    ebnf: Text | None = None
+    structural_tag: dict[str, Any] | Text | None = None
+
+
+class StructuredOpenAI(Structured):
+    """The same under the names of OpenAI and vLLM, the older of vLLM's as well."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Text | None = None
+    guided_choice: Items[Text] | None = None
+    guided_grammar: Text | None = None
+
+
 class Timed(Body):
     """How long an answer may take. The headers X-Queue-Timeout and X-Request-Timeout say the same of any request."""
 
@@ -186,7 +197,7 @@ class Timed(Body):
     timeout_s: Seconds | None = None  # until it ends
 
 
-class OpenAI(Sampling, Timed):
+class OpenAI(Sampling, StructuredOpenAI, Timed):
     """Fields of both OpenAI endpoints."""
 
     model: Name | None = None
@@ -205,26 +216,16 @@ class OpenAI(Sampling, Timed):
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
-        "ebnf": (),
         "extra_key": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "json_schema": (),
         "kv_transfer_params": (),
         "lora_path": (),
         "no_stop_trim": (),
-        "regex": (),
-        "response_format": ({"type": "text"},),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
         "session_params": (),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "stop_regex": (),
-        "structural_tag": (),
-        "structured_outputs": (),
         "thinking_token_budget": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (),
@@ -286,7 +287,7 @@ class ChatBody(OpenAI):
     }
 
 
-class NativeSampling(Sampling):
+class NativeSampling(Sampling, Structured):
     """`sampling_params` of /generate."""
 
     max_new_tokens: Count = 128
@@ -295,14 +296,10 @@ class NativeSampling(Sampling):
     sampling_seed: Int64 | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "ebnf": (),
-        "json_schema": (),
         "no_stop_trim": (),
-        "regex": (),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "stop_regex": (),
-        "structural_tag": (),
     }
 
 
@@ -416,12 +413,21 @@ class InputItem(Body):
     content: Text | Objects | None = None
 
 
+class TextSettings(Body):
+    """`text` of a response: what it must look like."""
+
+    format: dict[str, Any] | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+
 class ResponseBody(Sampling, Timed):
     """POST /v1/responses"""
 
     model: Name | None = None
     input: Text | Annotated[Items[InputItem], Field(min_length=1)]
     instructions: Text | None = None
+    text: TextSettings | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
@@ -442,7 +448,6 @@ class ResponseBody(Sampling, Timed):
         "reasoning": (),
         "response_format": ({"type": "text"},),
         "store": (),
-        "text": ({"format": {"type": "text"}}, {"format": None}),
         "tool_choice": ("auto", "none"),
         "tools": (),
         "top_logprobs": (),

@@ -74,6 +74,9 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
     multiple=True,
     flag="--logit-processor",
 )
+@_option("grammar_backend", click.Choice(["auto", "llguidance", "xgrammar", "none"]), "What keeps answers to grammars.")
+@_option("grammar_compile_s", float, "CPU time that one grammar may take to compile.")
+@_option("grammar_compile_mb", int, "Memory that it may take to do so.")
 @_option("profile_dir", click.Path(), "Where an operator's traces of CPU and GPU go.", metavar="DIR")
 @_option("profile", str, "Emulated: family of scheduler settings: lockstep, sglang, vllm.")
 @_option("calibration", str, "Predict batches by it: /metrics says how far off. Emulated: time them.")

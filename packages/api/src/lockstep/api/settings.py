@@ -38,6 +38,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     messages_max: int = 4096
     allowed_tokens_max: int = 65536
     processors_max: int = 16
+    grammar_bytes_max: int = 256 * 2**10  # of a schema, an expression, a grammar
+    grammar_depth_max: int = 64  # levels of a schema
     requests_max: int = 4096  # answers that one worker has open
     waiting_max: int = 2048  # answers that one worker has asked for of which nothing came back yet,
     waiting_tokens_max: int = 4 * 2**20  # and the tokens of their prompts
@@ -82,6 +84,9 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto"
     cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
+    grammar_backend: Literal["auto", "llguidance", "xgrammar", "none"] = "auto"  # what keeps answers to grammars
+    grammar_compile_s: float = 2.0  # CPU time that one may take to compile,
+    grammar_compile_mb: int = 512  # and memory beside what the library needs by itself
     logit_processors: tuple[str, ...] = ()  # of installed packages, by name; requests may then ask for them
     profile_dir: str | None = None  # where traces of CPU and GPU go; None: none are taken
 
@@ -128,7 +133,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
-        for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20)):
+        for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20), ("grammar_compile_mb", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
         if self.dp > DP_MAX:
@@ -140,7 +145,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         self.router_config()
         if self.port > 65535:
             raise ConfigError(f"`port` must be at most 65535, got `{self.port}`")
-        for name in ("speed", "slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s"):
+        for name in ("speed", "slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s", "grammar_compile_s"):
             if not 0.0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
         if not 0.0 <= self.batch_timeout_s < 1e9:

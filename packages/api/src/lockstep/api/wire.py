@@ -213,6 +213,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     matryoshka: tuple[int, ...] | None = None  # shorter embeddings that it was trained for; () any, None none
     logit_processors: tuple[str, ...] = ()  # that requests may ask for
     able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile"
+    grammars: str = ""  # the library that keeps answers to grammars; "" for none,
+    no_grammars: str = "this engine has no grammar backend; leave it out"  # and then why, with what to do
 
 
 RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)

@@ -46,6 +46,8 @@ from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
 from lockstep.host.batches import Float32s
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
+from lockstep.host.grammar_compiler import CompileLimits, make_hands
+from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.text import Message, StopTexts, Text
@@ -107,6 +109,7 @@ class Params:
     hidden_states: bool = False
     priority: Int64 | None = None
     logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
+    grammar: tuple[Kind, str] | None = None  # what the answer must keep to: ("json_schema", '{"type": "object"}')
 
 
 @dataclass(slots=True)
@@ -179,6 +182,8 @@ class LLM:
         pooling: how `embed` makes one vector of a prompt: mean, last; None: as the folder says (1_Pooling), or mean.
         normalize: whether to scale that vector to length 1; None: as the folder says (modules.json), or not.
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
+        grammar_backend: what keeps answers to grammars: auto (llguidance, if installed), llguidance, xgrammar, none.
+        grammar_limits: what one grammar may take to compile.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
         batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
@@ -207,6 +212,8 @@ class LLM:
         pooling: PoolingMode | None = None,
         normalize: bool | None = None,
         logit_processors: Sequence[str] = (),
+        grammar_backend: BackendName = "auto",
+        grammar_limits: CompileLimits | None = None,
         warm_up: bool | None = None,
         debug: bool = False,
         tensor_parallel: int = 1,
@@ -262,6 +269,12 @@ class LLM:
             made = assemble(settings, where, clock, self.group)
             self.model, self.config, self.memory = made.model, made.config, made.memory
             self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors
+            self.grammars = None
+            if (named := choose_backend(grammar_backend)) and self.text is not None and self.model.settings.generates:
+                vocabulary, ends = self.model.settings.vocab, self.config.eos_token_ids
+                self.grammars = make_hands(named, folder / "tokenizer.json", vocabulary, ends, grammar_limits)
+                undo.callback(self.grammars.compiler.close)
+                made.executor.matchers = self.grammars.matchers
             executor = made.executor if self.group is None else self.group.lead(made.executor)
             if self.model.settings.generates and (where.type == "cuda" if warm_up is None else warm_up):
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
@@ -285,6 +298,7 @@ class LLM:
                 clock,
                 check_request=self._check,
                 watch_text=self._watch if self.text is not None else None,
+                compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 profiler=self._profiler,
                 observe=self._bubbles.fold,
             )
@@ -469,6 +483,8 @@ class LLM:
         if not own:
             self._join()
         self._watchdog.close()
+        if self.grammars is not None:
+            self.grammars.compiler.close()
         stuck = not own and self._thread.is_alive()
         if self.group is not None:
             self.group.close(stuck=stuck)
@@ -527,6 +543,7 @@ class LLM:
             else None,
             return_hidden_states=params.hidden_states,
             parallel_samples=params.n,
+            grammar=None if params.grammar is None else make_grammar(*params.grammar),
         )
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -597,6 +614,8 @@ class LLM:
     def _check(self, request: RequestArrived) -> None:
         """Refuse what this model cannot do, before the engine hears of it."""
         vocabulary = self.model.settings.vocab
+        if request.grammar is not None and self.grammars is None:
+            raise ConfigError(f"`grammar` asks for structured output: {self.no_grammars}")
         asks = request.max_new_tokens or request.kind == "score" or request.logprob_start is not None
         if asks and not self.model.settings.generates:
             raise ConfigError(
@@ -611,6 +630,15 @@ class LLM:
         for name, token in (("prompt", largest), *(("stop_token_ids", one) for one in request.stop_token_ids)):
             if token >= vocabulary:
                 raise ConfigError(f"`{name}` holds token {token}, but the model has {vocabulary}")
+
+    @property
+    def no_grammars(self) -> str:
+        """Why there is no structured output, and what to do; "" where there is."""
+        if self.grammars is not None:
+            return ""
+        if self.text is None:
+            return "it needs a tokenizer.json in the model's folder, and there is none"
+        return "this engine has no grammar backend; install llguidance, and leave --grammar-backend at auto"
 
     def _watch(self, request: RequestArrived) -> StopTexts:
         assert self.text is not None

@@ -1,0 +1,272 @@
+"""Compiles grammars beside the engine's loop: first in a process that may be killed, then, if that went well, here.
+
+    CompileGrammar ──> queue ──> a thread ──source──> trial, a process of its own     memory, CPU time and depth of the
+                                    |    <──error, ""──                               stack are limited by the kernel
+                                    └── compile and keep it here ──> GrammarReady
+
+A grammar is a program of a stranger: it may explode, recurse without end or crash the library. All that happens in the
+trial, whose end is the grammar's error; the next grammar gets a new one. What came through is compiled here within the
+same limits, off the loop, since llguidance lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from lockstep.core.commands import CompileGrammar
+from lockstep.core.events import Grammar
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend
+
+log = logging.getLogger("lockstep.host")
+
+START_S = 120.0  # a machine may be busy; what is waited for is an interpreter that imports a library
+WALL_PER_CPU = 10.0
+STACK_BYTES = 8 * 2**20  # of the thread that compiles here; a trial's has half of it
+ENDED_S = 5.0
+
+
+class TrialSettings(msgspec.Struct, frozen=True, array_like=True):
+    """What a trial is started with."""
+
+    backend: str
+    tokenizer: str
+    vocabulary: int
+    end_tokens: tuple[int, ...]
+    cpu_s: float
+    memory_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileLimits:
+    """What one grammar may take.
+
+    Args:
+        cpu_s: of CPU time; of the clock's, ten times as much.
+        memory_bytes: beside what the library takes by itself.
+        source_bytes: of its source; the server looks at that before.
+        workers: grammars that are compiled at the same time.
+    """
+
+    cpu_s: float = 2.0
+    memory_bytes: int = 512 * 2**20
+    source_bytes: int = 2**20
+    workers: int = 2
+
+
+class GrammarCompiler:
+    """`lockstep.host.loop.GrammarCompiler` with limits. Processes and threads begin with the first grammar."""
+
+    def __init__(
+        self,
+        compiled: CompiledGrammars,
+        backend: str,
+        tokenizer: Path,
+        vocabulary: int,
+        end_tokens: Sequence[int],
+        limits: CompileLimits | None = None,
+    ) -> None:
+        self.compiled, self.limits = compiled, limits or CompileLimits()
+        self._settings = TrialSettings(
+            backend,
+            str(tokenizer.resolve()),
+            vocabulary,
+            tuple(end_tokens),
+            self.limits.cpu_s,
+            self.limits.memory_bytes,
+            STACK_BYTES // 2,
+        )
+        self._queue: queue.SimpleQueue[tuple[Grammar, Callable[[str], None]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._trials: set[_Trial] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __call__(self, command: CompileGrammar, answer: Callable[[str], None]) -> None:
+        """Compile, then call back, from another thread, with the error or ""."""
+        with self._lock:
+            if self._closed:
+                return
+            if not self._threads:
+                before = threading.stack_size(STACK_BYTES)
+                self._threads = [
+                    threading.Thread(target=self._work, name=f"lockstep-grammar-{number}", daemon=True)
+                    for number in range(self.limits.workers)
+                ]
+                for thread in self._threads:
+                    thread.start()
+                threading.stack_size(before)
+        self._queue.put((command.grammar, answer))
+
+    def close(self) -> None:
+        """End the processes; what is not compiled yet is not answered any more."""
+        with self._lock:
+            self._closed = True
+            trials, threads = list(self._trials), self._threads
+        for _ in threads:
+            self._queue.put(None)
+        for trial in trials:
+            trial.kill()
+        for thread in threads:
+            thread.join(ENDED_S)
+
+    def _work(self) -> None:
+        """A thread's life, with one trial after the other."""
+        trial: _Trial | None = None
+        while (asked := self._queue.get()) is not None and not self._over():
+            grammar, answer = asked
+            try:
+                size = len(grammar.source.encode("utf-8", "surrogatepass"))
+                if size > self.limits.source_bytes:
+                    error = f"it has {size} bytes, at most {self.limits.source_bytes} are compiled"
+                else:
+                    if trial is None or trial.over:
+                        trial = self._begin()
+                    error = trial.compile(grammar)
+                    if not error:
+                        self.compiled.get(grammar)
+            except GrammarError as failed:
+                error = str(failed)
+            except Exception as failed:  # whatever it was, whoever waits must be told
+                log.exception("a grammar could not be compiled")
+                error = f"{type(failed).__name__}: {failed}"
+            if self._over():
+                break
+            answer(error)
+        if trial is not None:
+            trial.kill()
+
+    def _over(self) -> bool:
+        return self._closed
+
+    def _begin(self) -> _Trial:
+        trial = _Trial(self._settings, self.limits)
+        with self._lock:
+            self._trials = {one for one in self._trials if not one.over} | {trial}
+            if self._closed:
+                trial.kill()
+        return trial
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarHands:
+    """What an engine needs to keep answers to grammars."""
+
+    backend: str
+    matchers: GrammarMatchers
+    compiler: GrammarCompiler
+
+
+def make_hands(
+    backend: str,
+    tokenizer: Path,
+    vocabulary: int,
+    end_tokens: Sequence[int],
+    limits: CompileLimits | None = None,
+) -> GrammarHands:
+    """Matchers and compiler of one engine; arguments as of `grammars.make_backend`."""
+    compiled = CompiledGrammars(partial(make_backend, backend, tokenizer, vocabulary, end_tokens))
+    compiler = GrammarCompiler(compiled, backend, tokenizer, vocabulary, end_tokens, limits)
+    return GrammarHands(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)
+
+
+class _Trial:
+    """A process that tries grammars, until one of them ends it."""
+
+    def __init__(self, settings: TrialSettings, limits: CompileLimits) -> None:
+        self._limits = limits
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lockstep.host.grammar_trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the engine
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self.over = False
+        self._send(msgspec.msgpack.encode(settings))
+        if (said := self._receive(START_S)) != "":
+            self.kill()
+            raise GrammarError(f"the process that compiles grammars does not begin: {said or 'it ended'}")
+
+    def compile(self, grammar: Grammar) -> str:
+        """Try a grammar; says what is wrong with it, or nothing."""
+        self._send(msgspec.msgpack.encode(grammar))
+        said = self._receive(self._limits.cpu_s * WALL_PER_CPU)
+        if said is not None:
+            return said
+        status = self.kill()
+        if status == -signal.SIGPROF or status is None:
+            return f"it takes more than {self._limits.cpu_s:g} s of CPU time to compile"
+        return (
+            f"it takes more than {self._limits.memory_bytes // 2**20} MiB of memory to compile, or is nested too "
+            f"deeply (its process ended with status {status})"
+        )
+
+    def kill(self) -> int | None:
+        """End it. Returns its status, or None if it was still at work."""
+        self.over = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._ended(self._process.wait(0.2))
+        self._process.kill()
+        self._ended(self._process.wait())
+        return None
+
+    def _ended(self, status: int) -> int:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        return status
+
+    def _send(self, message: bytes) -> None:
+        stream = self._process.stdin
+        assert stream is not None
+        with contextlib.suppress(OSError):  # it has ended, which shows when it is listened to
+            write_message(stream, message)
+
+    def _receive(self, seconds: float) -> str | None:
+        """What it says; None if it says nothing in time, or has ended."""
+        stream = self._process.stdout
+        assert stream is not None
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            message = read_message(stream)
+        except (OSError, ValueError):
+            message = None
+        finally:
+            timer.cancel()
+        return None if message is None else msgspec.msgpack.decode(message, type=str)
+
+
+def write_message(stream: IO[bytes], message: bytes) -> None:
+    """A message behind its length."""
+    stream.write(struct.pack("<I", len(message)) + message)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    (size,) = struct.unpack("<I", head)
+    message = stream.read(size)
+    return message if len(message) == size else None

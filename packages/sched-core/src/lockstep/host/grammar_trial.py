@@ -1,0 +1,81 @@
+"""A process that tries grammars, one after the other, within limits that the kernel keeps: `grammar_compiler.py`.
+
+It compiles one, makes the first mask, and says what is wrong, or nothing. One that takes too much CPU time ends it by
+SIGPROF, one that takes too much memory or stack by a signal of the library's. It ends with whoever started it.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from lockstep.core.errors import LockstepError
+from lockstep.core.events import Grammar
+from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
+from lockstep.host.grammars import GrammarBackend, GrammarError, make_backend
+
+
+def main() -> None:
+    """Settings, then grammars, over stdin; a text for each, over stdout."""
+    given, told = sys.stdin.buffer, sys.stdout.buffer
+    first = read_message(given)
+    if first is None:
+        return
+    settings = msgspec.msgpack.decode(first, type=TrialSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    try:
+        backend = make_backend(settings.backend, Path(settings.tokenizer), settings.vocabulary, settings.end_tokens)
+        _limit_memory(settings.memory_bytes)
+    except (LockstepError, OSError, ValueError) as error:
+        write_message(told, msgspec.msgpack.encode(str(error)))
+        return
+    write_message(told, msgspec.msgpack.encode(""))
+    words = -(-settings.vocabulary // 32)
+    while (message := read_message(given)) is not None:
+        grammar = msgspec.msgpack.decode(message, type=Grammar)
+        signal.setitimer(signal.ITIMER_PROF, settings.cpu_s)
+        said = _in_a_thread(backend, grammar, words, settings.stack_bytes)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        write_message(told, msgspec.msgpack.encode(said))
+
+
+def _limit_memory(beside_bytes: int) -> None:
+    """Let the process have so much more address space than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    if pages:
+        most = pages * resource.getpagesize() + beside_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _in_a_thread(backend: GrammarBackend, grammar: Grammar, words: int, stack_bytes: int) -> str:
+    """Try a grammar on a stack of its own, which is smaller than the one it will be compiled on."""
+    found: list[str] = []
+
+    def attempt() -> None:
+        try:
+            backend.compile(grammar).matcher().fill(np.zeros(words, np.int32))
+            found.append("")
+        except GrammarError as error:
+            found.append(str(error) or "it is no grammar")
+        except MemoryError:
+            found.append("it takes too much memory to compile")
+        except Exception as error:  # of whatever kind: this process is there for it
+            found.append(f"{type(error).__name__}: {error}"[:500])
+
+    threading.stack_size(stack_bytes)
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return found[0] if found else "it cannot be compiled"
+
+
+if __name__ == "__main__":
+    main()

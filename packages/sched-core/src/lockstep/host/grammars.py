@@ -1,0 +1,251 @@
+"""Grammars at work: what a library must bring to be used here, and one matcher for each row that is taken under one.
+
+    Grammar(kind, source, digest) ──backend.compile──> Compiled ──matcher──> Matcher, a row's
+                                                           |                  accept(token), fill(mask), is_done()
+                              kept by digest, the least recently used goes
+
+`llguidance_backend.py` and `xgrammar_backend.py` bring one each; `grammar_compiler.py` compiles off the engine's loop.
+No torch: masks are bits on the CPU, and whoever samples brings them to a device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from lockstep.core.commands import RowTaken
+from lockstep.core.errors import ConfigError, LockstepError
+from lockstep.core.events import Grammar, RequestId
+from lockstep.host.batches import Int32s
+
+log = logging.getLogger("lockstep.host")
+
+Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+BackendName = Literal["auto", "llguidance", "xgrammar", "none"]
+
+COMPILED_MAX = 512  # grammars kept; some are 100 kB,
+SOURCE_BYTES_MAX = 16 * 2**20  # and what their sources may have together
+LONGEST_ERROR = 500  # characters of a library's message that a client is told
+
+
+class GrammarError(LockstepError):
+    """A grammar that cannot be compiled, with a sentence for whoever asked for it."""
+
+
+def make_grammar(kind: Kind, source: str) -> Grammar:
+    """A grammar, with the digest by which it is known: SHA-256 of kind and source."""
+    told = f"{kind}\0".encode() + source.encode("utf-8", "surrogatepass")
+    return Grammar(kind, source, sha256(told).digest())
+
+
+class Matcher(Protocol):
+    """How far one answer has got in its grammar."""
+
+    def accept(self, token: int) -> bool:
+        """Move by a token; False, and no move, where the grammar does not admit it."""
+
+    def rollback(self, tokens: int) -> None:
+        """Take the last so many tokens back."""
+
+    def fill(self, mask: Int32s) -> None:
+        """Write which tokens may come next: int32 [ceil(vocabulary / 32)], bit t % 32 of word t // 32.
+
+        Raises: GrammarError where the grammar turns out to be too much work.
+        """
+
+    def is_done(self) -> bool:
+        """Whether nothing may follow but the end."""
+
+
+class Compiled(Protocol):
+    """A grammar that was compiled."""
+
+    def matcher(self) -> Matcher:
+        """One at the start."""
+
+
+class GrammarBackend(Protocol):
+    """A library that knows grammars, with the tokenizer of one model. Any thread may compile."""
+
+    name: str
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Raises GrammarError."""
+
+
+def choose_backend(name: BackendName) -> str:
+    """The library to use; "" for none. Raises ConfigError for one that is not installed."""
+    if name == "none":
+        return ""
+    if name == "auto":
+        return "llguidance" if find_spec("llguidance") is not None else ""
+    if find_spec(name) is None:
+        raise ConfigError(f"`grammar_backend` {name} is not installed\nhint: pip install {name}, or auto")
+    return name
+
+
+def make_backend(name: str, tokenizer: Path, vocabulary: int, end_tokens: Sequence[int]) -> GrammarBackend:
+    """A library with a tokenizer.
+
+    Args:
+        name: from `choose_backend`.
+        tokenizer: a tokenizer.json.
+        vocabulary: ids that the model's logits have.
+        end_tokens: which of them end an answer.
+    Raises: ConfigError for a tokenizer that the library cannot use.
+    """
+    if name == "xgrammar":
+        from lockstep.host.xgrammar_backend import XGrammar
+
+        return XGrammar(tokenizer, vocabulary, end_tokens)
+    from lockstep.host.llguidance_backend import LlGuidance
+
+    return LlGuidance(tokenizer, vocabulary, end_tokens)
+
+
+class CompiledGrammars:
+    """What was compiled, by digest, least recently used first. For any thread.
+
+    Args:
+        make: the library with its tokenizer, which may take seconds; called with the first grammar.
+    """
+
+    def __init__(self, make: Callable[[], GrammarBackend]) -> None:
+        self._make = make
+        self._backend: GrammarBackend | None = None
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, tuple[Compiled, int]] = OrderedDict()
+        self._source_bytes = 0
+
+    def get(self, grammar: Grammar) -> Compiled:
+        """A grammar, compiled here and now unless it is kept. Raises GrammarError."""
+        with self._lock:
+            found = self._kept.get(grammar.digest)
+            if found is not None:
+                self._kept.move_to_end(grammar.digest)
+                return found[0]
+        compiled, size = self._library().compile(grammar), len(grammar.source)
+        with self._lock:
+            if grammar.digest not in self._kept:
+                self._kept[grammar.digest] = compiled, size
+                self._source_bytes += size
+            while len(self._kept) > COMPILED_MAX or (self._source_bytes > SOURCE_BYTES_MAX and len(self._kept) > 1):
+                _, (_, gone) = self._kept.popitem(last=False)
+                self._source_bytes -= gone
+        return compiled
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _library(self) -> GrammarBackend:
+        with self._making:
+            if self._backend is None:
+                try:
+                    self._backend = self._make()
+                except ConfigError as error:
+                    raise GrammarError(str(error)) from error
+            return self._backend
+
+
+class _Row:
+    """The matcher of one row."""
+
+    __slots__ = ("epoch", "matcher", "over", "request_id")
+
+    def __init__(self, request_id: RequestId, epoch: int, matcher: Matcher | None) -> None:
+        self.request_id, self.epoch, self.matcher = request_id, epoch, matcher
+        self.over = False  # it took its end, which min_new_tokens or ignore_eos did not heed
+
+
+class GrammarMatchers:
+    """The matchers of an executor's rows: `lockstep.runtime.executor.Matchers`. For one thread.
+
+    A grammar that fails while it runs allows nothing from then on, so its request ends as invalid and no other does.
+
+    Args:
+        vocabulary: ids that logits have.
+        end_tokens: each of them ends an answer, where its grammar lets it end.
+    """
+
+    def __init__(self, compiled: CompiledGrammars, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        self._compiled = compiled
+        self._words = -(-vocabulary // 32)
+        self._ends = frozenset(end_tokens)
+        self._rows: dict[int, _Row] = {}
+        self._row_of: dict[RequestId, int] = {}
+
+    def take_row(self, taken: RowTaken) -> None:
+        """A row changes hands; it may come without a grammar."""
+        before = self._rows.pop(taken.row, None)
+        if before is not None and self._row_of.get(before.request_id) == taken.row:
+            del self._row_of[before.request_id]
+        if taken.grammar is None:
+            return
+        matcher: Matcher | None = None
+        try:
+            matcher = self._compiled.get(taken.grammar).matcher()
+        except GrammarError as error:  # it was compiled before: by another process, or within other limits
+            log.error("r%d ends as invalid: its grammar does not compile any more: %s", taken.request_id, error)
+        self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher)
+        self._row_of[taken.request_id] = taken.row
+
+    def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
+        """Move a matcher by tokens; an entry of an older epoch reaches nobody."""
+        row = self._rows.get(self._row_of.get(request_id, -1))
+        if row is None or row.epoch != epoch:
+            return
+        for token in tokens:
+            if row.over or row.matcher is None:
+                return
+            if token in self._ends or row.matcher.is_done():
+                row.over = True
+            elif not row.matcher.accept(token):
+                log.error("r%d ends as invalid: its grammar does not admit token %d", request_id, token)
+                row.matcher = None
+            elif row.matcher.is_done():
+                row.over = True
+
+    def allowed(self, rows: Int32s) -> Int32s | None:
+        """int32 [rows, ceil(vocabulary / 32)]: a bit for each token that may come next."""
+        mask = np.full((len(rows), self._words), -1, np.int32)
+        for i, number in enumerate(rows.tolist()):
+            row = self._rows.get(number)
+            if row is None or row.over:
+                continue
+            if row.matcher is None:
+                mask[i] = 0
+                continue
+            try:
+                row.matcher.fill(mask[i])
+            except GrammarError as error:
+                log.error("r%d ends as invalid: its grammar fails: %s", row.request_id, error)
+                row.matcher, mask[i] = None, 0
+        return mask
+
+    def ended(self, row: int, token: int) -> bool:
+        """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
+        held = self._rows.get(row)
+        if held is None or held.matcher is None:
+            return False
+        if held.over or token in self._ends:
+            return True
+        if not held.matcher.accept(token):
+            return False
+        done = held.matcher.is_done()
+        held.matcher.rollback(1)
+        return done
+
+
+def short(message: str) -> str:
+    """A library's message as one line of bearable length."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST_ERROR else line[: LONGEST_ERROR - 3] + "..."

@@ -1,0 +1,161 @@
+"""llguidance behind `grammars.GrammarBackend`: no dependencies, grammars compile in about a millisecond.
+
+What a schema says is kept to exactly, or refused: keywords that llguidance does not know are an error ("lenient" is
+off). Between tokens of JSON there may be one space, or a new line with its indentation, but not whitespace without end,
+which a model might never leave.
+
+Source of the interface: github.com/guidance-ai/llguidance, python/llguidance/_lib.pyi, version 1.9.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import Grammar
+from lockstep.host.batches import Int32s
+from lockstep.host.grammars import GrammarError, short
+
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False}
+
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""What a matcher may take: some 100 MB, and by the library's own limits some tens of milliseconds for a mask."""
+
+
+class LlGuidance:
+    """The library with one tokenizer; arguments as of `grammars.make_backend`."""
+
+    name = "llguidance"
+
+    def __init__(self, tokenizer: Path, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        text = tokenizer.read_text("utf-8")
+        known = 1 + max((one["id"] for one in json.loads(text).get("added_tokens", [])), default=-1)
+        try:
+            self._tokenizer = llguidance.LLTokenizer(
+                text, n_vocab=max(vocabulary, known), eos_token=list(end_tokens) or None
+            )
+        except Exception as error:  # of whatever kind the library raises
+            raise ConfigError(f"`{tokenizer}` cannot be used for grammars by llguidance: {error}") from error
+        self._words = -(-self._tokenizer.vocab_size // 32)  # of its masks: more than logits have, where it knows more
+
+    def compile(self, grammar: Grammar) -> LlCompiled:
+        """Raises GrammarError."""
+        try:
+            source = self._source(grammar)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise GrammarError(short(str(error))) from error
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(short(matcher.get_error()))
+        return LlCompiled(self._words, matcher)
+
+    def _source(self, grammar: Grammar) -> Any:
+        match grammar.kind:
+            case "json_schema":
+                return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_OPTIONS)
+            case "regex":
+                return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+            case "ebnf":
+                return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
+            case "structural_tag":
+                return llguidance.LLMatcher.grammar_from_lark(self._tagged(json.loads(grammar.source)))
+
+    def _tagged(self, tag: dict[str, Any]) -> str:
+        """Free text with parts behind triggers, as a grammar of Lark's form.
+
+            start: (text_0 (part_0 | part_1) | text_1 part_2)* REST          text_n ends with trigger n
+
+        With `at_least_one` the answer begins and goes on until a part; with `stop_after_first` it ends behind it.
+        """
+        branches, rules = [], []
+        for number, trigger in enumerate(tag["triggers"]):
+            parts = []
+            for i, one in enumerate(tag["structures"]):
+                begin: str = one["begin"]
+                if _trigger_of(begin, tag["triggers"]) != number:
+                    continue
+                rest = self._literal(begin.removeprefix(trigger))
+                schema = {**one.get("schema", {}), "x-guidance": JSON_OPTIONS}
+                rules.append(f"part_{i}: {rest} %json {json.dumps(schema)} {self._literal(one['end'])}".rstrip())
+                parts.append(f"part_{i}")
+            if parts:
+                rules.append(self._until(number, trigger))
+                branches.append(f"text_{number} ({' | '.join(parts)})")
+        tagged = f"({' | '.join(branches)})"
+        if tag.get("stop_after_first"):
+            start = tagged if tag.get("at_least_one") else f"{tagged} | REST"
+        else:
+            start = f"{tagged}{'+' if tag.get('at_least_one') else '*'} REST"
+        return "\n".join([f"start: {start}", r"REST: /(.|\n)*/", *rules, ""])
+
+    def _until(self, number: int, trigger: str) -> str:
+        """The rule of text up to a trigger and with it; one that is a single special token is that token."""
+        special = self._special(trigger)
+        if special:
+            return f"text_{number}: REST {special}"
+        return f"text_{number}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}"
+
+    def _literal(self, text: str) -> str:
+        """A text in a rule; nothing for an empty one."""
+        return (self._special(text) or json.dumps(text)) if text else ""
+
+    def _special(self, text: str) -> str:
+        """How Lark writes a special token, if this text is one."""
+        if not text.startswith("<"):
+            return ""
+        tokens = self._tokenizer.tokenize_str(text, parse_special=True)
+        return f"<[{tokens[0]}]>" if len(tokens) == 1 and self._tokenizer.is_special_token(tokens[0]) else ""
+
+
+def _trigger_of(begin: str, triggers: Sequence[str]) -> int:
+    """The number of the longest trigger that a part begins with."""
+    found = [(len(trigger), -number) for number, trigger in enumerate(triggers) if begin.startswith(trigger)]
+    if not found:
+        raise ValueError(f"none of the triggers begins {begin!r}")
+    return -max(found)[1]
+
+
+class LlCompiled:
+    """A grammar: a matcher at its start, which is copied."""
+
+    def __init__(self, words: int, start: Any) -> None:
+        self._words, self._start = words, start
+
+    def matcher(self) -> LlMatcher:
+        """One at the start."""
+        return LlMatcher(self._words, self._start.deep_copy())
+
+
+class LlMatcher:
+    """How far one answer has got."""
+
+    def __init__(self, words: int, matcher: Any) -> None:
+        self._matcher = matcher
+        self._scratch = np.empty(words, np.int32)
+
+    def accept(self, token: int) -> bool:
+        """Move by a token."""
+        return bool(self._matcher.try_consume_tokens([token]))
+
+    def rollback(self, tokens: int) -> None:
+        """Take tokens back."""
+        self._matcher.rollback(tokens)
+
+    def fill(self, mask: Int32s) -> None:
+        """Write what may come next."""
+        scratch = self._scratch
+        self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(short(self._matcher.get_error()))
+        mask[:] = scratch[: len(mask)]
+
+    def is_done(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return bool(self._matcher.is_stopped())

@@ -1,0 +1,44 @@
+"""The examples of docs/features.md run as printed, against a server that was started without arguments."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+pytest.importorskip("torch", reason="the GPU runtime is not installed")
+pytest.importorskip("openai", reason="the OpenAI client is not installed")
+pytest.importorskip("llguidance", reason="no grammar backend is installed")
+
+from tests.support.live_server import LiveServer, serving
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
+SECTIONS = dict(re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL))
+PRINTED = {
+    "Structured output": r"verdict='(yes|no)' percent=\d{1,3}\n\d{3}-\d{4}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with serving(tmp_path_factory.mktemp("features") / "log", "--device", "cpu", "--shutdown-s", "1") as made:
+        yield made
+
+
+def test_every_example_is_known() -> None:
+    assert set(SECTIONS) == set(PRINTED)
+
+
+@pytest.mark.parametrize("section", PRINTED)
+def test_an_example_runs_as_printed(section: str, server: LiveServer, tmp_path: Path) -> None:
+    source = SECTIONS[section]
+    assert "http://127.0.0.1:8000" in source
+    example = tmp_path / "example.py"
+    example.write_text(source.replace("http://127.0.0.1:8000", server.url), "utf-8")
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)
+    assert re.fullmatch(PRINTED[section], done.stdout), done.stdout + done.stderr

@@ -1,0 +1,192 @@
+"""Grammar libraries behind one interface, matchers by row, and grammars that are tried where they can do no harm."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers", reason="no tokenizer is installed")
+pytest.importorskip("llguidance", reason="no grammar backend is installed")
+
+from tokenizers import Tokenizer
+
+from lockstep.core.commands import CompileGrammar, RowTaken
+from lockstep.core.events import Grammar
+from lockstep.host import grammars
+from lockstep.host.grammar_compiler import CompileLimits, GrammarHands, make_hands
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend, make_grammar
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files/tokenizer.json"
+VOCABULARY = 2048
+END, OTHER_END = 2, 0  # <|im_end|>, <|endoftext|>
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed"))
+    for name in ("llguidance", "xgrammar")
+]
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return Tokenizer.from_file(str(TOKENIZER))
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def compiled(request: pytest.FixtureRequest) -> CompiledGrammars:
+    return CompiledGrammars(lambda: make_backend(request.param, TOKENIZER, VOCABULARY, (END, OTHER_END)))
+
+
+def taken(row: int, request_id: int, grammar: Grammar | None, epoch: int = 1) -> RowTaken:
+    return RowTaken(row, request_id, epoch, grammar=grammar)
+
+
+def allowed(matchers: GrammarMatchers, row: int) -> set[int]:
+    mask = matchers.allowed(np.array([row], np.int32))
+    assert mask is not None
+    assert mask.shape == (1, VOCABULARY // 32)
+    return set(np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")).tolist())
+
+
+def test_a_matcher_follows_its_answer_to_the_end(compiled: CompiledGrammars, words: Any) -> None:
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
+    grammar = make_grammar(
+        "json_schema",
+        '{"type":"object","properties":{"a":{"enum":[10,"b"]}},"required":["a"],"additionalProperties":false}',
+    )
+    matchers.take_row(taken(3, 7, grammar))
+    answer = words.encode('{"a": "b"}').ids
+    for i, token in enumerate(answer):
+        may = allowed(matchers, 3)
+        assert token in may
+        assert not may & {END, OTHER_END}
+        assert matchers.ended(3, token) == (i == len(answer) - 1)
+        assert allowed(matchers, 3) == may  # looking did not move it
+        matchers.advance(7, 1, [token])
+    assert len(allowed(matchers, 3)) == VOCABULARY  # never moved again, as where min_new_tokens holds the end back
+    matchers.advance(7, 1, answer)
+    assert matchers.ended(3, answer[0])
+
+
+def test_any_end_token_ends_where_the_grammar_may(compiled: CompiledGrammars, words: Any) -> None:
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
+    matchers.take_row(taken(0, 1, make_grammar("regex", "a+")))
+    (a,) = words.encode("a").ids
+    assert not allowed(matchers, 0) & {END, OTHER_END}
+    matchers.advance(1, 1, [a])
+    assert {a, END, OTHER_END} <= allowed(matchers, 0)
+    assert matchers.ended(0, OTHER_END)
+    assert not matchers.ended(0, a)
+    matchers.advance(1, 1, [OTHER_END])  # ignore_eos: it is drawn, and nothing is asked of the grammar any more
+    assert matchers.ended(0, a)
+
+
+def test_rows_change_hands_and_older_epochs_reach_nobody(compiled: CompiledGrammars, words: Any) -> None:
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END,))
+    ab, cd = make_grammar("regex", "a[bQ]"), make_grammar("regex", "c[dQ]")
+    a, b, c, q = (words.token_to_id(one) for one in "abcQ")
+    matchers.take_row(taken(0, 1, ab))
+    matchers.take_row(taken(1, 2, cd))
+    matchers.advance(1, 1, [a])
+    assert allowed(matchers, 0) == {b, q}
+    matchers.take_row(taken(1, 1, ab, epoch=2))  # retracted, and back in another row, at its start
+    matchers.take_row(taken(0, 2, cd, epoch=2))
+    matchers.advance(1, 1, [a])
+    matchers.advance(2, 1, [c])
+    assert a in allowed(matchers, 1)
+    assert c in allowed(matchers, 0)
+    matchers.advance(1, 2, [a])
+    assert allowed(matchers, 1) == {b, q}
+    matchers.take_row(taken(1, 3, None))
+    assert len(allowed(matchers, 1)) == VOCABULARY
+    assert not matchers.ended(1, a)
+    mask = matchers.allowed(np.array([1, 0], np.int32))
+    assert mask is not None
+    assert (mask[0] == -1).all()
+    assert not (mask[1] == -1).any()
+
+
+def test_a_token_that_it_does_not_admit_ends_one_row_only(compiled: CompiledGrammars, words: Any) -> None:
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END,))
+    for row in range(2):
+        matchers.take_row(taken(row, row + 1, make_grammar("regex", "ab")))
+    matchers.advance(1, 1, [words.token_to_id("b")])
+    assert allowed(matchers, 0) == set()
+    assert len(allowed(matchers, 1)) in range(1, 5)
+
+
+def test_what_is_kept_is_bounded(compiled: CompiledGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "COMPILED_MAX", 4)
+    monkeypatch.setattr(grammars, "SOURCE_BYTES_MAX", 40)
+    for number in range(8):
+        compiled.get(make_grammar("regex", f"a{number}"))
+    assert len(compiled) == 4
+    compiled.get(make_grammar("regex", "b" * 60))
+    assert len(compiled) == 1
+    with pytest.raises(GrammarError):
+        compiled.get(make_grammar("regex", "("))
+    assert len(compiled) == 1
+
+
+# ------------------------------------------------------------------------------------------------- tried in a process
+
+
+@pytest.fixture(scope="module")
+def hands() -> Iterator[GrammarHands]:
+    limits = CompileLimits(cpu_s=0.5, memory_bytes=64 * 2**20, source_bytes=2**20, workers=1)
+    made = make_hands("llguidance", TOKENIZER, VOCABULARY, (END,), limits)
+    yield made
+    made.compiler.close()
+
+
+def verdict(hands: GrammarHands, kind: Any, source: str) -> str:
+    answers: queue.Queue[str] = queue.Queue()
+    hands.compiler(CompileGrammar(make_grammar(kind, source)), answers.put)
+    return answers.get(timeout=120)
+
+
+def branching(width: int, depth: int) -> str:
+    """A schema that is short, and has width ** depth alternatives once it is multiplied out."""
+    either = [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(width)]} for i in range(depth)]
+    return json.dumps({"type": "object", "allOf": either})
+
+
+TOO_MUCH = "(takes more than 0.5 s of CPU time|takes more than 64 MiB of memory|memory allocation)"
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "branching": ("json_schema", branching(10, 7), TOO_MUCH),
+    "long pattern": ("json_schema", json.dumps({"type": "string", "pattern": "(a|b)" * 80_000 + "{1,500}"}), TOO_MUCH),
+    "nested parentheses": ("regex", "(" * 30_000 + "a" + ")" * 30_000, f"{TOO_MUCH}|invalid regex"),
+    "nested groups": ("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "recursion"),
+    "nested schema": ("json_schema", '{"items":' * 5_000 + "{}" + "}" * 5_000, "recursion"),
+    "too long": ("regex", "a" * (2**20 + 1), "1048577 bytes, at most 1048576"),
+    "no grammar": ("regex", "(", "invalid regex"),
+    "no rule": ("ebnf", "root ::= nothing", "nothing"),
+    "no JSON": ("json_schema", "{", "."),
+    "unknown keyword": ("json_schema", '{"type":"array","items":{},"uniqueItems":true}', "uniqueItems"),
+    "never": ("json_schema", '{"type":"integer","minimum":3,"maximum":2}', "[Uu]nsatisfiable"),
+    "elsewhere": ("json_schema", '{"$ref":"http://127.0.0.1/schema"}', "."),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_what_explodes_is_refused_within_its_limits_and_the_next_is_compiled(hands: GrammarHands) -> None:
+    for about, (kind, source, why) in REFUSED.items():
+        began_s = time.monotonic()
+        error = verdict(hands, kind, source)
+        assert re.search(why, error), f"{about}: {error}"
+        assert "\n" not in error, about
+        assert len(error) < 600, about
+        assert time.monotonic() - began_s < 60.0, about  # a busy machine: a second of CPU time, and a new process
+    assert verdict(hands, "regex", "[ab]c") == ""
+    grammar = make_grammar("regex", "[ab]c")
+    hands.matchers.take_row(taken(0, 1, grammar))
+    assert 0 < len(allowed(hands.matchers, 0)) < VOCABULARY
