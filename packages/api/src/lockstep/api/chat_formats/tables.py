@@ -295,10 +295,24 @@ class ChatFormats:
     tools: Format | None = None
     thoughts: Thoughts | None = None
 
+    def names(self) -> tuple[str, str]:
+        """What they are called."""
+        tools = next((name for name, one in TOOL_FORMATS.items() if one is self.tools), "none")
+        return tools, next((name for name, one in THOUGHTS.items() if one == self.thoughts), "none")
+
     def texts(self) -> frozenset[str]:
         """What must not be lost, also where a tokenizer calls it special."""
         tools = frozenset[str]() if self.tools is None else self.tools.texts()
         return tools if self.thoughts is None else tools | {self.thoughts.begin, self.thoughts.end}
+
+
+def choose(tools: str, thoughts: str, template: str | None) -> ChatFormats:
+    """The formats of these names, where auto is what a chat template teaches, and none none. Raises KeyError."""
+    template = template or ""
+    return ChatFormats(
+        find_tools(template) if tools == "auto" else None if tools == "none" else TOOL_FORMATS[tools],
+        find_thoughts(template) if thoughts == "auto" else None if thoughts == "none" else THOUGHTS[thoughts],
+    )
 
 
 def find_tools(template: str) -> Format | None:
