@@ -71,7 +71,8 @@ def test_special_tokens_of_a_format_are_text_and_others_are_not(tmp_path: Path) 
     step = text.stream(())
     assert "".join(map(step, ids)) == text.decode(ids)
     watch = StopTexts(text, (), ["[TOOL_CALLS]w"])
-    assert any([watch.push(number, token)[0] for number, token in enumerate(ids)])
+    stopped = [watch.push(number, token)[0] for number, token in enumerate(ids)]
+    assert any(stopped)
 
 
 def test_any_tokens_in_a_stream_are_the_text_of_all(tmp_path: Path) -> None:

@@ -331,8 +331,14 @@ def find_thoughts(template: str) -> Thoughts | None:
 Opening = Literal["unsaid", "open", "closed"]
 
 
-def opening(thoughts: Thoughts, prompt: str) -> Opening:
-    """What the end of a prompt says of the thoughts of its answer: it opens them, it closes them, or neither."""
+def opening(thoughts: Thoughts, prompt: str, *, going_on: bool = False) -> Opening:
+    """What a prompt says of the thoughts of its answer: it opens them, they are over, or neither.
+
+    Args:
+        going_on: the answer goes on with what the model had begun to say.
+    """
+    if going_on:
+        return "open" if prompt.rfind(thoughts.begin) > prompt.rfind(thoughts.end) else "closed"
     written = prompt.rstrip()
     if written.endswith(thoughts.begin):
         return "open"
