@@ -9,18 +9,23 @@ are a function of prompt, seed and position, so the same request always gets the
 from __future__ import annotations
 
 import time
+import tomllib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil, log, log1p
+from operator import itemgetter
+from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.api.plain_text import Texts
 from lockstep.core.commands import BatchPlan, RowTaken
-from lockstep.core.errors import ContractError
+from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf, Int32s, RowContext
 from lockstep.host.grammars import GrammarMatchers
@@ -84,6 +89,49 @@ class Vocabulary:
         return int(words[int(drawn[0] % np.uint64(len(words)))])
 
 
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a script."""
+
+    when: str
+    say: str
+
+
+class Script:
+    """What an emulated model says, and to what: for trying out clients of tools and the like.
+
+    [[answer]]
+    when = "weather"                       # of the answers whose text a prompt has, the one that it has last
+    say = "<tool_call>..."
+    """
+
+    def __init__(self, text: Texts, answers: Sequence[tuple[str, str]]) -> None:
+        self._text = text
+        self._answers = [(when, np.array(text.encode(say, special=False), np.int32)) for when, say in answers]
+
+    @classmethod
+    def read(cls, path: Path, text: Texts) -> Script:
+        """Of a TOML file. Raises ConfigError."""
+        try:
+            found = tomllib.loads(path.read_text("utf-8")).get("answer", [])
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"`answers`: {path} cannot be read: {error}") from error
+        try:
+            pairs = [(one.when, one.say) for one in msgspec.convert(found, list[Said])]
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"`answers`: {path} must have tables [[answer]] with texts `when` and `say`: {error}"
+            ) from error
+        return cls(text, pairs)
+
+    def answer(self, prompt: Int32s) -> Int32s | None:
+        """To this prompt; None where nothing is said of it."""
+        asked = self._text.decode(prompt.tolist())
+        at, said = max(
+            ((asked.rfind(when), said) for when, said in self._answers), key=itemgetter(0), default=(-1, None)
+        )
+        return said if at >= 0 else None
+
+
 class EmulatedExecutor:
     """Runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
 
@@ -91,6 +139,7 @@ class EmulatedExecutor:
         clock: the host's.
         speed: how many times faster than the cost model says.
         matchers: of rows under grammars; without them no row may be.
+        script: what is said to some prompts; to others, words that follow from them.
     """
 
     def __init__(
@@ -103,7 +152,10 @@ class EmulatedExecutor:
         seed: int,
         speed: float = 1.0,
         matchers: GrammarMatchers | None = None,
+        script: Script | None = None,
     ) -> None:
+        self._script = script
+        self._scripted: dict[int, Int32s] = {}  # by row
         self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
         self._keys = np.zeros(rows_max, np.uint64)
         self._prompt_tokens = np.zeros(rows_max, np.int64)
@@ -174,7 +226,11 @@ class EmulatedExecutor:
             self._under_grammar[taken.row] = taken.grammar is not None
         sampling = taken.sampling
         seed = sampling.seed if sampling is not None and sampling.temperature > 0.0 else None
-        key = self._vocabulary.key(context.tokens[: context.prompt_tokens], seed)
+        prompt = context.tokens[: context.prompt_tokens]
+        self._scripted.pop(taken.row, None)
+        if self._script is not None and (said := self._script.answer(prompt)) is not None:
+            self._scripted[taken.row] = said
+        key = self._vocabulary.key(prompt, seed)
         self._keys[taken.row] = key
         self._prompt_tokens[taken.row] = context.prompt_tokens
         ends_at = self._vocabulary.length(key)
@@ -228,6 +284,10 @@ class EmulatedExecutor:
         numbers = stops - self._prompt_tokens[rows]
         tokens = self._vocabulary.words(self._keys[rows], numbers)
         tokens[numbers + 1 == self._lengths[rows]] = self._vocabulary.end
+        if self._scripted:
+            for i, (row, number) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
+                if (said := self._scripted.get(row)) is not None:
+                    tokens[i] = said[number] if number < len(said) else self._vocabulary.end
         return tokens
 
 

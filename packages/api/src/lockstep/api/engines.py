@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from lockstep.api.chat_formats.tables import ChatFormats, choose
 from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
 from lockstep.api.settings import ServeSettings, for_scheduler
 from lockstep.api.wire import About, BatchDrift
@@ -143,13 +144,24 @@ def _config_errors(setting: str = "emulate") -> Iterator[None]:
 
 
 def text_of(settings: ServeSettings) -> Texts | None:
-    """What these settings have for a tokenizer; None for a model that comes without."""
-    if settings.tokenizer is not None:
-        return Text(Path(settings.tokenizer))
-    if settings.emulate is not None:
+    """What these settings have for a tokenizer; None for a model that comes without.
+
+    Special tokens that belong to its calls of tools or to its thoughts are text, for engine and workers alike.
+    """
+    if settings.tokenizer is None and settings.emulate is not None:
         return PlainText()
-    folder = model_folder(settings)
-    return Text(folder) if (folder / "tokenizer.json").is_file() else None
+    folder = model_folder(settings) if settings.tokenizer is None else Path(settings.tokenizer)
+    if settings.tokenizer is None and not (folder / "tokenizer.json").is_file():
+        return None
+    text = Text(folder)
+    text.keep(formats_of(settings, text).texts())
+    return text
+
+
+def formats_of(settings: ServeSettings, text: Texts | None) -> ChatFormats:
+    """How the model writes calls and thoughts."""
+    template = None if text is None else text.chat_template
+    return choose(settings.tool_call_parser, settings.reasoning_parser, template)
 
 
 def model_folder(settings: ServeSettings) -> Path:
@@ -359,7 +371,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
-    from lockstep.api.emulate import EmulatedExecutor
+    from lockstep.api.emulate import EmulatedExecutor, Script
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.tables import base_cost_model
@@ -372,7 +384,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     assert text is not None
     vocabulary = _vocabulary(text, model.vocab, settings)
     scheduler = _scheduler(settings)
-    if settings.answer_tokens:
+    script = None if settings.answers is None else Script.read(Path(settings.answers), text)
+    if settings.answer_tokens or script is not None:
         scheduler.setdefault("eos_token_ids", (vocabulary.end,))
     scenario = Scenario(
         model=named,
@@ -401,6 +414,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         clock,
         seed=settings.seed,
         speed=settings.speed,
+        script=script,
         matchers=None if hands is None else hands.matchers,
     )
 
@@ -497,8 +511,9 @@ def _vocabulary(text: Texts, size: int, settings: ServeSettings) -> Any:
         key=lambda span: span[1] - span[0],
     )
     end = text.tokenizer.token_to_id(text.special_tokens().get("eos_token", ""))
-    if end is None and mean_tokens:
-        raise ConfigError(f"`tokenizer`: {settings.tokenizer} names no eos_token\nhint: give answer_tokens 0")
+    if end is None and (mean_tokens or settings.answers is not None):
+        hint = "give answer_tokens 0, and no answers"
+        raise ConfigError(f"`tokenizer`: {settings.tokenizer} names no eos_token\nhint: {hint}")
     closing = [text.tokenizer.token_to_id(one) for one in CLOSING]
     return Vocabulary(
         first=first,

@@ -301,15 +301,19 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    thought_tokens: int | None = None  # of the completion's; None where thoughts are not told apart
 
     def as_json(self) -> dict[str, object]:
         """As OpenAI has it."""
-        return {
+        said: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.thought_tokens is not None:
+            said["completion_tokens_details"] = {"reasoning_tokens": self.thought_tokens}
+        return said
 
 
 @dataclass

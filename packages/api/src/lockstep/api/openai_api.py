@@ -18,6 +18,16 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from lockstep.api.chat_formats.driver import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    Content,
+    Event,
+    Thought,
+)
+from lockstep.api.chat_tools import Reading, Tools, reading_of, template_options, tools_of
 from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import (
     AT_ONCE_CHARACTERS,
@@ -44,6 +54,9 @@ from lockstep.api.wire import About
 from lockstep.core.errors import ConfigError
 
 MARK = "\ue000here\ue000"  # of no model name or id
+AT_ONCE_MESSAGES = 64
+"""A conversation of so many messages and tools is written in the event loop; a longer one in a thread."""
+
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat goes on as long as there is room."""
 
@@ -147,10 +160,11 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     if body.logprobs:
         check_logprobs(body.top_logprobs or 0, "logprobs", about, limits)
     check_prompt_logprobs(body, about, limits)
-    if body.tool_choice not in (None, "none", "auto"):
+    tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
+    if tools.obliged:
         message = "`tool_choice` cannot oblige the model on this server; leave it out, or take auto or none"
         raise ApiError(400, message, "tool_choice")
-    prompt = await chat_prompt(server, body)
+    prompt = await chat_prompt(server, body, tools)
     completion = body.max_completion_tokens
     wanted = _wanted(
         server,
@@ -166,18 +180,22 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     )
     if wanted.max_tokens == 0:
         raise ApiError(400, f"`{wanted.max_tokens_field}` must be at least 1, got 0", wanted.max_tokens_field)
+    separate, going_on = body.separate_reasoning is not False, body.continue_final_message
+    reading = reading_of(server.formats, tools, prompt.text, separate=separate, going_on=going_on)
     generation = server.generate(call, wanted, [prompt])
-    return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label))
+    return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label, reading))
 
 
-async def chat_prompt(server: Server, body: ChatBody) -> Prompt:
+async def chat_prompt(server: Server, body: ChatBody, tools: Tools) -> Prompt:
     """The conversation as the model's template writes it, in tokens. Raises ApiError."""
+    template = None if server.text is None else server.text.chat_template
     return await conversation(
         server,
         body.messages,
-        body.tools,
+        tools.shown,
         generation_prompt=body.add_generation_prompt,
         go_on=body.continue_final_message,
+        options=template_options(body.chat_template_kwargs, body.reasoning_effort, template),
     )
 
 
@@ -189,10 +207,12 @@ async def conversation(
     generation_prompt: bool = True,
     go_on: bool = False,
     field: str = "messages",
+    options: dict[str, Any] | None = None,
 ) -> Prompt:
     """Messages as the model's template writes them, in tokens.
 
     Args:
+        options: what else the template is told.
         go_on: the last message is not over: the answer continues it.
         field: what the client calls them.
     Raises: ApiError.
@@ -207,20 +227,16 @@ async def conversation(
     messages = [_message(one, i) for i, one in enumerate(given)]
     characters = sum(len(str(one.get("content") or "")) for one in messages)
     server.check_length(f"`{field}`", characters)
-    if characters <= AT_ONCE_CHARACTERS:
-        return _written(text, messages, tools, generation_prompt, go_on)
-    return await asyncio.to_thread(_written, text, messages, tools, generation_prompt, go_on)
+    told: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
+    told |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
+    if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
+        return _written(text, messages, told, go_on)
+    return await asyncio.to_thread(_written, text, messages, told, go_on)
 
 
-def _written(
-    text: Texts,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    generation_prompt: bool,
-    go_on: bool,
-) -> Prompt:
+def _written(text: Texts, messages: list[dict[str, Any]], told: dict[str, Any], go_on: bool) -> Prompt:
     try:
-        written = text.chat(messages, tools=tools, add_generation_prompt=generation_prompt)
+        written = text.chat(messages, **told)
     except ConfigError as error:
         raise ApiError(400, str(error).partition("\nhint: ")[0], "messages") from error
     if go_on:
@@ -249,7 +265,7 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
             except (ValueError, RecursionError):
                 where = f"messages.{index}.tool_calls"
                 raise ApiError(400, f"`{where}` has arguments that are no JSON", where) from None
@@ -320,7 +336,7 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
     def chunk(choices: list[dict[str, Any]]) -> bytes:
         body = shape.chunk(choices)
         if always_usage:
-            body["usage"] = generation.usage().as_json()
+            body["usage"] = shape.usage(generation)
         elif include_usage:
             body["usage"] = None
         return event(body)
@@ -339,11 +355,10 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
                 yield event(error.body())
                 yield DONE
                 return
-            said = shape.delta(piece)
-            if said is not None:
+            for said in shape.deltas(piece):
                 yield chunk([said])
     if include_usage:
-        yield event({**shape.chunk([]), "usage": generation.usage().as_json()})
+        yield event({**shape.chunk([]), "usage": shape.usage(generation)})
     yield DONE
 
 
@@ -399,8 +414,17 @@ class CompletionShape:
                 self.choice(choice, text) | {"index": number}
                 for number, (choice, text) in enumerate(best_answers(texts, *self._best))
             ],
-            "usage": generation.usage().as_json(),
+            "usage": self.usage(generation),
         }
+
+    def usage(self, generation: Generation) -> dict[str, object]:
+        """What was used so far."""
+        return generation.usage().as_json()
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of an answer in a stream, in as many chunks as it takes."""
+        said = self.delta(piece)
+        return [] if said is None else [said]
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A part of a stream."""
@@ -516,6 +540,23 @@ class ChatShape(CompletionShape):
     KIND = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
+    def __init__(self, server: Server, body: Any, model: str, label: str, reading: Reading) -> None:
+        super().__init__(server, body, model, label)
+        self._reading = reading
+        self._thoughts: dict[int, list[str]] = {}  # that wait for the end of them
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a piece of an answer has nothing but text, until its end."""
+        return super().only_text and self._reading.form is None
+
+    def usage(self, generation: Generation) -> dict[str, object]:
+        """What was used so far, that for thoughts apart."""
+        used = generation.usage()
+        if self._reading.thinks:
+            used.thought_tokens = self._reading.thought_tokens(generation)
+        return used.as_json()
+
     def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
         """The answer as one object. The prompt's logprobs stand beside the choices, which share it."""
         said = super().whole(generation, texts)
@@ -525,11 +566,81 @@ class ChatShape(CompletionShape):
 
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """One whole answer."""
-        said = self._end(choice) | {"message": {"role": "assistant", "content": text}}
+        said: dict[str, Any] = {"message": self._message(choice, text)}
+        said |= self._end(choice)
         said["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
         if self.body.return_token_ids:
             said |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
         return said
+
+    def _message(self, choice: Choice, text: str) -> dict[str, Any]:
+        answer = self._reading.whole(choice.index, text)
+        instead = answer.calls or answer.thought
+        said: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if instead else "")}
+        if self._reading.thinks:
+            said["reasoning_content"] = answer.thought if answer.thought and self._tells_thoughts else None
+        if answer.calls:
+            said["tool_calls"] = [
+                {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in answer.calls
+            ]
+        return said
+
+    @property
+    def _tells_thoughts(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        said = super()._end(choice)
+        if said["finish_reason"] == "stop" and self._reading.called(choice.index):
+            said["finish_reason"] = "tool_calls"
+        return said
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of an answer in a stream: what it means, one thing a chunk; at last why it ended."""
+        if self._reading.form is None:
+            return super().deltas(piece)
+        index = piece.choice.index
+        parser = self._reading.parser(index)
+        events = parser.feed(piece.text) + (parser.finish() if piece.ended is not None else [])
+        deltas = [said for one in events for said in self._meant(index, one)]
+        if piece.ended is not None:
+            deltas += [*self._kept_thoughts(index), {}]
+        if not deltas and (self.body.return_token_ids or self.body.logprobs):
+            deltas = [{}]
+        plain: dict[str, Any] = {"index": index, "finish_reason": None}
+        chunks = [plain | {"delta": delta, "logprobs": None} for delta in deltas]
+        if chunks:
+            chunks[-1] |= self._piece(piece)
+            chunks[-1]["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
+        return chunks
+
+    def _meant(self, index: int, said: Event) -> list[dict[str, Any]]:
+        """An event as deltas."""
+        match said:
+            case Thought():
+                if not self._tells_thoughts:
+                    return []
+                if self.body.stream_reasoning is False:
+                    self._thoughts.setdefault(index, []).append(said.text)
+                    return []
+                return [{"reasoning_content": said.text}]
+            case Content():
+                return [*self._kept_thoughts(index), {"content": said.text}]
+            case CallBegan():
+                function = {"name": said.name, "arguments": ""}
+                began = {"index": said.index, "id": said.call_id, "type": "function", "function": function}
+                return [*self._kept_thoughts(index), {"tool_calls": [began]}]
+            case CallArguments():
+                return [{"tool_calls": [{"index": said.index, "function": {"arguments": said.text}}]}]
+            case CallBroken():
+                return [{"content": said.rest}] if said.rest else []
+            case CallEnded():
+                return []
+
+    def _kept_thoughts(self, index: int) -> list[dict[str, Any]]:
+        kept = "".join(self._thoughts.pop(index, ()))
+        return [{"reasoning_content": kept}] if kept else []
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """Who speaks."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from lockstep.host.text import Message
+from lockstep.host.text import TEMPLATE_CHARACTERS, TEMPLATE_S, Message
 
 BYTES = 256
 END = 256
@@ -24,6 +24,8 @@ FIRST_WORD = 257
 
 class Texts(Protocol):
     """What the server needs of a tokenizer: `lockstep.host.text.Text`, or `PlainText`."""
+
+    chat_template: str | None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; with `special`, what the tokenizer puts around every text as well."""
@@ -38,13 +40,21 @@ class Texts(Protocol):
         """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
 
     def chat(
-        self, messages: Sequence[Message], *, now: Callable[[], time.struct_time] = time.localtime, **more: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        now: Callable[[], time.struct_time] = time.localtime,
+        seconds: float = TEMPLATE_S,
+        characters_max: int = TEMPLATE_CHARACTERS,
+        **more: Any,
     ) -> str:
         """A conversation as the model's template writes it. Raises ConfigError if there is none, or it refuses."""
 
 
 class PlainText:
     """Bytes in, numbered words out."""
+
+    chat_template: str | None = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """A token for each byte of UTF-8; what is no Unicode text, such as half a surrogate, is replaced."""
@@ -71,7 +81,13 @@ class PlainText:
         return step
 
     def chat(
-        self, messages: Sequence[Message], *, now: Callable[[], time.struct_time] = time.localtime, **more: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        now: Callable[[], time.struct_time] = time.localtime,
+        seconds: float = TEMPLATE_S,
+        characters_max: int = TEMPLATE_CHARACTERS,
+        **more: Any,
     ) -> str:
         """Each message behind its role, then the role of the answer."""
         said = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)

@@ -254,6 +254,18 @@ class ChatMessage(Body):
     tool_call_id: Name | None = None
 
 
+class TemplateOptions(Body):
+    """`chat_template_kwargs`: what clients may tell a chat template, if it reads it; nothing else is passed on."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    clear_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    reasoning_effort: Name | None = None
+    tools_in_user_message: bool | None = None
+
+
 class ChatBody(OpenAI):
     """POST /v1/chat/completions"""
 
@@ -264,6 +276,11 @@ class ChatBody(OpenAI):
     tools: Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Name | None = None  # for a chat template that reads it
+    separate_reasoning: bool | None = None  # false: thoughts stay in the content, as the model writes them
+    include_reasoning: bool | None = None  # false: they are told apart, and not told
+    stream_reasoning: bool | None = None  # false: in a stream they come in one piece
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -272,17 +289,12 @@ class ChatBody(OpenAI):
         "add_special_tokens": (),
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": (),
         "documents": (),
         "echo": (),
         "function_call": ("none",),
         "functions": (),
-        "include_reasoning": (True,),
         "modalities": (["text"],),
         "prediction": (),
-        "reasoning_effort": (),
-        "separate_reasoning": (True,),
-        "stream_reasoning": (True,),
         "web_search_options": (),
     }
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from lockstep.api.bridge import EngineUnavailable
 from lockstep.api.cluster_bridge import Engines
+from lockstep.api.engines import formats_of
 from lockstep.api.errors import ApiError
 from lockstep.api.generation import Generation, Prompt, Wanted, encode, unavailable
 from lockstep.api.keys import Keys
@@ -64,6 +65,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
+        self.formats = formats_of(self.settings, self.text)
         self._token_characters = 1 if self.text is None else self.text.characters_max()
         self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
@@ -107,9 +109,13 @@ class Server:
         self.check_length(what, len(prompt))
         return await encode(text, prompt, special=special)
 
+    def characters_max(self) -> int:
+        """The longest text that could fit, or is short enough to be looked at anyway."""
+        return max(CHARACTERS_MIN, self.about().prompt_tokens_max * self._token_characters)
+
     def check_length(self, what: str, characters: int) -> None:
         """Refuse text whose tokens nobody needs to count: making them takes memory and time. Raises ApiError."""
-        most = max(CHARACTERS_MIN, self.about().prompt_tokens_max * self._token_characters)
+        most = self.characters_max()
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 

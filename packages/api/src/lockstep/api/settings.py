@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.api.logs import LogFormat
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
@@ -36,6 +37,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     logprobs_max: int = 20
     logit_bias_max: int = 1024
     messages_max: int = 4096
+    template_s: float = 10.0  # that a chat template may take for one conversation
     allowed_tokens_max: int = 65536
     processors_max: int = 16
     grammar_bytes_max: int = 256 * 2**10  # of a schema, an expression, a grammar
@@ -96,6 +98,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     profile: str = "lockstep"
     speed: float = 1.0
     answer_tokens: int = 256
+    answers: str | None = None  # a file of what it says, and to what
+
+    # calls of tools and thoughts in chats: a format's name, auto (what the chat template teaches) or none
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     # HTTP
     host: str = "127.0.0.1"
@@ -170,8 +177,12 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"`speculative_method` is {method}, but what is served verifies no drafts yet\n"
                 "hint: leave it out; `lockstep simulate` says what it would bring"
             )
+        for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
+            if getattr(self, name) not in ("auto", "none", *formats):
+                known_formats = ", ".join(("auto", "none", *formats))
+                raise ConfigError(f"`{name}` must be one of {known_formats}, got `{getattr(self, name)}`")
         if self.emulate is None:
-            for name, default in (("profile", "lockstep"), ("speed", 1.0)):
+            for name, default in (("profile", "lockstep"), ("speed", 1.0), ("answers", None)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         else:

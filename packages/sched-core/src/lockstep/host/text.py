@@ -1,7 +1,9 @@
 """Text in and out: a folder's tokenizer, its chat template, text as it streams, and stop texts.
 
-A chat template is a program of a stranger: it runs in jinja2's sandbox, sees the conversation and nothing else, and
-cannot reach Python. What decides about the time is given (`strftime_now`), so that a journal can say it.
+A chat template is a program of a stranger: it runs in jinja2's immutable sandbox, sees the conversation and nothing
+else, changes nothing, and cannot reach Python. How long it runs and how much it writes is bounded: every turn of a
+loop, every call and every piece of output looks at a `Budget`. What decides about the time is given (`strftime_now`),
+so that a journal can say it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import json
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
+import jinja2.filters
+import jinja2.nodes
+import jinja2.runtime
 import jinja2.sandbox
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -25,6 +30,10 @@ Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """Some templates mark what the model says, for training; transformers knows this tag, jinja2 does not."""
+TEMPLATE_S = 10.0
+TEMPLATE_CHARACTERS = 2**27
+"""What a chat template may take and write, where nobody says otherwise."""
+
 CONTEXT = 32  # tokens in front of one that may decide how it is written: a space, bytes of one character
 
 
@@ -44,8 +53,17 @@ class Text:
                 "hint: give token ids instead of text, or make tokenizer.json with transformers' save_pretrained"
             ) from error
         self.settings = _read_json(folder / "tokenizer_config.json")
-        self._template_source = _template(folder, self.settings)
+        self.chat_template = _template(folder, self.settings)
+        """Its source; None where the folder has none."""
         self._template: jinja2.Template | None = None
+        self._dropped: frozenset[int] | None = None  # special tokens without a text; None: all of them
+
+    def keep(self, texts: Iterable[str]) -> None:
+        """From now on special tokens with these texts are text, as when they stand around the call of a tool."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {token: one.content for token, one in added.items() if one.special}
+        kept = {token for token, text in special.items() if text in set(texts)}
+        self._dropped = frozenset(special.keys() - kept) if kept else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; with `special`, what the tokenizer puts around every text as well."""
@@ -57,45 +75,63 @@ class Text:
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, without special tokens."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        """Text, without special tokens but for those that are kept."""
+        if self._dropped is not None:
+            ids = [token for token in ids if token not in self._dropped]
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=self._dropped is None)
         return text
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
         """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
-        recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0]
-        stream = DecodeStream(ids=list(recent), skip_special_tokens=True)
+        dropped, skip = self._dropped or frozenset(), self._dropped is None
+        recent = [token for token in prompt_ids[-CONTEXT:] if token >= 0 and token not in dropped]
+        stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
 
         def step(token: int) -> str:
             nonlocal stream
+            if token in dropped:
+                return ""
             before = list(recent)
             recent.append(token)
             del recent[:-CONTEXT]
             try:
                 return stream.step(self.tokenizer, token) or ""
             except Exception:  # of no other kind: bytes that looked like a character are none, with what follows them
-                stream = DecodeStream(ids=list(recent), skip_special_tokens=True)
+                stream = DecodeStream(ids=list(recent), skip_special_tokens=skip)
                 return self.decode([*before, token])[len(self.decode(before)) :]
 
         return step
 
     def chat(
-        self, messages: Sequence[Message], *, now: Callable[[], time.struct_time] = time.localtime, **more: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        now: Callable[[], time.struct_time] = time.localtime,
+        seconds: float = TEMPLATE_S,
+        characters_max: int = TEMPLATE_CHARACTERS,
+        **more: Any,
     ) -> str:
         """A conversation as the model's template writes it, ready for the answer.
 
         Args:
             messages: {"role": ..., "content": ...} each; what else a template knows goes into `more`, e.g. tools.
-        Raises: ConfigError if the folder has no template, or it refuses this conversation.
+            seconds, characters_max: how long it may take and how much it may write.
+        Raises: ConfigError if the folder has no template, or it refuses this conversation, or goes beyond these.
         """
-        if self._template_source is None:
+        if self.chat_template is None:
             raise ConfigError("this model's folder has no chat template\nhint: give a prompt instead of messages")
         given = {"add_generation_prompt": True, "tools": None, "documents": None} | self.special_tokens() | more
+        budget = Budget(seconds, characters_max)
         try:
             if self._template is None:
-                self._template = _environment().from_string(self._template_source)
+                self._template = _compiled(self.chat_template)
             given["strftime_now"] = lambda format_: time.strftime(format_, now())
-            return self._template.render(messages=[dict(message) for message in messages], **given)
+            written = []
+            copies = [dict(message) for message in messages]
+            for part in self._template.generate(**{**given, "messages": copies, BUDGET: budget}):
+                budget.write(len(part))
+                written.append(part)
+            return "".join(written)
         except Exception as error:  # of any kind: a template is a program of a stranger
             raise ConfigError(f"the chat template refuses the conversation: {error}") from error
 
@@ -202,11 +238,133 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return GENERATION.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", template)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+# ------------------------------------------------------------------------------------------------------ chat templates
+
+BUDGET = "budget of lockstep"
+"""What the budget is called: no name that a template could say."""
+
+
+class Budget:
+    """What one rendering of a template may still take."""
+
+    def __init__(self, seconds: float, characters: int) -> None:
+        self._seconds, self._characters = seconds, characters
+        self._ends_s = time.monotonic() + seconds
+        self._written = 0
+
+    def spend(self) -> None:
+        """Raise jinja2.TemplateError when the time is up."""
+        if time.monotonic() > self._ends_s:
+            raise jinja2.TemplateError(f"it takes longer than the {self._seconds:g} s that are given to it")
+
+    def write(self, characters: int) -> None:
+        """Raise jinja2.TemplateError when so much more is too much, or the time is up."""
+        self._written += characters
+        if self._written > self._characters:
+            raise jinja2.TemplateError(f"it writes more than the {self._characters} characters that can be taken")
+        self.spend()
+
+    def turns(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items of a loop, as long as there is time."""
+        for item in items:
+            self.spend()
+            yield item
+
+
+class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with an eye on what a template takes."""
+
+    intercepted_binops = frozenset(("*", "**", "%", "+"))
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call something; the sandbox says what."""
+        context[BUDGET].spend()
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Calculate; nothing that becomes large at once."""
+        context[BUDGET].spend()
+        sized = [value for value in (left, right) if hasattr(value, "__len__")]
+        if operator == "+" and sum(map(len, sized)) > LARGEST:
+            raise jinja2.TemplateError("`+` makes something too large")
+        if operator == "*" and sized and len(sized[0]) * (left if sized[0] is right else right) > LARGEST:
+            raise jinja2.TemplateError("`*` makes something too large")
+        if operator == "**" and max(abs(left), abs(right)) > 1000:
+            raise jinja2.TemplateError("`**` makes something too large")
+        if operator == "%" and isinstance(left, str):
+            _check_widths(left)
+        return super().call_binop(context, operator, left, right)
+
+
+LARGEST = 2**24
+"""Characters or items that one operation of a template may make."""
+
+WIDE = re.compile(r"%[^a-zA-Z%]*(?:\d{4}|\*)")
+"""A number written wider than anybody needs."""
+
+
+def _check_widths(written: str) -> None:
+    if WIDE.search(written):
+        raise jinja2.TemplateError("a width in `%` is too large")
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    """The filter of jinja2, for widths that are none."""
+    _check_widths(str(value))
+    return jinja2.filters.do_format(value, *args, **kwargs)
+
+
+def _center(value: str, width: int = 80) -> str:
+    """The filter of jinja2, for widths of lines."""
+    return jinja2.filters.do_center(value, min(width, 1000))
+
+
+def _joined(text: str) -> str:
+    """What `~` makes."""
+    if len(text) > LARGEST:
+        raise jinja2.TemplateError("`~` makes something too large")
+    return text
+
+
+@jinja2.pass_context
+def _turns(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
+    budget: Budget = context[BUDGET]
+    return budget.turns(items)
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """A template whose loops look at the budget."""
+    environment = _environment()
+    tree = environment.parse(source)
+    for loop in tree.find_all(jinja2.nodes.For):
+        loop.iter = jinja2.nodes.Filter(loop.iter, TURNS, [], [], None, None, lineno=loop.lineno)
+    _bound_joins(tree)
+    return environment.from_string(tree)
+
+
+def _bound_joins(node: jinja2.nodes.Node) -> None:
+    """Have every `~` below a node looked at."""
+    for name in node.fields:
+        value = getattr(node, name)
+        bounded = [_bounded_join(one) for one in (value if isinstance(value, list) else [value])]
+        setattr(node, name, bounded if isinstance(value, list) else bounded[0])
+
+
+def _bounded_join(value: Any) -> Any:
+    if not isinstance(value, jinja2.nodes.Node):
+        return value
+    _bound_joins(value)
+    if not isinstance(value, jinja2.nodes.Concat):
+        return value
+    return jinja2.nodes.Filter(value, JOINED, [], [], None, None, lineno=value.lineno)
+
+
+TURNS, JOINED = "lockstep_turns", "lockstep_joined"
+
+
+def _environment() -> BoundedEnvironment:
     """What templates of Hugging Face folders expect, and no more."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -216,4 +374,5 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = tojson
+    environment.filters |= {TURNS: _turns, JOINED: _joined, "format": _format, "center": _center}
     return environment

@@ -1,0 +1,364 @@
+"""How models write calls of tools, and thoughts: one table of states per format, which `driver.py` reads.
+
+    HERMES       content ──"<tool_call>"──> call ──(the object ends)──> close ──"</tool_call>"──> content
+
+A state says what its text is (`kind`) and at which texts it is left (`rules`). A text that no rule allows is no call:
+what was taken of it goes back to the answer. A new format is a new table, its name in TOOL_FORMATS, and a line in
+SIGNS if templates give it away.
+
+Sources: the chat templates that the models are published with; for Llama 3.1 Meta's description of its prompt format,
+for Mistral the documentation of its tokenizers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Literal
+
+Kind = Literal["content", "thought", "space", "name", "skip", "key", "value", "literal", "arguments", "call"]
+"""What the text of a state is.
+
+    content    what the user is told              name       of the function
+    thought    what the model thinks              key        name of an argument
+    space      white space, then a rule           value      of an argument: plain text, in the type of its schema
+    skip       of no interest                     literal    of an argument: as Python writes it
+    call       an object with name and arguments  arguments  an object with the arguments
+"""
+
+Deed = Literal["", "open", "argument", "end"]
+"""What a rule does, beside leading on.
+
+    open       a call may begin here: what follows is kept until it is sure
+    argument   a name of an argument ended, its value follows
+    end        the last argument ended, and the call with it
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """At this text: on to another state.
+
+    Args:
+        takes: whether the text belongs to the format, or to what the next state reads.
+    """
+
+    text: str
+    to: str
+    does: Deed = ""
+    takes: bool = True
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of a format.
+
+    Args:
+        then: for a value that ends by itself: where it goes on.
+        other: of "space": where it goes on with a text that no rule is about; "" where there must be a rule's.
+        trims: of "space": white space in front of `other` belongs to the format; of "thought": that at both its ends;
+            of "value": one line end at each of its ends.
+    """
+
+    kind: Kind
+    rules: tuple[Rule, ...] = ()
+    then: str = ""
+    other: str = ""
+    trims: bool = False
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str] | None:
+        """Finds the first text of a rule; None where there are none."""
+        if not self.rules:
+            return None
+        longest_first = sorted((rule.text for rule in self.rules), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    @cached_property
+    def by_text(self) -> Mapping[str, Rule]:
+        return {rule.text: rule for rule in self.rules}
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        """What a text of a rule may begin with, and not be whole."""
+        return frozenset(rule.text[:stop] for rule in self.rules for stop in range(1, len(rule.text)))
+
+    @cached_property
+    def longest(self) -> int:
+        """Of the beginnings."""
+        return max(map(len, self.beginnings), default=0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """States by name. Each has one that is called "content", where everything that is no call comes back to.
+
+    Args:
+        start: where an answer begins.
+        argument_names: what an object that is a call may call its arguments.
+        marked: calls stand between texts that nothing else has. Without them, only what names one of the request's
+            tools and has arguments is a call.
+        id_characters: of the ids that the model's template takes, which are letters and digits; 0: any.
+    """
+
+    states: Mapping[str, State]
+    start: str = "content"
+    argument_names: tuple[str, ...] = ("arguments", "parameters")
+    marked: bool = True
+    id_characters: int = 0
+
+    def texts(self) -> frozenset[str]:
+        """Of all rules: tokens with such a text must not be lost, also where a tokenizer calls them special."""
+        return frozenset(rule.text for state in self.states.values() for rule in state.rules)
+
+
+PLAIN = Format({"content": State("content")})
+"""Nobody asked for calls."""
+
+HERMES = Format(
+    {
+        "content": State("content", (Rule("<tool_call>", "call", "open"),)),
+        "call": State("call", then="close"),
+        "close": State("space", (Rule("</tool_call>", "content"),)),
+    }
+)
+"""`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`: Hermes 2 and 3, Qwen 2.5, Qwen 3."""
+
+LLAMA3 = Format(
+    {
+        "start": State(
+            "space",
+            (Rule("<|python_tag|>", "call", "open"), Rule("{", "call", "open", takes=False)),
+            other="content",
+        ),
+        "call": State("call", then="more"),
+        "more": State(
+            "space",
+            (Rule(";", "call", "open"), Rule("<|python_tag|>", "call", "open")),
+            other="content",
+        ),
+        "content": State("content", (Rule("<|python_tag|>", "call", "open"),)),
+    },
+    start="start",
+    marked=False,
+)
+"""`{"name": "f", "parameters": {...}}; {...}`, the whole answer, perhaps behind <|python_tag|>: Llama 3.1 to 3.3."""
+
+MISTRAL = Format(
+    {
+        "content": State("content", (Rule("[TOOL_CALLS]", "calls", "open"),)),
+        "calls": State("space", (Rule("[", "call"),), other="name"),
+        "call": State("call", then="more"),
+        "more": State("space", (Rule(",", "call", "open"), Rule("]", "content"))),
+        "name": State(
+            "name",
+            (Rule("[ARGS]", "arguments"), Rule("[CALL_ID]", "id"), Rule("{", "arguments", takes=False)),
+        ),
+        "id": State("skip", (Rule("[ARGS]", "arguments"),)),
+        "arguments": State("arguments", then="content"),
+    },
+    id_characters=9,
+)
+"""`[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, and since version 11 of the tokenizer
+`[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}`, once for each call."""
+
+PYTHONIC = Format(
+    {
+        "start": State("space", (Rule("<|python_start|>", "list", "open"), Rule("[", "name", "open")), other="content"),
+        "list": State("space", (Rule("[", "name"),)),
+        "name": State("name", (Rule("(", "key"),)),
+        "key": State("key", (Rule("=", "value", "argument"), Rule(")", "more", "end"))),
+        "value": State("literal", then="next"),
+        "next": State("space", (Rule(",", "key"), Rule(")", "more", "end"))),
+        "more": State("space", (Rule(",", "name", "open"), Rule("]", "after"))),
+        "after": State("space", (Rule("<|python_end|>", "content"),), other="content"),
+        "content": State("content", (Rule("<|python_start|>", "list", "open"),)),
+    },
+    start="start",
+    marked=False,
+)
+"""`[f(city="Paris", days=3), g()]`, the whole answer: Llama 3.2 and 4, ToolACE."""
+
+QWEN3_CODER = Format(
+    {
+        "content": State("content", (Rule("<tool_call>", "call", "open"), Rule("<function=", "name", "open"))),
+        "call": State("space", (Rule("<function=", "name"),)),
+        "name": State("name", (Rule(">", "arguments"),)),
+        "arguments": State("space", (Rule("<parameter=", "key"), Rule("</function>", "close", "end"))),
+        "key": State("key", (Rule(">", "value", "argument"),)),
+        "value": State("value", (Rule("</parameter>", "arguments"),), trims=True),
+        "close": State("space", (Rule("</tool_call>", "content"),), other="content"),
+    }
+)
+"""`<tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>`: Qwen 3 Coder."""
+
+GLM = Format(
+    {
+        "content": State("content", (Rule("<tool_call>", "name", "open"),)),
+        "name": State("name", (Rule("<arg_key>", "key"), Rule("</tool_call>", "content", "end"))),
+        "key": State("key", (Rule("</arg_key>", "between"),)),
+        "between": State("space", (Rule("<arg_value>", "value", "argument"),)),
+        "value": State("value", (Rule("</arg_value>", "next"),)),
+        "next": State("space", (Rule("<arg_key>", "key"), Rule("</tool_call>", "content", "end"))),
+    }
+)
+"""`<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`: GLM 4.5."""
+
+_CALL, _CALLS = "<｜tool▁call▁{}｜>", "<｜tool▁calls▁{}｜>"  # noqa: RUF001 - full-width bars are what these models write
+_SEP = "<｜tool▁sep｜>"  # noqa: RUF001
+
+DEEPSEEK = Format(
+    {
+        "content": State("content", (Rule(_CALLS.format("begin"), "calls", "open"),)),
+        "calls": State("space", (Rule(_CALL.format("begin"), "kind"),)),
+        "kind": State("name", (Rule(_SEP, "behind kind"),)),
+        "behind kind": State("space", (Rule("{", "arguments", takes=False),), other="name"),
+        "name": State("name", (Rule("```json", "arguments"),)),
+        "arguments": State("arguments", then="behind"),
+        "behind": State("space", (Rule("```", "close"), Rule(_CALL.format("end"), "next"))),
+        "close": State("space", (Rule(_CALL.format("end"), "next"),)),
+        "next": State("space", (Rule(_CALL.format("begin"), "kind", "open"), Rule(_CALLS.format("end"), "content"))),
+    }
+)
+"""DeepSeek V3.1: `f<｜tool▁sep｜>{...}` between begin and end of each call, and of all of them together. V3 and R1 have
+the word `function` for f, the name behind <｜tool▁sep｜>, and the object in a fence."""  # noqa: RUF001
+
+REQUIRED = Format(
+    {
+        "start": State("space", (Rule("[", "call", "open"),), other="content"),
+        "call": State("call", then="more"),
+        "more": State("space", (Rule(",", "call", "open"), Rule("]", "content"))),
+        "content": State("content"),
+    },
+    start="start",
+)
+"""`[{"name": "f", "parameters": {...}}, ...]`: what a grammar obliges any model to, for `tool_choice` required."""
+
+TOOL_FORMATS: Mapping[str, Format] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
+    "glm45": GLM,
+    "deepseek_v3": DEEPSEEK,
+}
+
+SIGNS = (
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    (_CALLS.format("begin"), "deepseek_v3"),
+    ("<tool_call>", "hermes"),
+    ("func_name1(params_name1=", "pythonic"),
+    ("<|python_start|>", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('{"name": function name, "parameters":', "llama3_json"),
+)
+"""What a chat template that teaches a format has in it; the first that is found says which."""
+
+
+# ------------------------------------------------------------------------------------------------------------- thoughts
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What a model writes around its thoughts.
+
+    Args:
+        begun: an answer begins within them, without `begin`, whatever the prompt ends with.
+    """
+
+    begin: str
+    end: str
+    begun: bool = False
+
+
+THINK = Thoughts("<think>", "</think>")
+THOUGHTS: Mapping[str, Thoughts] = {
+    "qwen3": THINK,
+    "glm45": THINK,
+    "deepseek_r1": replace(THINK, begun=True),
+    "mistral": Thoughts("[THINK]", "[/THINK]"),
+    "seed_oss": Thoughts("<seed:think>", "</seed:think>"),
+    "kimi_vl": Thoughts("◁think▷", "◁/think▷"),
+    "granite": Thoughts("Here is my thought process:", "Here is my response:"),
+}
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """How the model that is served writes calls and thoughts; None: it does not, or nobody knows."""
+
+    tools: Format | None = None
+    thoughts: Thoughts | None = None
+
+    def names(self) -> tuple[str, str]:
+        """What they are called."""
+        tools = next((name for name, one in TOOL_FORMATS.items() if one is self.tools), "none")
+        return tools, next((name for name, one in THOUGHTS.items() if one == self.thoughts), "none")
+
+    def texts(self) -> frozenset[str]:
+        """What must not be lost, also where a tokenizer calls it special."""
+        tools = frozenset[str]() if self.tools is None else self.tools.texts()
+        return tools if self.thoughts is None else tools | {self.thoughts.begin, self.thoughts.end}
+
+
+def choose(tools: str, thoughts: str, template: str | None) -> ChatFormats:
+    """The formats of these names, where auto is what a chat template teaches, and none none. Raises KeyError."""
+    template = template or ""
+    return ChatFormats(
+        find_tools(template) if tools == "auto" else None if tools == "none" else TOOL_FORMATS[tools],
+        find_thoughts(template) if thoughts == "auto" else None if thoughts == "none" else THOUGHTS[thoughts],
+    )
+
+
+def find_tools(template: str) -> Format | None:
+    """The format that a chat template teaches; None where it gives none away."""
+    return next((TOOL_FORMATS[name] for sign, name in SIGNS if sign in template), None)
+
+
+def find_thoughts(template: str) -> Thoughts | None:
+    """What stands around the thoughts that a chat template cuts off, or asks for."""
+    for thoughts in THOUGHTS.values():
+        if thoughts.end in template:
+            return thoughts if thoughts.begin in template else replace(thoughts, begun=True)
+    return None
+
+
+Opening = Literal["unsaid", "open", "closed"]
+
+
+def opening(thoughts: Thoughts, prompt: str, *, going_on: bool = False) -> Opening:
+    """What a prompt says of the thoughts of its answer: it opens them, they are over, or neither.
+
+    Args:
+        going_on: the answer goes on with what the model had begun to say.
+    """
+    if going_on:
+        return "open" if prompt.rfind(thoughts.begin) > prompt.rfind(thoughts.end) else "closed"
+    written = prompt.rstrip()
+    if written.endswith(thoughts.begin):
+        return "open"
+    return "closed" if written.endswith(thoughts.end) else "unsaid"
+
+
+@cache
+def _thinking(begin: str, end: str, goes_on: str) -> Mapping[str, State]:
+    return {
+        "before thoughts": State("space", (Rule(begin, "thoughts"),), other=goes_on),
+        "in thoughts": State("space", (Rule(begin, "thoughts"),), other="thoughts"),
+        "thoughts": State("thought", (Rule(end, "behind thoughts"),), trims=True),
+        "behind thoughts": State("space", other=goes_on, trims=True),
+    }
+
+
+def with_thoughts(format: Format, thoughts: Thoughts, how: Opening) -> Format:  # noqa: A002 - it is one
+    """A format whose answers begin with thoughts, or within them."""
+    if how == "closed":
+        return format
+    states = {**format.states, **_thinking(thoughts.begin, thoughts.end, format.start)}
+    begun = how == "open" or thoughts.begun
+    return replace(format, states=states, start="in thoughts" if begun else "before thoughts")
