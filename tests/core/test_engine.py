@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep.core import snapshot
-from lockstep.core.commands import FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.commands import ControlAnswered, FinishRequest, RejectRequest, Step, StreamTokens
 from lockstep.core.config import SchedConfig
 from lockstep.core.digest import EMPTY_DIGEST, step_digest
 from lockstep.core.engine import Engine
@@ -259,10 +259,13 @@ def test_only_who_wants_more_than_kv_of_its_positions_needs_an_extend_without_de
     assert [request.needs_plain_extend for request in engine.requests.values()] == [False, False, True, True, True]
 
 
-def test_unsupported_control_is_answered_with_its_name() -> None:
-    step = Engine(CONFIG).step(ControlRequested(0, 3, SwitchRole("decode")))
-    (answer,) = step.commands
-    assert "SwitchRole is not supported yet" in msgspec.structs.astuple(answer)
+def test_role_is_switched_when_idle_only() -> None:
+    engine = Engine(CONFIG)
+    assert engine.step(ControlRequested(0, 3, SwitchRole("decode"))).commands == [ControlAnswered(3, True)]
+    engine.step(arrived(0, transfer_room=4))
+    (answer,) = engine.step(ControlRequested(0, 4, SwitchRole("mixed"))).commands
+    message = "not idle: 1 requests, 0 batches in flight, 1 transfers; drain first"
+    assert answer == ControlAnswered(4, False, message)
 
 
 # ------------------------------------------------------------------------------------------------- plans and memory

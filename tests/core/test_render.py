@@ -10,6 +10,7 @@ import pytest
 from lockstep.core.commands import (
     AfterBatch,
     BatchPlan,
+    CancelTransfer,
     Command,
     CompileGrammar,
     ControlAnswered,
@@ -23,6 +24,7 @@ from lockstep.core.commands import (
     ResumeDeviceMemory,
     SampleBatch,
     StartProfile,
+    StartTransfer,
     Step,
     StopProfile,
     StreamTokens,
@@ -60,6 +62,7 @@ from lockstep.core.events import (
     SessionYielded,
     TokenIds,
     TokenRuns,
+    TransferMoved,
     TurnStarted,
     WeightsSwapped,
 )
@@ -113,6 +116,7 @@ DECIDED = {
     "closed session s with 12 tokens (timeout)": SessionClosed(0, "s", 12, "timeout"),
     "retracted b after 1 output token, 1 page back (preempted for a)": RequestRetracted(0, 1, 1, 1, 0, "preempted", 0),
     "evicted law version 2 from slot 1": AdapterEvicted(0, "law", 2, 1),
+    "transfer of a is ready (done)": TransferMoved(0, 0, "ready", "done"),
 }
 
 
@@ -171,6 +175,13 @@ COMMANDS: dict[str, Command] = {
     "start the profiler": StartProfile(),
     "stop the profiler": StopProfile(),
     "freeze the heap": FreezeHeap(),
+    "receive a[4:9], room 7, slot 1, pages 3..4 9": StartTransfer(
+        0, 7, "p0", "receive", np.array([3, 4, 9], np.int32), 4, stop_tokens=9, slot=1
+    ),
+    "send a[4:9] behind b8, room 7, slot 1, pages 3, the last part": StartTransfer(
+        0, 7, "d0", "send", np.array([3], np.int32), 4, 8, stop_tokens=9, slot=1
+    ),
+    "cancel the transfer of a": CancelTransfer(0),
 }
 
 

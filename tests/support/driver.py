@@ -122,7 +122,7 @@ CONTROLS: tuple[Control, ...] = (
     SetState("page_size", 8),
     SlowDown(7),
     SlowDown(0),
-    SwitchRole("decode"),
+    SwitchRole("mixed"),
 )
 LETTING_GO = [CONTROLS.index(c) for c in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0))]
 SESSIONS = ("s", "t", "u")

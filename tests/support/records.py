@@ -1,6 +1,7 @@
 """Sequences of events and commands written by hand, field by field.
 
     waits for: speculation                                   or, once the engine has it: config page_size=2 pages=16
+                                                             and for one of several engines: @prefill role=prefill
     # What the sequence shows.
     @decode                                                  the engine of what follows; one of them needs no name
     BatchFinished(time_us=300, batch_id=1, tokens=ids(7, 8), accepted=ids(2))
@@ -54,7 +55,7 @@ class Exchange:
 @dataclass
 class Sequence:
     waits_for: str  # "" when it can be played
-    config: SchedConfig
+    configs: dict[str, SchedConfig]  # by engine; "" for those without one of their own
     exchanges: list[Exchange]
 
 
@@ -64,7 +65,7 @@ def read(text: str) -> Sequence:
     if not is_spelt_out(text):
         raise ValueError(f"the first line must be `{WAITS_FOR} FEATURE` or `{CONFIG}NAME=VALUE ...`, got `{first}`")
     waits_for = first.removeprefix(WAITS_FOR).strip() if first.startswith(WAITS_FOR) else ""
-    config = SchedConfig() if waits_for else config_of(first.split()[1:])
+    configs = {"": SchedConfig()} if waits_for else _configs(first.split()[1:])
     exchanges = []
     engine = ""
     for block in parse(rest):
@@ -89,7 +90,20 @@ def read(text: str) -> Sequence:
             else:
                 exchange.commands.append(value)
         exchanges.append(exchange)
-    return Sequence(waits_for, config, exchanges)
+    return Sequence(waits_for, configs, exchanges)
+
+
+def _configs(words: list[str]) -> dict[str, SchedConfig]:
+    """By engine: the words in front of the first @name, and behind its own."""
+    parts: dict[str, list[str]] = {"": []}
+    name = ""
+    for word in words:
+        if word.startswith("@"):
+            name = word[1:]
+            parts[name] = list(parts[""])
+        else:
+            parts[name].append(word)
+    return {name: config_of(part) for name, part in parts.items() if name or len(parts) == 1}
 
 
 def is_spelt_out(text: str) -> bool:
@@ -99,15 +113,18 @@ def is_spelt_out(text: str) -> bool:
 
 def play(sequence: Sequence) -> None:
     """Raise AssertionError at the first Step that is not what the sequence says. The engine is restored every time."""
-    engine = Engine(sequence.config)
+    engines: dict[str, Engine] = {}
     for exchange in sequence.exchanges:
         decided, ordered = [], []
+        name = exchange.engine if exchange.engine in sequence.configs else ""
+        engine = engines.get(exchange.engine) or Engine(sequence.configs[name])
         for event in exchange.observed:
             engine = snapshot.restore(snapshot.dump(engine))
             step = engine.step(event)
             decided += step.decided
             ordered += step.commands
             invariants.check(engine)
+        engines[exchange.engine] = engine
         for got, expected in ((decided, exchange.decided), (ordered, exchange.commands)):
             for one, other in zip_longest(map(_plain, got), map(_plain, expected)):
                 assert one == other, f"after {exchange.observed[-1]}:\n  got       {one}\n  expected  {other}"

@@ -68,6 +68,8 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRetracted,
     SessionClosed,
+    TransferAdvanced,
+    TransferMoved,
     TurnStarted,
     WeightsSwapped,
 )
@@ -177,9 +179,18 @@ class TaggedKv:
     """A device for one engine. Feed it every observed event and its Step, in order, with `observe`."""
 
     def __init__(
-        self, config: SchedConfig, sample: Sample = pure_token, *, accept: Accept = pure_accept, eager: bool = False
+        self,
+        config: SchedConfig,
+        sample: Sample = pure_token,
+        *,
+        accept: Accept = pure_accept,
+        eager: bool = False,
+        interned: dict[tuple[object, ...], int] | None = None,
     ) -> None:
-        """With `eager`, a plan runs when it is launched; otherwise as late as possible, right before its delivery."""
+        """With `eager`, a plan runs when it is launched; otherwise as late as possible, right before its delivery.
+
+        Devices that share `interned` mean the same by a prefix id, so that cells may be copied between them.
+        """
         self.config = config
         self.sample = sample
         self.accept = accept
@@ -203,7 +214,7 @@ class TaggedKv:
         self.released: list[str] = []  # memory that is given back
         self.encoding: dict[bytes, int] = {}  # what an encoder was asked for last, and with which weights
         self.encoded: dict[bytes, int] = {}  # the encoder output that is there, and with which weights it was made
-        self._interned: dict[tuple[object, ...], int] = {}
+        self._interned: dict[tuple[object, ...], int] = {} if interned is None else interned
 
     # ---- what the host does
 
@@ -249,6 +260,9 @@ class TaggedKv:
                     self._turn_started(decided)
                 case SessionClosed():
                     self._session_closed(decided.session)
+                case TransferMoved(request_id=request_id, state="ready"):
+                    assert isinstance(event, TransferAdvanced)
+                    self.stories[request_id].tokens.append(event.first_token)  # drawn elsewhere
         for command in step.commands:
             match command:
                 case LaunchBatch(plan, sample):

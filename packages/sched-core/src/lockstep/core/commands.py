@@ -250,20 +250,31 @@ class LoadAdapter(msgspec.Struct, frozen=True):
 
 
 class StartTransfer(msgspec.Struct, frozen=True):
-    """Send pages to (or expect them from) another engine, behind batch `after_batch`. Answered by TransferAdvanced."""
+    """Send positions [start_tokens:stop_tokens), or expect them, in pages of this engine. Answered by TransferAdvanced.
 
-    transfer_id: int
+    A prompt is sent in parts, in order, each once batch `after_batch` has succeeded; the `last` one takes along the
+    first token. It moves when both sides have started; what lies before the receiver's `start_tokens` is not moved.
+    """
+
+    transfer_id: int  # of the request on this engine
     room: int
-    peer: str
+    peer: str  # who has the other half; empty: the host knows it by the room
     direction: Literal["send", "receive"]
     pages: Int32s
     start_tokens: int
     after_batch: BatchId | None = None
     last: bool = True
+    stop_tokens: int = 0
+    slot: int = -1  # of the metadata: the first token and what belongs to it
+    weights_version: int = 0  # send: of the KV; receive: of what is there already
+    cached_tokens: int = 0  # send: of the prompt, found in the radix cache
 
 
 class CancelTransfer(msgspec.Struct, frozen=True):
-    """Stop a transfer. Its pages stay quarantined until TransferAdvanced says done, failed or link_down."""
+    """Stop a transfer, and tell the other side that it failed, whatever became of it so far.
+
+    Its pages stay quarantined until TransferAdvanced says done, failed or link_down.
+    """
 
     transfer_id: int
 

@@ -26,6 +26,9 @@ RetractionPolicy = Literal["length", "newest", "priority"]
 PrefixDeduplication = Literal["off", "last", "defer"]
 SessionKv = Literal["hold", "evictable"]
 SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
+Role = Literal["mixed", "prefill", "decode"]
+TransferAllocation = Literal["early", "prefill_complete"]
+TransferFailure = Literal["fail", "recompute"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
@@ -113,6 +116,21 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # adapters
     max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
 
+    # prefill and decode on different engines: docs/distributed.md; unset: mixed, and nothing is written of these
+    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts for decode engines, which go on behind
+    transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
+    transfer_failure: TransferFailure | msgspec.UnsetType = msgspec.UNSET  # KV does not come: end, or compute it here
+    num_reserved_decode_tokens: int | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # left to each that decodes when pages are given
+    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata; None: twice max_running_requests
+    bootstrap_timeout_us: int | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )  # without a word of the other half; None: never
+    transfer_timeout_us: int | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )  # from pages or last part to the end; None: never
+
     def __post_init__(self) -> None:
         _require_positive(self)
         if self.page_size & (self.page_size - 1):
@@ -120,6 +138,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
         _settle_drafts(self)
+        _settle_role(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
@@ -223,6 +242,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def split_tokens(self) -> int:
         """A prompt is split at positions that are multiples of this."""
         return self.truncation_align_size or self.chunk_unit_tokens
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether its requests are shared with other engines: it is a prefill or a decode engine."""
+        return self.role is not msgspec.UNSET
 
     @property
     def rows_max(self) -> int:
@@ -343,6 +367,53 @@ def _settle_drafts(config: SchedConfig) -> None:
         raise ConfigError(
             f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
         )
+
+
+TRANSFER_SETTINGS: dict[str, Any] = {
+    "transfer_allocation": "early",
+    "transfer_failure": "fail",
+    "num_reserved_decode_tokens": 512,
+    "transfer_slots": None,
+    "bootstrap_timeout_us": 300_000_000,
+    "transfer_timeout_us": 300_000_000,
+}
+"""What a prefill or a decode engine has, unless it says otherwise: SGLang's values. Others have none of these."""
+
+
+def _settle_role(config: SchedConfig) -> None:
+    """With a role there is a value for each transfer setting; without one there is none, and nothing is written."""
+    if config.role == "mixed":
+        msgspec.structs.force_setattr(config, "role", msgspec.UNSET)
+    for name, usual in TRANSFER_SETTINGS.items():
+        value = getattr(config, name)
+        if config.role is msgspec.UNSET and value is not msgspec.UNSET:
+            raise ConfigError(
+                f"`{name}` is {value}, but `role` is mixed: nothing is handed over\nhint: take role prefill or decode"
+            )
+        if config.role is not msgspec.UNSET and value is msgspec.UNSET:
+            msgspec.structs.force_setattr(config, name, usual)
+    if config.role is msgspec.UNSET:
+        return
+    for name, choices in (
+        ("role", get_args(Role)),
+        ("transfer_allocation", get_args(TransferAllocation)),
+        ("transfer_failure", get_args(TransferFailure)),
+    ):
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(config, name)}`")
+    for name, least in (
+        ("num_reserved_decode_tokens", 0),
+        ("transfer_slots", 1),
+        ("bootstrap_timeout_us", 1),
+        ("transfer_timeout_us", 1),
+    ):
+        value = getattr(config, name)
+        if name == "transfer_slots" and value is None:
+            msgspec.structs.force_setattr(config, name, 2 * config.max_running_requests)
+            continue
+        never = value is None and name.endswith("_timeout_us")
+        if not never and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
 
 
 def _settle_policy(config: SchedConfig) -> None:

@@ -21,6 +21,8 @@ import msgspec
 from lockstep.core import holds
 from lockstep.core.admission import NewTokenRatio
 from lockstep.core.commands import ControlAnswered, FreezeHeap, StartProfile, Step, StopProfile
+from lockstep.core.config import TRANSFER_SETTINGS
+from lockstep.core.disaggregation import Transfers
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
     CancelAll,
@@ -41,6 +43,7 @@ from lockstep.core.events import (
     ResumeMemory,
     SetState,
     SlowDown,
+    SwitchRole,
     UnloadAdapterControl,
     UpdateWeights,
 )
@@ -74,11 +77,7 @@ def apply(engine: Engine, event: ControlRequested, step: Step) -> None:
     if isinstance(control, GetState):
         step.commands.append(ControlAnswered(event.control_id, True, stats=stats(engine)))
         return
-    handler = HANDLERS.get(type(control))
-    if handler is None:
-        refused: str | None = f"{type(control).__name__} is not supported yet"
-    else:
-        refused = handler(engine, event.control_id, control, step)
+    refused = HANDLERS[type(control)](engine, event.control_id, control, step)
     if refused is not LATER:
         step.commands.append(ControlAnswered(event.control_id, not refused, refused))
 
@@ -233,6 +232,17 @@ def _set_state(engine: Engine, control_id: int, control: SetState, step: Step) -
     return DONE
 
 
+def _switch_role(engine: Engine, control_id: int, control: SwitchRole, step: Step) -> str | None:
+    transfers = len(engine.transfers.all) if engine.transfers is not None else 0
+    if engine.requests or engine.in_flight or transfers:
+        requests, batches = len(engine.requests), len(engine.in_flight)
+        return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
+    unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if control.role == "mixed" else {}
+    engine.config = msgspec.structs.replace(engine.config, role=control.role, **unset)
+    engine.transfers = Transfers(engine.config) if engine.config.hands_over else None
+    return DONE
+
+
 # ------------------------------------------------------------------------------------------------------------ sessions
 
 
@@ -275,6 +285,7 @@ HANDLERS: dict[type, Callable[[Engine, int, Any, Step], str | None]] = {
     FreezeGc: _freeze,
     SetState: _set_state,
     SlowDown: _slow_down,
+    SwitchRole: _switch_role,
     OpenSession: _open_session,
     CloseSession: _close_session,
     LoadAdapterControl: _load_adapter,
@@ -295,6 +306,8 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
         raise ContractError(f"restart into generation {event.generation}, but this is generation {engine.generation}")
     engine.now_us = event.time_us
     engine.generation = event.generation
+    if engine.transfers is not None:
+        engine.transfers.restarted(engine, step)
     line = engine.waiting
     engine.waiting = []
     engine.media.void()

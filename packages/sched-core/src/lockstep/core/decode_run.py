@@ -162,6 +162,7 @@ def _steady_launches(engine: Engine) -> int:
         or engine.sessions.unsettled
         or engine.decode_owed
         or engine.timers
+        or (engine.transfers is not None and not engine.transfers.quiet)
         or engine.memory.leases
         or engine.memory.fenced_pages
         or engine.memory.rewrites

@@ -173,6 +173,12 @@ def _watched(event: BatchFinished, batch: InFlight, have: Int32s, offsets: Int32
     return sending, offsets
 
 
+def first_sent(request: Request, held: bool) -> int:
+    """How many tokens a request is sent with its first one, which its text may hold back: 1, or 0 for later."""
+    every = request.stream_every if request.streams else -request.stream_every
+    return 0 if held else int(sent_by(np.array([1], np.int32), np.array([every], np.int32))[0])
+
+
 def sent_to(request: Request, outputs: int) -> int:
     """Output tokens a request was sent by the time it has `outputs` of them."""
     if request.watches_text:

@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 
 from lockstep.core.commands import (
     BatchPlan,
+    CancelTransfer,
     CompileGrammar,
     ControlAnswered,
     LaunchBatch,
     LoadAdapter,
     Mode,
     SampleBatch,
+    StartTransfer,
     Step,
     StreamTokens,
 )
@@ -77,6 +79,11 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("answer", command.control_id, command.ok)))
         elif type(command) is LoadAdapter:
             add(_encode(("load", command.adapter, command.version, command.slot)))
+        elif type(command) is StartTransfer:
+            about = (command.room, command.direction, command.start_tokens, command.stop_tokens, command.last)
+            add(_encode(("transfer", command.transfer_id, command.slot, *about, command.pages.tobytes())))
+        elif type(command) is CancelTransfer:
+            add(_encode(("cancel transfer", command.transfer_id)))
     chain = _fresh()
     chain.update(b"".join(pieces))
     return chain.digest()

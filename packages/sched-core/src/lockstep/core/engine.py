@@ -32,6 +32,7 @@ from lockstep.core.commands import (
     NO_DELTAS,
     NO_ROWS,
     BatchPlan,
+    CancelTransfer,
     FinishRequest,
     LaunchBatch,
     Mode,
@@ -43,6 +44,7 @@ from lockstep.core.commands import (
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.digest import EMPTY_DIGEST, step_digest
+from lockstep.core.disaggregation import Transfers
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
     AdapterLoaded,
@@ -70,6 +72,7 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    TransferAdvanced,
     WeightsSwapped,
 )
 from lockstep.core.latency import ExtendLatency
@@ -170,6 +173,8 @@ class Engine:
         self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
         self.active = 0  # requests PREFILLING or RUNNING
+        self.transfers = Transfers(config) if config.hands_over else None
+        self.sending = 0  # of the active ones, those whose prompt is computed and only has to be sent yet
 
         self.latency = ExtendLatency()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
@@ -235,6 +240,8 @@ class Engine:
                 self.grammars.answered(self, event, step)
             case AdapterLoaded() if self.memory.adapters is not None:
                 self._adapter_loaded(event, self.memory.adapters, step)
+            case TransferAdvanced() if self.transfers is not None:
+                self.transfers.advanced(self, event, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
             case _:
@@ -247,6 +254,8 @@ class Engine:
             self._tend(step)
             if self.sessions.due_us is not None:
                 step.wake_by(self.sessions.due_us)
+        if self.transfers is not None:
+            self.transfers.settle(self, step)
         if self.pace.gap_us and self.requests and self.pace.not_before_us > self.now_us:
             step.wake_by(self.pace.not_before_us)
         if not self.requests:
@@ -283,7 +292,9 @@ class Engine:
             refresh_prefixes(self.waiting, self.memory.radix)
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
-        batch = None if self._decode_goes_first() else self._plan_extend(step)
+        batch = None
+        if not self._decode_goes_first():
+            batch = self._plan_prebuilt(step) or self._plan_extend(step)
         batch = batch or self._plan_decode(step)
         if batch is None:
             return True
@@ -298,6 +309,8 @@ class Engine:
             for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
                 self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
                 holds.follow(self, request, stop, step)
+        if self.transfers is not None:
+            self.transfers.give_parts(self, batch, step)
         if self.pace.watches:
             self.pace.launched(self.now_us, step)
         return False
@@ -339,9 +352,13 @@ class Engine:
             taken = accepted(event, adapter, self.config)
             if event.session or event.session_start is not None:
                 self.sessions.check(event)
+            if self.transfers is not None:
+                self.transfers.check(event)
             if event.grammar is not None:
                 self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
         except Refused as refused:
+            if self.transfers is not None and event.transfer_room is not None:
+                step.commands.append(CancelTransfer(event.request_id))  # whoever waits for its other half must know
             for number in range(samples):
                 self.reject(event.request_id + number, refused.reason, refused.message, step)
             return
@@ -369,6 +386,8 @@ class Engine:
         request.advance(queued)
         step.decided.append(queued)
         self._set_timers(request)
+        if self.transfers is not None:
+            self.transfers.take_in(self, request, event, step)
         if not holds.hold(self, request, leader, step) and not request.holds:
             self.waiting.append(request)
 
@@ -382,7 +401,8 @@ class Engine:
         more = f", {samples} more are too many" if samples > 1 else ""
         if waiting + samples > limit:
             raise Refused("queue_full", f"{waiting} requests wait already{more} (max_queued_requests {limit})")
-        if (event.session or event.spans or samples > 1) and held + samples > limit:
+        held_first = event.session or event.spans or event.transfer_room is not None
+        if (held_first or samples > 1) and held + samples > limit:
             raise Refused("queue_full", f"{held} requests are held already{more} (max_queued_requests {limit})")
 
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
@@ -394,6 +414,8 @@ class Engine:
                 self.sessions.turn_ends(self, request, "rejected", 0)
             self._leave_line(request)
             self.grammars.ended(request)
+            if self.transfers is not None:
+                self.transfers.ended(self, request, step)
             request.advance(rejected)
         step.decided.append(rejected)
         step.commands.append(RejectRequest(request_id, reason, message))
@@ -407,12 +429,17 @@ class Engine:
 
     def join_line(self, request: Request) -> None:
         """One of the things that held a request has come. After the last it waits, where its arrival puts it."""
-        request.holds -= 1
+        self.release_hold(request)
         if request.holds:
             return
-        del self.held[request.request_id]
         younger = (i for i, other in enumerate(self.waiting) if not other.ran and other.request_id > request.request_id)
         self.waiting.insert(next(younger, len(self.waiting)), request)
+
+    def release_hold(self, request: Request) -> None:
+        """One of the things that held a request has come; after the last it is held no more."""
+        request.holds -= 1
+        if not request.holds:
+            del self.held[request.request_id]
 
     def _leave_line(self, request: Request) -> None:
         """A request that waits ends. Whoever is behind it may fit."""
@@ -462,6 +489,8 @@ class Engine:
             self._flush_stream(request, outputs, step)
         if request.session:
             self.sessions.turn_ends(self, request, reason, outputs)
+        if self.transfers is not None:
+            self.transfers.ended(self, request, step)
         if request.state is RequestState.WAITING:
             self._leave_line(request)
         else:
@@ -497,6 +526,9 @@ class Engine:
 
         A victim of preemption joins the line when the pass over it has ended. `pages` that were wanted and to be had.
         """
+        if self.transfers is not None and self.transfers.is_given(request):
+            self.finish(request, "transfer", step)  # what was sent cannot be taken back
+            return
         outputs = self.outputs_of(request)
         sampled = self._sampled_by(request)
         request.tokens = self.tokens_of(request, outputs)
@@ -543,6 +575,9 @@ class Engine:
     def retract_all(self, reason: RetractReason, step: Step) -> None:
         """Take the pages of everybody who runs back."""
         running = [request for request in self.requests.values() if request.row >= 0]
+        if self.transfers is not None:
+            self.transfers.give_up_all(self, step)
+            running = [request for request in running if not self.transfers.is_sent(request)]
         self.break_ranks(running)
         for request in running:
             self.retract(request, reason, step)
@@ -573,8 +608,11 @@ class Engine:
             due, request_id = self.timers[0]
             request = self.requests.get(request_id)
             never_ran = request is not None and not request.ran
+            of_transfer = self.transfers is not None and due == self.transfers.due_of(request_id)
             relevant = request is not None and (
-                due in (request.finish_by_us, request.grammar_due_us) or (due == request.deadline_us and never_ran)
+                due in (request.finish_by_us, request.grammar_due_us)
+                or (due == request.deadline_us and never_ran)
+                or of_transfer
             )
             if relevant and due > self.now_us:
                 return
@@ -584,6 +622,8 @@ class Engine:
             waited_us = self.now_us - request.arrived_us
             if due == request.grammar_due_us:
                 self.reject(request_id, "grammar", f"its grammar did not compile within {waited_us} us", step)
+            elif of_transfer and self.transfers is not None:
+                self.transfers.expired(self, request, step)
             elif never_ran:
                 self.reject(request_id, "deadline", f"not admitted within {waited_us} us of its arrival", step)
             else:
@@ -634,6 +674,13 @@ class Engine:
             for victim in preempted:
                 self._requeue(victim, step)
         return self._extend_batch(parts, step) if parts else None
+
+    def _plan_prebuilt(self, step: Step) -> InFlight | None:
+        """Whoever's KV has come from elsewhere goes on behind its first token, and the cohort with it."""
+        if self.transfers is None or not self.transfers.ready:
+            return None
+        parts = self.transfers.take_rows(self, step)
+        return self._extend_batch(parts, step, "prebuilt") if parts else None
 
     def _prefill_budget(self) -> PrefillBudget:
         """What this extend may take, beside what the running requests will want and what decodes along with it."""
@@ -715,7 +762,7 @@ class Engine:
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> Fit | Obstacle:
         """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
         config = self.config
-        if self.active >= config.max_running_requests:
+        if self.active - self.sending >= config.max_running_requests:
             return Obstacle("running_limit")
         if not self.memory.table.row_available():
             return Obstacle("rows")
@@ -814,7 +861,7 @@ class Engine:
         request.advance(completed)
         step.decided.append(completed)
 
-    def _extend_batch(self, parts: list[Part], step: Step) -> InFlight:
+    def _extend_batch(self, parts: list[Part], step: Step, kind: Literal["extend", "prebuilt"] = "extend") -> InFlight:
         """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
         requests = [part.request for part in parts]
         request_ids = np.array([request.request_id for request in requests], np.int64)
@@ -827,9 +874,10 @@ class Engine:
         prefilled, sample_rows = EMPTY_COHORT, NO_ROWS
         if sampling:
             prefilled, sample_rows = Cohort.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
-        decodes = self._decodes_along(requests, step)
+        mixes = kind == "prebuilt" or self.config.batching != "prefill_first"
+        decodes = self._decodes_along(requests, step, wanted=mixes)
         along = decodes.cohort
-        mode: Mode = "mixed" if along.size else "extend"
+        mode: Mode = "mixed" if along.size and kind == "extend" else kind
         if along.size:
             rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
             starts, stops = np.concatenate((starts, decodes.starts)), np.concatenate((stops, decodes.stops))
@@ -875,12 +923,12 @@ class Engine:
             self._set_cohort(self.cohort.joined_by(prefilled), np.concatenate((self.positions, positions)))
         return ending
 
-    def _decodes_along(self, extending: list[Request], step: Step) -> Decodes:
+    def _decodes_along(self, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
         """The cohort's next token as part of an extend; of nobody, if they cannot be mixed or a page is missing.
 
         Who sits out goes next, so that prompts that keep coming do not hold up who decodes.
         """
-        if self.config.batching == "prefill_first" or not self.cohort.size:
+        if not wanted or not self.cohort.size:
             return NO_DECODES
         if any(request.needs_plain_extend for request in extending):
             self.decode_owed = True
@@ -1027,7 +1075,9 @@ class Engine:
                 self.retract(self.cohort.requests[victim], "pages", step, pages=(needed, available))
             elif split is not None:
                 self.retract(split, "pages", step, pages=(needed, available))
-            elif self.in_flight:
+            elif self.transfers is not None and self.transfers.ready:
+                self.transfers.give_up(self, self.requests[self.transfers.ready[-1]], step)
+            elif self.in_flight or (self.transfers is not None and self.transfers.holds_pages):
                 self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
@@ -1139,6 +1189,8 @@ class Engine:
         if ends:
             self.break_ranks([samplers.requests[i] for i in ends])
         for i, reason in ends.items():
+            if self.transfers is not None and self.transfers.keeps(self, samplers.requests[i], reason):
+                continue
             produced = int(first[i]) + (1 if counts is None else int(counts[i]))
             self.finish(samplers.requests[i], reason, step, outputs=produced)
 

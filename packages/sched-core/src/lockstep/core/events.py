@@ -192,15 +192,25 @@ class AdapterLoaded(Observed, frozen=True, gc=False):
 
 
 class TransferAdvanced(Observed, frozen=True, gc=False):
-    """KV moved between engines. Facts that cross engines carry (source, generation, seq) and are idempotent."""
+    """KV moved between engines. Facts that cross engines carry (source, generation, seq) and are idempotent.
 
-    transfer_id: int
+    To the sender: "accepted", the receiver has pages. To the receiver: "offered", the prompt is computed. To each, and
+    once: "done", "failed" or "link_down", from when on nobody elsewhere touches a page of this side's.
+    """
+
+    transfer_id: int  # of the request on this engine
     source: str
     generation: int
     seq: int
-    status: Literal["accepted", "moving", "done", "failed", "link_down"]
+    status: Literal["accepted", "moving", "done", "failed", "link_down", "offered"]
     pages_done: int = 0
     first_token: int | None = None  # the prefill engine's sampled token, with status done
+    start_tokens: int = 0  # accepted: positions before are there already
+    weights_version: int = 0  # done: of the KV
+    cached_tokens: int = 0  # done: of the prompt, which the prefill engine found cached
+    text_stop: bool = False  # of the first token: its text is a stop text,
+    text_held: bool = False  # or may begin one, so that it is not sent yet,
+    grammar_ended: bool = False  # or the grammar admits nothing behind it
 
 
 class HostCopyFinished(Observed, frozen=True, gc=False):
@@ -511,6 +521,7 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
     cached_tokens: int
     new_tokens: int  # still to compute, all chunks together
     waited_us: int  # since it last began to wait
+    transferred_tokens: int = 0  # of its prompt, whose KV another engine sent
 
 
 class AdmissionDeferred(Decided, frozen=True, gc=False):
@@ -607,6 +618,24 @@ class AdapterEvicted(Decided, frozen=True, gc=False):
     slot: int
 
 
+TransferState = Literal[
+    "bootstrap", "accepted", "waiting", "sending", "in_flight",
+    "awaited", "preallocating", "receiving", "ready",
+    "quarantined", "over",
+]  # fmt: skip
+TransferCause = Literal[
+    "accepted", "offered", "joined", "part_given", "all_given", "allocated", "done", "failed", "abandoned"
+]
+
+
+class TransferMoved(Decided, frozen=True, gc=False):
+    """The transfer of a request is in another state, see disaggregation.py for the two tables."""
+
+    request_id: RequestId
+    state: TransferState
+    cause: TransferCause
+
+
 DecidedEvent = (
     RequestQueued
     | RequestRejected
@@ -621,4 +650,5 @@ DecidedEvent = (
     | SessionYielded
     | SessionClosed
     | AdapterEvicted
+    | TransferMoved
 )

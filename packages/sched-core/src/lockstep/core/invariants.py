@@ -16,12 +16,18 @@ import numpy as np
 
 from lockstep.core import speculation
 from lockstep.core.adapters import NO_SLOT
+from lockstep.core.disaggregation import TOUCHED
 from lockstep.core.errors import InvariantError
+from lockstep.core.events import TransferState
 from lockstep.core.requests import BASE, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
     from lockstep.core.radix import RadixNode
+
+
+HOLDING: tuple[TransferState, ...] = ("bootstrap", "accepted", "awaited", "preallocating", "receiving", "ready")
+LINED_UP: tuple[TransferState, ...] = ("accepted", "preallocating", "ready")
 
 
 def check(engine: Engine) -> None:
@@ -39,6 +45,7 @@ def check(engine: Engine) -> None:
     _sessions(engine, facts)
     _held(engine)
     _adapters(engine, facts)
+    _transfers(engine, facts)
     _progress(engine)
     _speculation(engine)
 
@@ -77,8 +84,8 @@ class Facts:
 
 
 def is_idle(engine: Engine) -> bool:
-    """Nothing waits, runs or is in flight (S34: the one definition)."""
-    return not engine.requests and not engine.in_flight
+    """Nothing waits, runs, is in flight or on its way between engines (S34: the one definition)."""
+    return not engine.requests and not engine.in_flight and not (engine.transfers is not None and engine.transfers.all)
 
 
 def self_check(engine: Engine) -> None:
@@ -100,7 +107,7 @@ def check_quiescent(engine: Engine) -> None:
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
         (engine, "waiting held followers in_flight drains"),
-        (engine.memory, "leases fenced_pages rewrites rows_taken pending"),
+        (engine.memory, "leases fenced_pages rewrites rows_taken pending lent"),
         (engine.media, "pins line fenced"),
     )
     for owner, names in owners:
@@ -117,14 +124,16 @@ def _containers(engine: Engine) -> None:
     cohort = [request.request_id for request in engine.cohort.requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
-    contained = [*waiting, *cohort, *prefilling, *ending]
+    sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
+    contained = [*waiting, *cohort, *prefilling, *ending, *sent]
     if len(contained) != len(live) or live.keys() != set(contained):
         _fail(
             f"S15: waiting {waiting}, prefilling {prefilling}, decoding {cohort}, ending {ending} "
             f"do not partition the live requests {list(live)}"
         )
     _same("S16 who decodes", sorted(cohort), [request.request_id for request in live.values() if request.decodes])
-    running = cohort + ending
+    running = cohort + ending + sent
+    _same("S33 sending", engine.sending, len(sent))
     for state, ids in (
         (RequestState.WAITING, waiting),
         (RequestState.PREFILLING, prefilling),
@@ -199,6 +208,10 @@ def _pages(engine: Engine, facts: Facts) -> None:
     ]
     owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.leases]
     owned += [pages for _, pages in memory.fenced_pages]
+    transfers = list(engine.transfers.all.values()) if engine.transfers is not None else []
+    owned += [transfer.pages for transfer in transfers]
+    given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
+    owned += [pages for _, pages in given_up]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
     if ids.tobytes() == _all_pages(engine.config.pages):
@@ -207,6 +220,8 @@ def _pages(engine: Engine, facts: Facts) -> None:
     names += [f"{request.name} in row {request.row}" for request in facts.holders]
     names += [f"lease of row {lease.row}" for lease in memory.leases]
     names += [f"fence {i} of batch {fence}" for i, (fence, _) in enumerate(memory.fenced_pages)]
+    names += [f"the transfer of r{transfer.request_id}" for transfer in transfers]
+    names += [f"given up by row {row}, number {i}" for i, (row, _) in enumerate(given_up)]
     _misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
 
 
@@ -238,6 +253,8 @@ def _locks(engine: Engine, facts: Facts) -> None:
     handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
     handles += engine.sessions.handles()
+    if engine.transfers is not None:
+        handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
     radix.check(handles, facts.cached)
     for request in facts.holders:
         if request.handle is None:
@@ -383,8 +400,10 @@ def _held(engine: Engine) -> None:
     ]
     turns = [request_id for session in engine.sessions.open.values() for request_id in session.queue]
     grammars = [request_id for known in engine.grammars.known.values() for request_id in known.waiting]
+    transfers = [] if engine.transfers is None else [one.request_id for one in engine.transfers.in_state(*HOLDING)]
     holds = {request_id: request.holds for request_id, request in engine.held.items()}
-    _same("S15 things that held requests wait for", _counts(chain(followers, media, turns, grammars)), holds)
+    awaited = _counts(chain(followers, media, turns, grammars, transfers))
+    _same("S15 things that held requests wait for", awaited, holds)
     for request_id in media:
         if not engine.media.knows(request_id) or engine.media.has_all(request_id):
             _fail(f"D11: r{request_id} is held for media, which it does not wait for")
@@ -424,10 +443,49 @@ def _adapters(engine: Engine, facts: Facts) -> None:
             _fail(f"L8: nothing needs {name!r} any more, but its withdrawal was not answered")
 
 
+def _transfers(engine: Engine, facts: Facts) -> None:
+    """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; who could go on does."""
+    transfers, memory = engine.transfers, engine.memory
+    if transfers is None:
+        _same("S31 rows that are read from elsewhere", memory.lent, {})
+        _same("S33 sending", engine.sending, 0)
+        return
+    everyone = list(transfers.all.values())
+    slots = [*transfers.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
+    _same("S1 metadata slots", sorted(slots), list(range(transfers.settings.slots)))
+    _same("S31 rooms", transfers.rooms, {one.room: one.request_id for one in everyone})
+    lines = [*transfers.line, *transfers.ready]
+    _same("S15 lines of transfers", sorted(lines), sorted(one.request_id for one in transfers.in_state(*LINED_UP)))
+    lent = {one.request_id: row for row, one in memory.lent.items()}
+    left = [lease.row for lease in memory.leases]
+    for one in everyone:
+        if (one.request_id in engine.requests) != (one.state != "quarantined") and transfers.sends:
+            _fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is not there, or still is")
+        touched = transfers.sends and one.state in TOUCHED
+        if touched != (one.request_id in lent):
+            _fail(f"S31: the transfer of r{one.request_id} is {one.state}, but the rows {lent} are read from elsewhere")
+        request = engine.requests.get(one.request_id)
+        if touched and lent[one.request_id] not in left and (request is None or request.row != lent[one.request_id]):
+            _fail(f"S31: row {lent[one.request_id]} is read by the transfer of r{one.request_id} and nobody holds it")
+        if not transfers.sends and one.state in ("receiving", "ready") and request is not None:
+            held = one.start_tokens // engine.config.page_size + one.pages.size
+            if held * engine.config.page_size < min(request.prompt_tokens + 1, request.reach):
+                _fail(f"L6: {request.name} is given {held} pages, and would wait for more while it holds them")
+    if engine.launch_found_nothing and not engine.in_flight and not engine.paused and not engine.maintenance.still:
+        able = [one for one in transfers.ready if engine.requests[one].holds == 1]
+        if able and engine.active < engine.config.max_running_requests:
+            _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
+    alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
+    if alone and transfers.line and not engine.paused and engine.maintenance.admits:
+        _fail(f"L2: {transfers.line} wait for pages or slots, which nobody has")
+
+
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
     if engine.memory.adapters is not None and engine.memory.adapters.loading:
         return
+    if engine.transfers is not None and engine.transfers.holds_pages:
+        return  # which come back when it ends
     awaited = len(engine.held)  # something outside the engine comes first
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
     _same("S33 maintenance admits", engine.maintenance.admits, not jobs and not released)

@@ -84,6 +84,8 @@ class Maintenance(msgspec.Struct):
             adapters = engine.memory.adapters
             if engine.in_flight or (job.lets_run and engine.active) or (adapters is not None and adapters.loading):
                 return
+            if job.lets_run and engine.transfers is not None and engine.transfers.holds_pages:
+                return
             self._order(job, engine, step)
 
     def swapped(self, engine: Engine, event: WeightsSwapped, step: Step) -> None:
@@ -103,6 +105,8 @@ class Maintenance(msgspec.Struct):
                     request.namespace = engine.memory.keyed(request.namespace)
                     request.matched = None
             holds.weights_changed(engine, step)
+            if engine.transfers is not None:
+                engine.transfers.weights_changed(engine, step)
         self._answer(step, event.error)
         self.advance(engine, step)
 

@@ -22,7 +22,7 @@ from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.config import SchedConfig
-from lockstep.core.events import BatchId, PagesEvicted
+from lockstep.core.events import BatchId, PagesEvicted, RequestId
 from lockstep.core.extras import with_extras
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import Match, RadixCache, RadixNode
@@ -73,6 +73,13 @@ class Pending(NamedTuple):
     pages: int
 
 
+class Lent(NamedTuple):
+    """A row whose pages are read from elsewhere, and pages that were its own until the radix cache had better ones."""
+
+    request_id: RequestId
+    pages: list[Int32s]
+
+
 class Memory:
     """The rows, the page pool and the radix cache of one engine, and what waits to come back to them."""
 
@@ -89,6 +96,7 @@ class Memory:
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
         self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
+        self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
         self.weights_version = 0
 
     # ------------------------------------------------------------------------------------------------- what can be had
@@ -120,7 +128,8 @@ class Memory:
     def returning_pages(self) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
         fenced = sum(pages.size for _, pages in self.fenced_pages)
-        leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases)
+        leases = [lease for lease in self.leases if lease.row not in self.lent]
+        leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in leases)
         ending = 0
         for batch in self.in_flight:
             for request in batch.ending_requests():
@@ -251,14 +260,14 @@ class Memory:
         request.protected_pages = 0
         request.computed = 0
         request.epoch += 1
-        if fence == NO_FENCE:
+        if fence == NO_FENCE and row not in self.lent:
             self.release(lease, step)
         else:
             self.leases.append(lease)
 
     def lift_fences(self, batch_id: BatchId, step: Step) -> bool:
         """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
-        done = [lease for lease in self.leases if lease.fence <= batch_id]
+        done = [lease for lease in self.leases if lease.fence <= batch_id and lease.row not in self.lent]
         for lease in done:
             self.leases.remove(lease)
             self.release(lease, step)
@@ -284,16 +293,58 @@ class Memory:
                     self.pool.free(pages[kept:already].copy())
                 kept = whole
             if lease.handle is not None:
-                cached = self.radix.evictable_pages
-                self.radix.unlock(lease.handle)
-                if stale and self.radix.evictable_pages > cached:
-                    self._evict(self.radix.evictable_pages - cached, "weights", step)
+                self.let_go(lease.handle, lease.namespace, step)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self._trim(step)
         self.table.free_row(row)
         if self.adapters is not None:
             self.adapters.give_back(row)
+
+    def let_go(self, handle: RadixNode, namespace: str, step: Step) -> None:
+        """Unlock a path. Of weights that were replaced nothing stays cached that nobody holds."""
+        assert self.radix is not None
+        cached = self.radix.evictable_pages
+        self.radix.unlock(handle)
+        if self.is_stale(namespace) and self.radix.evictable_pages > cached:
+            self._evict(self.radix.evictable_pages - cached, "weights", step)
+
+    # ------------------------------------------------------------------------------------------- to and from elsewhere
+
+    def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
+        """Give the request a row whose first `computed` positions are the path of `handle`, its own from now on, and
+        `pages`. Returns the row."""
+        row = self.table.take_row(request)
+        taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
+        self.rows_taken.append(taken)
+        if self.adapters is not None:
+            self.rows_taken[-1] = self.adapters.taken(taken, request.adapter)
+        if self.radix is not None and handle is not None:
+            request.handle = handle
+            request.protected_pages = handle.stop
+            pages = np.concatenate((self.radix.pages_of(handle), pages))
+        self.table.reserve(pages.size, 0)
+        self.table.pages[row, : pages.size] = pages
+        self.rewrites.append(Rewrite(row, 0, pages))
+        request.computed = computed
+        return row
+
+    def lend(self, row: int, request_id: RequestId) -> None:
+        """From now on a transfer reads pages of the row: none of them is freed before it is over."""
+        self.lent[row] = Lent(request_id, [])
+
+    def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
+        """A transfer is over: free `pages`, and what a row that it read has given up since."""
+        if pages.size:
+            self.pool.free(pages)
+        for row in [row for row, lent in self.lent.items() if lent.request_id == request_id]:
+            for given_up in self.lent.pop(row).pages:
+                self._free_behind(row, given_up)
+            in_flight = self.in_flight[0].plan.batch_id if self.in_flight else None
+            for lease in [one for one in self.leases if one.row == row]:
+                if in_flight is None or lease.fence < in_flight:
+                    self.leases.remove(lease)
+                    self.release(lease, step)
 
     def void(self, step: Step) -> None:
         """The device's memory is gone: nothing fences anything, and nothing is cached."""
@@ -393,6 +444,9 @@ class Memory:
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
         """Free pages of a row once the last plan in flight that may read them is collected."""
+        if row in self.lent:
+            self.lent[row].pages.append(pages)
+            return
         fences = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
         if fences:
             self.fenced_pages.append((fences[-1], pages))

@@ -20,6 +20,7 @@ import numpy as np
 from lockstep.core.adapters import Adapters
 from lockstep.core.commands import (
     BatchPlan,
+    CancelTransfer,
     Command,
     CompileGrammar,
     ControlAnswered,
@@ -33,6 +34,7 @@ from lockstep.core.commands import (
     ResumeDeviceMemory,
     SampleBatch,
     StartProfile,
+    StartTransfer,
     Step,
     StopProfile,
     StreamTokens,
@@ -64,6 +66,7 @@ from lockstep.core.events import (
     RequestRetracted,
     SessionClosed,
     SessionYielded,
+    TransferMoved,
     TurnStarted,
     WeightsSwapped,
 )
@@ -134,6 +137,8 @@ def decided_line(event: Decided, names: Names) -> str:
         case RequestAdmitted():
             waited = f" after {_ms(event.waited_us)}" if event.waited_us else ""
             cached = f", {_count(event.cached_tokens, 'token')} cached" if event.cached_tokens else ""
+            if event.transferred_tokens:
+                cached += f", {_count(event.transferred_tokens, 'token')} transferred"
             return f"admitted {names.request(event.request_id)}{waited}{cached}"
         case AdmissionDeferred():
             numbers = (
@@ -169,6 +174,8 @@ def decided_line(event: Decided, names: Names) -> str:
         case DecodeSkipped():
             needed = _count(event.needed_pages, "page")
             return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
+        case TransferMoved():
+            return f"transfer of {names.request(event.request_id)} is {event.state} ({event.cause})"
     return _fields(event)
 
 
@@ -205,6 +212,10 @@ def command_line(command: Command, names: Names) -> str:
             return f"give back the memory of {', '.join(tags)}"
         case ResumeDeviceMemory(tags):
             return f"take the memory of {', '.join(tags)} again"
+        case StartTransfer():
+            return _transfer_text(command, names)
+        case CancelTransfer():
+            return f"cancel the transfer of {names.request(command.transfer_id)}"
         case StartProfile():
             return "start the profiler"
         case StopProfile():
@@ -241,6 +252,15 @@ def observed_line(event: Observed, names: Names) -> str:
             done = f"not switched: {error}" if error else "given back" if released else "taken again"
             return f"memory of {', '.join(tags)} {done}"
     return _fields(event)
+
+
+def _transfer_text(command: StartTransfer, names: Names) -> str:
+    span = f"{names.request(command.transfer_id)}[{command.start_tokens}:{command.stop_tokens}]"
+    where = f"room {command.room}, slot {command.slot}, pages {runs(command.pages.tolist())}"
+    if command.direction == "receive":
+        return f"receive {span}, {where}"
+    behind = f" behind b{command.after_batch}" if command.after_batch is not None else ""
+    return f"send {span}{behind}, {where}" + (", the last part" if command.last else "")
 
 
 def plan_text(plan: BatchPlan, names: Names) -> str:

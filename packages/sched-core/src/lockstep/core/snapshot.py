@@ -16,12 +16,13 @@ from lockstep.core.batching import InFlight
 from lockstep.core.commands import AfterBatch, BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken, Speculation
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
+from lockstep.core.disaggregation import TransfersImage
 from lockstep.core.engine import Engine
 from lockstep.core.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.grammars import Known
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
-from lockstep.core.memory import Lease, Pending, Rewrite
+from lockstep.core.memory import Lease, Lent, Pending, Rewrite
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import (
@@ -209,6 +210,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     media: MediaImage | None = None
     adapters: dict[str, Any] | None = None
     host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
+    transfers: TransfersImage | None = None
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -287,6 +289,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         media=_media_image(engine),
         adapters=memory.adapters.dump() if memory.adapters is not None else None,
         host=host,
+        transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
     )
     return _encode(image)
 
@@ -357,6 +360,11 @@ def restore(data: bytes) -> Engine:
     engine.sessions.unsettled = image.sessions_unsettled
     if image.media is not None:
         _lay_media(engine, image.media)
+    if image.transfers is not None and engine.transfers is not None:
+        engine.transfers.load(image.transfers, nodes)
+        engine.sending = sum(transfer.ends is not None for transfer in engine.transfers.all.values())
+        for row, request_id, given_up in image.transfers.lent:
+            memory.lent[row] = Lent(request_id, [np.frombuffer(pages, np.int32) for pages in given_up])
     for request in engine.held.values():
         if request.extras is not None and request.extras.leader != NOBODY:
             engine.followers.setdefault(request.extras.leader, []).append(request)

@@ -44,7 +44,7 @@ class Accepted(NamedTuple):
 
 def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Accepted:
     """What becomes of an arrival that runs on this adapter. Raises Refused."""
-    _refuse_unsupported(event)
+    _refuse_unsupported(event, config)
     if event.adapter and not config.max_loras:
         raise Refused("unsupported", f"`adapter` is {event.adapter!r}, but LoRA is off (`max_loras` is not set)")
     try:
@@ -63,6 +63,8 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     if most < length:
         tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
     room = config.request_tokens_max - most
+    if config.role == "prefill":
+        room = min(room, 1)  # the decode engine draws the others
     return Accepted(
         tokens,
         cache_namespace(event, adapter, config),
@@ -136,9 +138,9 @@ def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
     )
 
 
-def _refuse_unsupported(event: RequestArrived) -> None:
+def _refuse_unsupported(event: RequestArrived, config: SchedConfig) -> None:
     for field, asked in (
-        ("transfer_room", event.transfer_room is not None),
+        ("transfer_room", event.transfer_room is not None and not config.hands_over),
         ("prompt", type(event.prompt) is TokenDigest),
     ):
         if asked:

@@ -1,0 +1,78 @@
+"""Random histories of two prefill and two decode engines with a bad network, every invariant checked after every event.
+
+    python tests/fleet_swarm.py --steps 1_000_000      a campaign on all cores, fresh seeds
+    python tests/fleet_swarm.py --seed 1234            one history again
+
+A failure prints its seed and the line that runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count, islice
+from os import cpu_count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.fleet import EXPECTED_MARKS, run_history
+
+SEEDS_PER_TASK = 10
+TAME_STEPS = 200_000  # from which on a mark that is missing means that histories are too tame
+
+
+def run_seeds(first: int) -> tuple[int, Counter[str], tuple[int, str] | None]:
+    """Run consecutive seeds. Returns steps, marks, and the first failing seed with its error."""
+    steps, marks = 0, Counter[str]()
+    for seed in range(first, first + SEEDS_PER_TASK):
+        try:
+            fleet = run_history(seed)
+            if seed % 20 == 0:
+                fleet.replay()
+        except Exception as error:  # any exception is a finding
+            return steps, marks, (seed, f"{type(error).__name__}: {error}")
+        steps += fleet.steps
+        marks.update(fleet.marks)
+    return steps, marks, None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000, help="calls of Engine.step, at least (default 100,000)")
+    parser.add_argument("--seed", type=int, help="run this seed only")
+    parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
+    parser.add_argument("--processes", type=int, default=cpu_count() or 1)
+    options = parser.parse_args()
+    if options.seed is not None:
+        print(f"seed {options.seed}: {run_history(options.seed).steps:,} steps, all well")
+        return 0
+    first = options.first if options.first is not None else time.time_ns() % 10**12
+    print(f"first seed {first}, {options.processes} processes", file=sys.stderr)
+    steps, marks, start = 0, Counter[str](), time.monotonic()
+    firsts = count(first, SEEDS_PER_TASK)
+    with ProcessPoolExecutor(options.processes) as pool:
+        while steps < options.steps:
+            for done, seen, failure in pool.map(run_seeds, list(islice(firsts, 2 * options.processes))):
+                if failure:
+                    print(f"\nFAILED seed {failure[0]}: {failure[1]}")
+                    print(f"again: python tests/fleet_swarm.py --seed {failure[0]}")
+                    return 1
+                steps, marks = steps + done, marks + seen
+            elapsed = time.monotonic() - start
+            print(f"{steps:,} steps, {elapsed:,.0f} s, {steps / elapsed:,.0f} steps/s", file=sys.stderr)
+    print(f"{steps:,} steps, no invariant broken")
+    for mark in sorted(marks.keys() | set(EXPECTED_MARKS)):
+        print(f"  {marks[mark]:>8,}  {mark}")
+    missed = [mark for mark in EXPECTED_MARKS if not marks[mark]]
+    if missed and steps >= TAME_STEPS:
+        print(f"too tame: never reached {', '.join(missed)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
