@@ -17,10 +17,12 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from lockstep.core.speculation import Chances
 from tests.support.driver import run_actions
 from tests.support.served import Asked, Moment, serve
 
 SEEDS = 25
+OF_DRAFTS = ("speculative_method", "num_speculative_tokens", "speculative_min_chance", "speculative_max_batch_size")
 
 
 def workload(rng: random.Random) -> list[Moment]:
@@ -60,6 +62,8 @@ def settings(rng: random.Random, timeline: list[Moment]) -> SchedConfig:
         stream_interval=rng.choice([1, 3]),
         speculative_method="eagle",
         num_speculative_tokens=rng.choice([1, 2, 3, 7]),
+        speculative_min_chance=rng.choice([UNSET, 0.3]),
+        speculative_max_batch_size=rng.choice([UNSET, UNSET, 3]),
     )
 
 
@@ -71,9 +75,9 @@ def test_every_request_gets_what_it_gets_without_drafts() -> None:
         timeline = workload(rng)
         config = settings(rng, timeline)
         expected = {asked.key: asked.answer for asked in timeline if asked is not None}
-        for drafts in (config, replace(config, speculative_method=UNSET, num_speculative_tokens=UNSET)):
-            served = serve(drafts, timeline, check=True)
-            assert served.answers == expected, f"seed {seed}, {drafts}"
+        for one in (config, replace(config, **dict.fromkeys(OF_DRAFTS, UNSET))):
+            served = serve(one, timeline, check=True)
+            assert served.answers == expected, f"seed {seed}, {one}"
         marks += served.marks
         marks.update(answer.reason for answer in expected.values())
     assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)", "stop", "length")), marks
@@ -170,6 +174,23 @@ def test_who_is_watched_token_by_token_has_no_drafts() -> None:
     assert plan.speculation.draft_lengths.tolist() == [3, 0]
 
 
+def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
+    config = SchedConfig(speculative_method="eagle", num_speculative_tokens=7, speculative_min_chance=0.3)
+    chances, eight = Chances(), np.full(8, 7, np.int32)
+    assert chances.worth_drafting(config, 8) == 7  # nothing is known yet
+    for _ in range(20):
+        chances.observe(eight, np.array([0, 0, 0, 0, 1, 1, 2, 7], np.int32))  # 1/2, then 1/2 of those, then 1/2
+    assert chances.worth_drafting(config, 8) == 1
+    for _ in range(200):
+        chances.observe(np.ones(8, np.int32), np.array([1] * 7 + [0], np.int32))
+    assert chances.worth_drafting(config, 8) > 1  # it is worth trying more again
+    for _ in range(200):
+        chances.observe(eight, np.zeros(8, np.int32))
+    assert chances.worth_drafting(config, 8) == 1  # never none, or nobody would learn
+    alone = replace(config, speculative_max_batch_size=4)
+    assert [alone.drafts_max, chances.worth_drafting(alone, 5), chances.worth_drafting(alone, 4)] == [7, 0, 1]
+
+
 def test_several_decodes_of_one_launch_are_refused() -> None:
     with pytest.raises(ConfigError, match="`speculative_method` is eagle, but `decode_steps_per_launch` is 2"):
         SchedConfig(speculative_method="eagle", decode_steps_per_launch=2)
@@ -179,6 +200,8 @@ def test_several_decodes_of_one_launch_are_refused() -> None:
         SchedConfig(speculative_method="mtp", num_speculative_tokens=0)
     with pytest.raises(ConfigError, match="`num_speculative_tokens` is 5, but nobody drafts"):
         SchedConfig(num_speculative_tokens=5)
+    with pytest.raises(ConfigError, match="`speculative_min_chance` must be above 0 and below 1"):
+        SchedConfig(speculative_method="mtp", speculative_min_chance=1.0)
 
 
 def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:

@@ -840,8 +840,13 @@ def _drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedCon
     own.setstate(rng.getstate())
     if own.random() >= share or config.decode_steps_per_launch > 1:
         return config
-    drafts = own.choice([1, 2, 3, 8])
-    return msgspec.structs.replace(config, speculative_method="ngram", num_speculative_tokens=drafts)
+    return msgspec.structs.replace(
+        config,
+        speculative_method="ngram",
+        num_speculative_tokens=own.choice([1, 2, 3, 8]),
+        speculative_min_chance=own.choice([msgspec.UNSET, msgspec.UNSET, 0.2, 0.6]),
+        speculative_max_batch_size=own.choice([msgspec.UNSET, msgspec.UNSET, msgspec.UNSET, 2]),
+    )
 
 
 def pressed_config(rng: random.Random) -> SchedConfig:

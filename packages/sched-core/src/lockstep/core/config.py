@@ -111,7 +111,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # drafts: see speculation.py; unset: none, and nothing is written of them, so that journals stay what they were
     speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # who drafts tokens to verify
-    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch; unset: as many as below
+    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
+    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
+    speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
 
     # adapters
     max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
@@ -353,11 +355,13 @@ def _settle_drafts(config: SchedConfig) -> None:
         method = msgspec.UNSET
         msgspec.structs.force_setattr(config, "speculative_method", method)
     if method is msgspec.UNSET:
-        if drafts is not msgspec.UNSET:
-            raise ConfigError(
-                f"`num_speculative_tokens` is {drafts}, but nobody drafts: `speculative_method` is none\n"
-                "hint: take speculative_method ngram, draft_model, eagle or mtp"
-            )
+        for name in ("num_speculative_tokens", "speculative_min_chance", "speculative_max_batch_size"):
+            value = getattr(config, name)
+            if value is not msgspec.UNSET:
+                raise ConfigError(
+                    f"`{name}` is {value}, but nobody drafts: `speculative_method` is none\n"
+                    "hint: take speculative_method ngram, draft_model, eagle or mtp"
+                )
         return
     if method not in get_args(SpeculativeMethod):
         raise ConfigError(f"`speculative_method` must be {_one_of(get_args(SpeculativeMethod))}, got `{method}`")
@@ -367,6 +371,13 @@ def _settle_drafts(config: SchedConfig) -> None:
         raise ConfigError(
             f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
         )
+    chance, rows = config.speculative_min_chance, config.speculative_max_batch_size
+    if chance is not msgspec.UNSET and not 0.0 < chance < 1.0:
+        raise ConfigError(
+            f"`speculative_min_chance` must be above 0 and below 1, got `{chance}`\nhint: leave it out to draft always"
+        )
+    if rows is not msgspec.UNSET and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+        raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
 
 
 TRANSFER_SETTINGS: dict[str, Any] = {

@@ -183,6 +183,7 @@ class Engine:
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
+        self.chances = speculation.Chances()
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched

@@ -37,6 +37,7 @@ from lockstep.core.requests import (
     RequestTable,
 )
 from lockstep.core.sessions import SessionImage
+from lockstep.core.speculation import Chances
 from lockstep.core.stats import Counts
 
 SNAPSHOT_FORMAT = 1
@@ -209,6 +210,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     sessions_unsettled: list[tuple[int, str]]
     media: MediaImage | None = None
     adapters: dict[str, Any] | None = None
+    chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
     host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
     transfers: TransfersImage | None = None
 
@@ -288,6 +290,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         sessions_unsettled=list(engine.sessions.unsettled),
         media=_media_image(engine),
         adapters=memory.adapters.dump() if memory.adapters is not None else None,
+        chances=engine.chances if engine.chances.offered else msgspec.UNSET,
         host=host,
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
     )
@@ -358,6 +361,8 @@ def restore(data: bytes) -> Engine:
     engine.sessions.load(image.sessions, nodes)
     engine.sessions.uses = image.session_uses
     engine.sessions.unsettled = image.sessions_unsettled
+    if image.chances is not msgspec.UNSET:
+        engine.chances = image.chances
     if image.media is not None:
         _lay_media(engine, image.media)
     if image.transfers is not None and engine.transfers is not None:

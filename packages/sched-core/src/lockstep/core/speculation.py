@@ -17,6 +17,9 @@ Drafts are a luxury: nobody is retracted, and no session yields, to make room fo
 verified, down to none. Rows under a grammar or with stop texts have none, for their hosts must see each token before
 the next is drawn.
 
+How many drafts are worth it follows from the results so far (`Chances`), if that is asked for: a draft counts only if
+all before it are right, and past some length hardly any does.
+
 The drafter's own KV, if it has any, lies in the same pages at the same positions.
 """
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -51,7 +55,47 @@ from lockstep.core.requests import (
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
 
+FADE = 0.98  # weight of a result relative to the one after it
+OFFERED_MIN = 4.0  # rows, faded, before the share of a place is trusted
 EXACT = -1  # no batch in flight leaves open where a row stands
+
+
+class Chances(msgspec.Struct):
+    """How often drafts were right, by their place behind the newest token, older results fading.
+
+    A draft can only be right if all before it are; the chance of that is the product of these shares.
+    """
+
+    offered: list[float] = []  # rows whose drafts before this one were right, and that had it
+    right: list[float] = []  # of these, rows of which it was right too
+
+    def observe(self, drafts: Int32s, right: Int32s) -> None:
+        """Take in a result: of each row how many drafts it had, and how many were right. int32 [rows] both."""
+        most = max(int(drafts.max(initial=0)), len(self.offered))
+        self.offered += [0.0] * (most - len(self.offered))
+        self.right += [0.0] * (most - len(self.right))
+        for j in range(most):
+            had = (drafts > j) & (right >= j)
+            self.offered[j] = self.offered[j] * FADE + int(np.count_nonzero(had))
+            self.right[j] = self.right[j] * FADE + int(np.count_nonzero(had & (right > j)))
+
+    def worth_drafting(self, config: SchedConfig, rows: int) -> int:
+        """Drafts of each of so many rows: while one is at least as likely to count as was asked for, and one at least,
+        or nobody would learn that they are right again. Places that were never tried count as the one before.
+        """
+        limit, least = config.speculative_max_batch_size, config.speculative_min_chance
+        if limit is not UNSET and rows > limit:
+            return 0
+        if least is UNSET:
+            return config.drafts_max
+        chance = share = 1.0
+        for j in range(config.drafts_max):
+            if j < len(self.offered) and self.offered[j] >= OFFERED_MIN:
+                share = self.right[j] / self.offered[j]
+            chance *= share
+            if chance < least:
+                return max(j, 1)
+        return config.drafts_max
 
 
 class Verifying(NamedTuple):
@@ -77,7 +121,7 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
     members, most = cohort, positions
     if going.size < cohort.size:
         members, most = cohort.only(going), positions.take(going)
-    drafts = _draftable(members, most, engine.config.drafts_max)
+    drafts = _draftable(members, most, engine.chances.worth_drafting(engine.config, members.size))
     held = -(-most // page_size)
     available = engine.memory.available_pages
     while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
@@ -179,7 +223,9 @@ def settle(engine: Engine, batch: InFlight, accepted: Int32s) -> None:
     int32 [samplers], as `accepted_of` has it. Pages that nobody can reach any more go back.
     """
     assert batch.steps is not None
-    wrong, batch.steps = batch.steps - accepted, accepted
+    wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - ONE, accepted
+    if engine.config.speculative_min_chance is not UNSET:
+        engine.chances.observe(drafts, accepted - ONE)
     if not wrong.any():
         return
     table, page_size = engine.memory.table, np.int32(engine.config.page_size)

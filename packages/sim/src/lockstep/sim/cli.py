@@ -149,6 +149,8 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("priority_preemption_threshold", click.INT, "and are less important by more than this"),
     ("speculative_method", click.STRING, "who drafts: ngram, draft_model, eagle, mtp or none  [default: none]"),
     ("num_speculative_tokens", click.INT, "drafts of a request in one launch, at most  [default: 3]"),
+    ("speculative_min_chance", click.FLOAT, "drafts less likely to count are left out  [default: none is]"),
+    ("speculative_max_batch_size", click.INT, "no drafts while more requests decode  [default: no limit]"),
     ("max_loras", _Or(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
 )
 
@@ -261,7 +263,7 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of drafts besides the scheduler's: docs/cost-models.md, section 11."""
+    """Give a command the options of drafts besides the scheduler's: docs/cost-models.md, section 10."""
     for option in reversed(
         (
             click.option(
