@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lockstep.core import snapshot
 from lockstep.core.commands import BatchPlan
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import DRAFT_SETTINGS, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
@@ -22,7 +22,6 @@ from tests.support.driver import run_actions
 from tests.support.served import Asked, Moment, serve
 
 SEEDS = 25
-OF_DRAFTS = ("speculative_method", "num_speculative_tokens", "speculative_min_chance", "speculative_max_batch_size")
 
 
 def workload(rng: random.Random) -> list[Moment]:
@@ -75,7 +74,7 @@ def test_every_request_gets_what_it_gets_without_drafts() -> None:
         timeline = workload(rng)
         config = settings(rng, timeline)
         expected = {asked.key: asked.answer for asked in timeline if asked is not None}
-        for one in (config, replace(config, **dict.fromkeys(OF_DRAFTS, UNSET))):
+        for one in (config, replace(config, **dict.fromkeys(DRAFT_SETTINGS, UNSET))):
             served = serve(one, timeline, check=True)
             assert served.answers == expected, f"seed {seed}, {one}"
         marks += served.marks

@@ -77,6 +77,10 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "no-radix-cache": ("nothing is shared", _simulated(**TIGHT, radix_cache=False)),
     "reserve-full": ("whoever starts can end", _simulated(**TIGHT, reserve="full")),
     "several-decodes": ("three decodes in a launch", _simulated(decode_steps_per_launch=3)),
+    "speculation": (
+        "three drafts verified at a time, in a pool that is too small",
+        _simulated(**TIGHT, speculative_method="eagle", speculative_min_chance=0.5),
+    ),
     "chunk-target": ("chunks by a latency target", _simulated(chunk_target_us=1_400)),
     "limits": (
         "timeouts, a short line, messages of several tokens",

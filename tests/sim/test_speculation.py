@@ -119,3 +119,18 @@ def test_what_cannot_be_is_one_clear_error(settings: dict[str, Any], more: dict[
 
 def test_rates_are_read() -> None:
     assert parse_rates("0.85, 0.7") == (0.85, 0.7)
+
+
+def test_a_plan_says_what_drafts_bring_and_that_nobody_serves_them_yet(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from lockstep.sim.plan.cli import plan
+
+    words = "--model qwen3-8b --gpus h200 --workload gen:input=fixed:64,output=fixed:12 --load sessions --sessions 2"
+    words += " --search speculative_method=none,mtp --acceptance 0.9 --slo tpot_p90=1s --quick --requests 10 --all"
+    result = CliRunner().invoke(plan, [*words.split(), "--jobs", "1", "--json", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "(h200 speculative_method=mtp)" in result.output
+    assert "not carried out there yet: speculative_method mtp" in result.output
+    assert "--set speculative_method" not in result.output
+    assert "--speculative-method mtp --acceptance 0.9" in result.output or "--acceptance 0.9" in result.output

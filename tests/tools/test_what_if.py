@@ -16,7 +16,7 @@ from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, T
 from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.requests import prompt_bytes
 from lockstep.host.router_journal import engines_of
-from lockstep.sim.simulate import Scenario, assemble, simulate, write_run
+from lockstep.sim.simulate import Scenario, assemble, open_load, simulate, write_run
 from lockstep.sim.turns import WorkloadError
 from lockstep.sim.workload import open_workload
 from lockstep.tools import stories
@@ -25,7 +25,7 @@ from lockstep.tools.explain import told
 from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
 from lockstep.tools.replay import replay
 from lockstep.tools.stories import Asked, stories_of
-from lockstep.tools.what_if import changed_base, read_base
+from lockstep.tools.what_if import Base, changed_base, read_base
 from tests.support.recorded import record_story
 
 WORKLOAD = (
@@ -192,6 +192,16 @@ def test_a_journal_of_another_host_is_simulated_first(run: Path, tmp_path: Path)
     assert "requests go on where an earlier answer ended" in result.stderr
     assert "schedule_policy               A fcfs  B lpm" in result.stdout
     assert "pages" not in result.stdout.partition("SLOs of A")[0].partition("settings that differ")[2]
+
+
+def test_all_that_was_said_of_drafts_goes_with_them() -> None:
+    settings = {"speculative_method": "eagle", "num_speculative_tokens": 5}
+    drafting = Scenario(model="qwen3-0.6b", gpu="h200", workload="gen:n=1", settings=settings, acceptance="0.8")
+    base = Base(drafting, {"router": {}}, open_load(drafting), (), simulated=True)
+    without = changed_base(base, {}, {"speculative_method": "none"}).scenario
+    assert not assemble(without, environ={}).config.speculates
+    fewer = changed_base(base, {}, {"num_speculative_tokens": 2}).scenario
+    assert (fewer.acceptance, assemble(fewer, environ={}).config.drafts_max) == ("0.8", 2)
 
 
 def test_settings_of_a_journal_are_kept_whatever_a_profile_says(run: Path, tmp_path: Path) -> None:

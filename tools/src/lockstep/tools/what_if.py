@@ -21,7 +21,7 @@ import click
 import msgspec
 import numpy as np
 
-from lockstep.core.config import profile_settings
+from lockstep.core.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
@@ -212,6 +212,9 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
         kept.pop("pages", None)  # a pool of another size fits there
     if not base.simulated:
         kept = {name: value for name, value in kept.items() if name not in named}
+    if settings.get("speculative_method") == "none":  # what else was said of drafts goes with them
+        kept = {name: value for name, value in kept.items() if name not in DRAFT_SETTINGS}
+        scenario = replace(scenario, acceptance=None, acceptance_spread=0.0, draft_model=None)
     scenario = replace(
         scenario,
         **{name: given[name] for name in names if name in given},

@@ -34,6 +34,12 @@ BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
 
 OVERLAP_DEPTH_MAX = 2
+DRAFT_SETTINGS = (
+    "speculative_method",
+    "num_speculative_tokens",
+    "speculative_min_chance",
+    "speculative_max_batch_size",
+)
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
 
@@ -355,7 +361,7 @@ def _settle_drafts(config: SchedConfig) -> None:
         method = msgspec.UNSET
         msgspec.structs.force_setattr(config, "speculative_method", method)
     if method is msgspec.UNSET:
-        for name in ("num_speculative_tokens", "speculative_min_chance", "speculative_max_batch_size"):
+        for name in DRAFT_SETTINGS[1:]:
             value = getattr(config, name)
             if value is not msgspec.UNSET:
                 raise ConfigError(

@@ -16,7 +16,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from lockstep.core.config import profile_settings
+from lockstep.core.config import DRAFT_SETTINGS, profile_settings
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -174,6 +174,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike]
     if candidate.best.replicas > 1:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
+    if trial.settings.get("speculative_method", "none") != "none":
+        lacks.append(f"speculative_method {trial.settings['speculative_method']}")
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
     settings = profile_settings(trial.profile) | trial.settings
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
@@ -192,8 +194,9 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
 
 
 def _set_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands."""
-    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. It verifies no drafts."""
+    served = {name: value for name, value in settings.items() if name not in DRAFT_SETTINGS}
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in served.items()}
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 

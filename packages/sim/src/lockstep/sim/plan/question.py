@@ -299,9 +299,11 @@ def content_files(question: Question) -> list[Path]:
     """Files whose content decides the answer, besides what the package ships."""
     workload = question.workload
     sources = [source.workload for source in parse_mix(workload)] if workload.startswith(MIX_PREFIX) else [workload]
-    names = [question.model, *question.gpus, *sources, str(question.common.get("calibration") or "")]
+    names = [question.model, *question.gpus, *sources]
+    names += [str(question.common.get(name) or "") for name in ("calibration", "draft_model")]
     files = [path for path in map(Path, names) if path.is_file()]
-    folders = [Path(question.model, "config.json"), *(Path(gpu, "gpu.json") for gpu in question.gpus)]
+    models = [question.model, *filter(None, [question.common.get("draft_model")])]
+    folders = [*(Path(model, "config.json") for model in models), *(Path(gpu, "gpu.json") for gpu in question.gpus)]
     files += [path for path in folders if path.is_file()]
     operators = question.common.get("operators")
     return files if operators is None else files + sorted(Path(operators).glob("*.csv*"))

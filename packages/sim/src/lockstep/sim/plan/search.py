@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from lockstep.core.config import DRAFT_SETTINGS
 from lockstep.core.errors import ConfigError
 from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity
 from lockstep.sim.catalogue import load_gpu
@@ -251,6 +252,11 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
     settings = {**question.settings, **chosen}
+    common = dict(question.common)
+    if chosen.get("speculative_method") == "none":  # searched beside methods that the rest is about
+        for name in ("acceptance", "acceptance_spread", "draft_model"):
+            common.pop(name, None)
+        settings = {name: value for name, value in settings.items() if name not in DRAFT_SETTINGS[1:]}
     return Trial(
         model=question.model,
         gpu=configuration.gpu,
@@ -264,7 +270,7 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         hop_us=question.hop_us,
         slos=tuple(map(str, question.slos)),
         content=content,
-        **(dict(question.common) | own),
+        **(common | own),
     )
 
 
