@@ -810,7 +810,7 @@ def random_config(rng: random.Random) -> SchedConfig:
         max_loras=rng.choice([None, None, None, 1, 2, 3]),
         **_beside(rng, radix),
     )
-    return _drafting(rng, config, 0.3)
+    return drafting(rng, config, 0.3)
 
 
 def _random_order(rng: random.Random, radix: bool, preempts: bool = False) -> dict[str, Any]:
@@ -834,7 +834,7 @@ def _beside(rng: random.Random, radix: bool) -> dict[str, Any]:
     }
 
 
-def _drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConfig:
+def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConfig:
     """The settings, for a share of the seeds with drafts; nothing else is drawn differently."""
     own = random.Random()
     own.setstate(rng.getstate())
@@ -872,7 +872,7 @@ def pressed_config(rng: random.Random) -> SchedConfig:
         enable_priority_preemption=preempts,
         **_beside(rng, radix),
     )
-    return _drafting(rng, config, 0.4)
+    return drafting(rng, config, 0.4)
 
 
 def pressed_actions(rng: random.Random, count: int) -> list[Action]:

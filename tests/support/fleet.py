@@ -57,6 +57,7 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
+from tests.support.driver import drafting
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
 
@@ -557,7 +558,7 @@ def random_fleet(rng: random.Random) -> Fleet:
     }
 
     def config(role: Role) -> SchedConfig:
-        return SchedConfig(
+        made = SchedConfig(
             role=role,
             page_size=page_size,
             pages=rng.choice([pages, pages, 2 * pages]),
@@ -570,6 +571,7 @@ def random_fleet(rng: random.Random) -> Fleet:
             retract_every=rng.choice([0, 0, 3]),
             **common,
         )
+        return drafting(rng, made, 0.3)
 
     return Fleet([config("prefill") for _ in range(2)], [config("decode") for _ in range(2)])
 

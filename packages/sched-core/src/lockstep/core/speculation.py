@@ -179,7 +179,7 @@ def verified(plan: BatchPlan, verifying: Verifying, config: SchedConfig) -> Batc
     assert method != "none"
     return replace(
         plan,
-        mode="mixed" if plan.extend_rows else "verify",
+        mode=plan.mode if plan.extend_rows else "verify",
         starts_after=starts_after(verifying, plan.extend_rows),
         speculation=Speculation(config.drafts_max, verifying.drafts, method),
     )
