@@ -17,6 +17,7 @@ from lockstep.core.config import DRAFT_SETTINGS, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from lockstep.core.latency import new_tokens_of, pairs_of
 from lockstep.core.speculation import Chances
 from tests.support.driver import run_actions
 from tests.support.served import Asked, Moment, serve
@@ -188,6 +189,17 @@ def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
     assert chances.worth_drafting(config, 8) == 1  # never none, or nobody would learn
     alone = replace(config, speculative_max_batch_size=4)
     assert [alone.drafts_max, chances.worth_drafting(alone, 5), chances.worth_drafting(alone, 4)] == [7, 0, 1]
+
+
+def test_a_pass_is_fitted_by_what_it_computes_not_by_where_it_may_stand() -> None:
+    engine = engine_of(overlap_depth=1)
+    arrive(engine, tokens=4, max_new=40)
+    finish(engine, launch(engine).batch_id, [1], [])
+    launch(engine)
+    plan = launch(engine)  # from 5 to 8 on, a token and three drafts
+    assert (plan.starts.tolist(), plan.stops.tolist()) == ([5], [12])
+    assert new_tokens_of(plan).tolist() == [4]
+    assert pairs_of(plan) == 9 + 10 + 11 + 12
 
 
 def test_several_decodes_of_one_launch_are_refused() -> None:

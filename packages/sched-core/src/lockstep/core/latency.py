@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from lockstep.core.commands import BatchPlan
+from lockstep.core.commands import BatchPlan, Int32s
 
 FADE = 0.99  # weight of a pass relative to the one after it
 PASSES_MIN = 8  # passes observed before the fit is trusted
@@ -29,7 +29,7 @@ class ExtendLatency:
 
     def observe(self, plan: BatchPlan, us: int) -> None:
         """Take in how long a pass took."""
-        n, p = int((plan.stops - plan.starts).sum()) / TOKENS, pairs_of(plan) / PAIRS
+        n, p = int(new_tokens_of(plan).sum()) / TOKENS, pairs_of(plan) / PAIRS
         new = (1.0, n, p, n * n, n * p, p * p, float(us), n * us, p * us)
         *sums, passes = self.sums
         self.sums = [old * FADE + value for old, value in zip(sums, new, strict=True)] + [passes + 1.0]
@@ -74,7 +74,16 @@ class ExtendLatency:
         return ((y - b * n) / one, b, 0.0) if b > 0.0 else None
 
 
+def new_tokens_of(plan: BatchPlan) -> Int32s:
+    """Positions that each row computes, int32 [rows]: of one that verifies drafts fewer than its span reaches over."""
+    new_tokens: Int32s = plan.stops - plan.starts
+    if plan.speculation is not None:
+        new_tokens[plan.extend_rows :] = plan.speculation.draft_lengths + 1
+    return new_tokens
+
+
 def pairs_of(plan: BatchPlan) -> int:
     """Query and key pairs that attention computes in a pass."""
-    starts, stops = plan.starts.astype("int64"), plan.stops.astype("int64")
+    stops = plan.stops.astype("int64")
+    starts = stops - new_tokens_of(plan)
     return int((stops * (stops + 1) - starts * (starts + 1)).sum()) // 2

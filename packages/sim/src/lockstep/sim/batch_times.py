@@ -87,7 +87,7 @@ class BatchTimes:
     """Batches in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    left_out: int = 0  # without times, or sampled apart from their forward pass
+    left_out: int = 0  # without times, sampled apart from their forward pass, or with drafts
     measured: Measured | None = None  # of a file
 
 
@@ -129,7 +129,8 @@ def of_journal(folder: Path) -> BatchTimes:
         if type(event) is BatchFinished:
             plan = running.pop(event.batch_id, None)
             took_us = durations.took_us(event.started_us, event.finished_us)
-            one = batch_time(plan, took_us) if plan is not None and took_us else None
+            told = plan is not None and plan.speculation is None and took_us  # what drafting took is nobody's to say
+            one = batch_time(plan, took_us) if plan is not None and told else None
             if one is None or not one.size:
                 skipped += 1
             else:
