@@ -49,7 +49,7 @@ def answer_to(move: Move, time_us: int, pages_done: int, error: str = "") -> Ans
 
 
 class TaggedTiers:
-    """The memory of a host and a storage. Feed it every observed event and its Step, behind its `TaggedKv`."""
+    """The memory of a host and a storage. Feed it every observed event and its Step, around its `TaggedKv`."""
 
     def __init__(self, settings: CacheTiers, kv: TaggedKv) -> None:
         self.kv = kv
@@ -71,19 +71,22 @@ class TaggedTiers:
             return len(move.host_pages)
         return next((i for i, key in enumerate(move.keys) if key not in self.storage), len(move.keys))
 
-    def observe(self, event: Observed, step: Step) -> None:
-        """Move what an answer says was moved, then begin what the Step orders."""
+    def answered(self, event: Observed) -> None:
+        """Move what an answer says was moved. To be called before the `TaggedKv` observes the same event."""
         match event:
-            case EngineRestarted():
-                self.voided += [answer_to(move, 0, 0) for move in self.moves.values()]
-                self.moves, self.read, self.cancelled = {}, {}, set()
-                self.host = [self._spoilt() for _ in self.host]
             case (
                 HostCopyFinished(copy_id=number)
                 | PrefetchFinished(prefetch_id=number)
                 | StorageWritten(write_id=number)
             ) if event.generation == self.kv.generation:
                 self._moved(self.moves.pop(number), event.pages_done)
+
+    def observe(self, event: Observed, step: Step) -> None:
+        """Begin what the Step orders, and hold it against what the engine says of it."""
+        if isinstance(event, EngineRestarted):
+            self.voided += [answer_to(move, 0, 0) for move in self.moves.values()]
+            self.moves, self.read, self.cancelled = {}, {}, set()
+            self.host = [self._spoilt() for _ in self.host]
         for decided in step.decided:
             match decided:
                 case TierOperationStarted(operation=number):
