@@ -465,7 +465,7 @@ class Driver:
                     if any(batch.dead and batch.plan.batch_id == batch_id for batch in self.engine.in_flight):
                         self.marks.add("dead row sampled")
         if self.tiers is not None:
-            self.tiers.answered(event)
+            self.tiers.before(event, step)
         self.kv.observe(event, step)
         if self.tiers is not None:
             self.tiers.observe(event, step)

@@ -71,8 +71,8 @@ class TaggedTiers:
             return len(move.host_pages)
         return next((i for i, key in enumerate(move.keys) if key not in self.storage), len(move.keys))
 
-    def answered(self, event: Observed) -> None:
-        """Move what an answer says was moved. To be called before the `TaggedKv` observes the same event."""
+    def before(self, event: Observed, step: Step) -> None:
+        """Move what an answer says was moved, and read what is given up: before the `TaggedKv` runs what follows."""
         match event:
             case (
                 HostCopyFinished(copy_id=number)
@@ -80,6 +80,9 @@ class TaggedTiers:
                 | StorageWritten(write_id=number)
             ) if event.generation == self.kv.generation:
                 self._moved(self.moves.pop(number), event.pages_done)
+        for command in step.commands:
+            if isinstance(command, CopyToHost) and command.given_up:
+                self.read[command.copy_id] = [list(self.kv.cells[page]) for page in command.device_pages.tolist()]
 
     def observe(self, event: Observed, step: Step) -> None:
         """Begin what the Step orders, and hold it against what the engine says of it."""
@@ -116,8 +119,6 @@ class TaggedTiers:
         if isinstance(move, CopyToHost | LoadFromHost) and (self.kv.ordered or "kv_cache" in self.kv.released):
             raise KvError(f"move {number} while weights or memory change, released {self.kv.released}")
         match move:
-            case CopyToHost(given_up=True):
-                self.read[number] = [list(self.kv.cells[page]) for page in move.device_pages.tolist()]
             case LoadFromHost():
                 written = set(move.device_pages.tolist())
                 for launched in self.kv.stream:

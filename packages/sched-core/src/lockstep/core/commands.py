@@ -282,8 +282,8 @@ class CancelTransfer(msgspec.Struct, frozen=True):
 class CopyToHost(msgspec.Struct, frozen=True):
     """Copy device pages to host pages, beside the batches. Answered by HostCopyFinished.
 
-    What the pages hold is computed. If they are `given_up`, a batch launched behind this command may write them, so
-    none may begin before they were read. Otherwise they stay as they are until the answer.
+    What the pages hold is computed. If they are `given_up`, a batch or a load behind this command may write them, so
+    none of these may begin before they were read. Otherwise they stay as they are until the answer.
     """
 
     copy_id: int

@@ -98,7 +98,7 @@ def _flush(engine: Engine, control_id: int, control: Flush, step: Step) -> str |
         running = len(engine.requests) - waiting
         return f"not idle: {waiting} waiting, {running} running, {len(engine.in_flight)} in flight"
     if engine.memory.tiers is not None and engine.memory.tiers.operations:
-        return f"not idle: {len(engine.memory.tiers.operations)} moves between cache tiers are under way"
+        return f"not idle: pages move between cache tiers, in {len(engine.memory.tiers.operations)} operations"
     engine.sessions.lose_kv(engine)
     engine.memory.empty_cache("flush", step)
     return DONE

@@ -527,8 +527,9 @@ def _tiers(engine: Engine, facts: Facts) -> None:
             _fail(f"S32: device page {page} is marked as being written by {number}")
     if tiers.uses[~cached].any():
         _fail(f"S33: device pages that are not cached have uses: {(tiers.uses * ~cached).nonzero()[0].tolist()}")
-    loading = chain.from_iterable(one.host_pages.tolist() for one in moves if one.kind == "load")
-    _same("S32 host pages that loads read", sorted(tiers.loading), sorted(loading))
+    for page in (tiers.loading >= 0).nonzero()[0].tolist():
+        if not any(one.number == tiers.loading[page] and page in one.host_pages for one in moves):
+            _fail(f"S32: host page {page} is marked as being read by {tiers.loading[page]}")
     for request_id, candidate in tiers.candidates.items():
         request = engine.requests.get(request_id)
         if request is None or request.state is not RequestState.WAITING:

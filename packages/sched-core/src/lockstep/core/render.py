@@ -435,6 +435,9 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
         owners[f"left behind in row {lease.row} until b{lease.fence}"] = private
     for fence, pages in engine.memory.fenced_pages:
         owners.setdefault(f"duplicates until b{fence}", []).extend(pages.tolist())
+    if engine.memory.tiers is not None:
+        loads = [one for one in engine.memory.tiers.operations.values() if one.kind == "load"]
+        owners |= {f"load {load.number}": load.device_pages.tolist() for load in loads}
     return [f"pages of {owner}: {runs(sorted(pages))}" for owner, pages in owners.items() if pages]
 
 

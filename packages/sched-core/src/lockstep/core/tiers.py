@@ -138,7 +138,7 @@ class Tiers:
         self.candidates: dict[RequestId, Candidate] = {}
         self.uses: Int32s = np.zeros(memory.config.pages, np.int32)  # of each cached device page, beyond the first
         self.writing: Int32s = np.full(memory.config.pages, NONE, np.int32)  # by device page: the write under way
-        self.loading: dict[int, int] = {}  # by host page: the load under way
+        self.loading: Int32s = np.full(settings.host_pages, NONE, np.int32)  # by host page: the load under way
         self.fetching: dict[bytes, int] = {}  # by the key of its first page: the prefetch under way
         self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
         self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
@@ -294,7 +294,7 @@ class Tiers:
             return False
         assert found.node is not None
         host_pages = self.host.pages_of(found.node)[device.pages : found.pages]
-        number = self.loading.get(int(host_pages[0]), NONE)
+        number = int(self.loading[host_pages[0]])
         if number != NONE:
             candidate.loaded, candidate.followed = candidate.followed, True
             if candidate.loaded:
@@ -331,8 +331,7 @@ class Tiers:
             request.request_id,
         )
         operation.device_pages = memory.alloc(operation.pages, "admission", step)
-        for page in host_pages.tolist():
-            self.loading[page] = operation.number
+        self.loading[host_pages] = operation.number
         self._begin(operation, step)
         step.commands.append(LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation))
         return operation.number
@@ -563,8 +562,8 @@ class Tiers:
             mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
             self.writing[mine] = NONE
         elif operation.kind == "load":
-            for page in operation.host_pages.tolist():
-                del self.loading[page]
+            mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
+            self.loading[mine] = NONE
         elif operation.kind == "prefetch":
             self.fetching = {key: number for key, number in self.fetching.items() if number != operation.number}
 
@@ -599,9 +598,10 @@ class Tiers:
                 self.memory.pool.free(operation.device_pages)
             step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
         self.generation, self.operations, self.candidates = generation, {}, {}
-        self.loading, self.fetching = {}, {}
+        self.fetching = {}
         self.pool, self.host = PagePool(self.settings.host_pages), RadixCache(self.page_size)
-        self.uses[:], self.writing[:], self.stored[:], self.fetched[:] = 0, NONE, False, False
+        self.uses[:], self.stored[:], self.fetched[:] = 0, False, False
+        self.writing[:] = self.loading[:] = NONE
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
@@ -616,7 +616,7 @@ class Tiers:
             "candidates": [(number, msgspec.structs.astuple(one)) for number, one in self.candidates.items()],
             "uses": self.uses.tobytes(),
             "writing": self.writing.tobytes(),
-            "loading": list(self.loading.items()),
+            "loading": self.loading.tobytes(),
             "fetching": list(self.fetching.items()),
             "stored": self.stored.tobytes(),
             "fetched": self.fetched.tobytes(),
@@ -635,7 +635,7 @@ class Tiers:
         self.candidates = {number: Candidate(*values) for number, values in state["candidates"]}
         self.uses = np.frombuffer(state["uses"], np.int32).copy()
         self.writing = np.frombuffer(state["writing"], np.int32).copy()
-        self.loading = dict(state["loading"])
+        self.loading = np.frombuffer(state["loading"], np.int32).copy()
         self.fetching = dict(state["fetching"])
         self.stored = np.frombuffer(state["stored"], np.bool_).copy()
         self.fetched = np.frombuffer(state["fetched"], np.bool_).copy()

@@ -83,7 +83,10 @@ class TierLinks:
             size = len(command.host_pages)
             done_us = self.down.send(now_us, size * self.pages.on_link)
             self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
-            return done_us if command.given_up else None
+            if not command.given_up:
+                return None
+            self.up.free_us = max(self.up.free_us, self.down.free_us)  # nor a load, into the very pages
+            return done_us
         if type(command) is LoadFromHost:
             size = len(command.host_pages)
             done_us = self.up.send(now_us, size * self.pages.on_link)
