@@ -322,4 +322,4 @@ def test_every_test_named_in_the_table_exists() -> None:
 def test_every_story_opens_with_a_public_reference() -> None:
     for path in (SCENARIOS / "museum").glob("*.txt"):
         opening = path.read_text().split("\nconfig")[0]
-        assert re.search(r"\b(SG|VL|MS|NV|TR|JX|VA|FS)#\w+", opening), path.stem
+        assert re.search(r"\b(SG|VL|MS|NV|TR|JX|VA|FS|BI)#\w+", opening), path.stem

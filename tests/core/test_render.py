@@ -46,6 +46,7 @@ from lockstep.core.events import (
     EngineRestarted,
     Grammar,
     GrammarReady,
+    HostPagesEvicted,
     LaneReady,
     MemorySwitched,
     Observed,
@@ -60,6 +61,8 @@ from lockstep.core.events import (
     RequestRetracted,
     SessionClosed,
     SessionYielded,
+    TierOperationEnded,
+    TierOperationStarted,
     TokenIds,
     TokenRuns,
     TransferMoved,
@@ -117,6 +120,10 @@ DECIDED = {
     "retracted b after 1 output token, 1 page back (preempted for a)": RequestRetracted(0, 1, 1, 1, 0, "preempted", 0),
     "evicted law version 2 from slot 1": AdapterEvicted(0, "law", 2, 1),
     "transfer of a is ready (done)": TransferMoved(0, 0, "ready", "done"),
+    "admitted b, 8 tokens cached, 4 of them from the host (2 from storage)": RequestAdmitted(0, 1, 0, 8, 9, 0, 0, 4, 2),
+    "began load 3 of 1 page for b": TierOperationStarted(0, 3, "load", 1, 1),
+    "ended write 2 (partial), 1 page kept": TierOperationEnded(0, 2, "write", "partial", 1),
+    "evicted 2 pages from the host": HostPagesEvicted(0, 2),
 }
 
 

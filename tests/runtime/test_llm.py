@@ -521,6 +521,8 @@ def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) 
     assert unknown.error == "`prompt` holds token 300, but the model has 300"
     with pytest.raises(ConfigError, match="`prompt` holds -1, which is no token id"):
         llm.generate([[-1]])
+    with pytest.raises(ConfigError, match=r"`tiers` .* are simulated only"):
+        LLM(folder, random_weights_seed=1, tiers=None)
     with pytest.raises(ConfigError, match="there is no setting `page_sise`\nhint: did you mean page_size"):
         LLM(folder, random_weights_seed=1, page_sise=4)
     with pytest.raises(ConfigError, match="`context_tokens_max` 999 is more than the model's 128"):

@@ -80,6 +80,7 @@ from lockstep.core.events import (
     SetState,
     SlowDown,
     SwitchRole,
+    TierOperationEnded,
     TokenRuns,
     TurnStarted,
     UnloadAdapterControl,
@@ -91,6 +92,8 @@ from lockstep.core.retraction import importance
 from lockstep.core.support import samples_asked
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
+from tests.support.tagged_tiers import TaggedTiers
+from tests.support.tagged_tiers import answer_to as moved
 
 Action = tuple[Any, ...]
 
@@ -167,6 +170,7 @@ class Driver:
         self.config = config  # the first; settings may change on the way
         self.engine = Engine(config)
         self.kv = TaggedKv(config, self.token_at)
+        self.tiers = TaggedTiers(config.tiers, self.kv) if config.tiers is not msgspec.UNSET else None
         self.check = check
         self.now_us = 0
         self.steps = 0
@@ -375,6 +379,18 @@ class Driver:
             self.marks.add("adapter load failed" if error else "adapter loaded")
             self.fold(AdapterLoaded(self.now_us, load.adapter, load.version, error, self.engine.generation))
 
+    def move(self, choice: int, share: float = 1.0, error: str = "") -> None:
+        """A move between cache tiers ends, not necessarily the oldest, with a share of its pages moved."""
+        if self.tiers is not None and self.tiers.moves:
+            move = list(self.tiers.moves.values())[choice % len(self.tiers.moves)]
+            self.fold(moved(move, self.now_us, int(share * self.tiers.found(move)), error))
+
+    def late_move(self) -> None:
+        """A move from before a restart is answered after all; it is void."""
+        if self.tiers is not None and self.tiers.voided:
+            self.marks.add("move of an older generation ignored")
+            self.fold(msgspec.structs.replace(self.tiers.voided.pop(0), time_us=self.now_us))
+
     def restart(self) -> None:
         """The device and everything in flight on it are gone."""
         self.marks.add("restart with work in flight" if self.kv.stream else "restart")
@@ -448,7 +464,11 @@ class Driver:
                 case SampleBatch(batch_id):
                     if any(batch.dead and batch.plan.batch_id == batch_id for batch in self.engine.in_flight):
                         self.marks.add("dead row sampled")
+        if self.tiers is not None:
+            self.tiers.before(event, step)
         self.kv.observe(event, step)
+        if self.tiers is not None:
+            self.tiers.observe(event, step)
         self._hold_to_promises(step)
         self._hold_to_preemption(step, live, passed_by, idle)
         if unloading and unloading != list(self.engine.memory.adapters.withdrawals):
@@ -611,7 +631,7 @@ class Driver:
             awaited = engine.requests.get(self.made_room.pop(request_id, -1))
             if awaited is not None and awaited.state is RequestState.WAITING:
                 alone = (
-                    awaited.deferred == "adapter" or awaited.behind >= 0 or awaited.holds
+                    awaited.deferred in ("adapter", "load", "prefetch") or awaited.behind >= 0 or awaited.holds
                 )  # passed by for its own sake
                 assert alone or request_id in urgent, f"B14: r{request_id} is back before {awaited.name} started"
         if admitted and self.made_room:
@@ -671,6 +691,12 @@ class Driver:
                     self.evicted_adapters.add((name, version))
                 case AdmissionDeferred(reason="adapter"):
                     self.marks.add("deferred for its adapter")
+                case AdmissionDeferred(reason="load" | "prefetch" as reason):
+                    self.marks.add(f"deferred ({reason})")
+                case TierOperationEnded(_, _, kind, outcome):
+                    self.marks.add(f"{kind} {outcome}")
+                case RequestAdmitted(host_tokens=tokens) if tokens:
+                    self.marks.add("started behind loaded pages")
         for command in step.commands:
             if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
                 self.marks.add("adapter evicted between two uses")
@@ -719,9 +745,11 @@ class Driver:
         for control in (Resume(), ResumeMemory(("weights", "kv_cache")), SlowDown(0)):
             self.do(("control", CONTROLS.index(control)))
         for _ in range(QUIESCENCE_STEPS_MAX):
-            if invariants.is_idle(self.engine) and not self.orders and not self.kv.loads:
+            moving = self.tiers is not None and bool(self.tiers.moves)
+            if invariants.is_idle(self.engine) and not self.orders and not self.kv.loads and not moving:
                 break
             self.now_us += 1
+            self.move(0)
             self.order_done()
             self.encode()
             self.adapter_loaded(0)
@@ -740,6 +768,8 @@ class Driver:
         self.do(("control", CONTROLS.index(Flush())))
         if self.check:
             assert self.engine.memory.pool.free_count == self.engine.config.pages, "L9: a flush leaves pages behind"
+            tiers = self.engine.memory.tiers
+            assert tiers is None or tiers.pool.free_count == tiers.pool.total, "L9: a flush leaves host pages behind"
         assert not self.controls, f"L8: never answered: {self.controls}"
         unended = [request_id for request_id, story in self.stories.items() if not story.ended]
         assert not unended, f"L1: no terminal event for {unended}"

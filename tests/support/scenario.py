@@ -12,7 +12,8 @@ commands, a line `----`, and what must be printed. A block without `----` is qui
 
 Commands that are facts (each is one observed event, and `lockstep.core.invariants.check` runs after it):
 
-    config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8
+    config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8;
+                                  tiers.host_pages=4 and other fields of CacheTiers
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
@@ -36,6 +37,7 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     open s capacity=20 timeout=5ms parent=p parent_tokens=4, close s    sessions; `add ... session=s session_start=4`
     load x [version=2] [pinned=yes], unload x                    ControlRequested for an adapter
     loaded x [error]              AdapterLoaded, for the oldest LoadAdapter of that name
+    moved [3] [pages=2] [error]   a move between cache tiers ends: the oldest or this one; whole, in part or not at all
     restart                       EngineRestarted with the next generation
     stale                         a result of the generation before arrives late
     snapshot                      the engine is dumped, restored and goes on
@@ -44,9 +46,9 @@ RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text
 `grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text), `logprobs` (some bytes
 of them). A token not given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
-Commands that print: pages, tree, table, queue, flight, owners, counts, sessions, adapters, plan (the newest). `show
-streams` (or
-queued, prefilled, closed, usage, timers) adds lines that are left out otherwise; `hide streams` leaves them out again.
+Commands that print: pages, tree, host (host memory's tree), table, queue, flight, owners, counts, sessions, adapters,
+plan (the newest). `show streams` (or queued, prefilled, closed, usage, timers) adds lines that are left out otherwise;
+`hide streams` leaves them out again.
 
 `finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
 `finish N`.
@@ -81,7 +83,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import CacheTiers, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdapterLoaded,
@@ -145,6 +147,8 @@ from lockstep.core.render import (
 )
 from lockstep.core.support import sample_label, samples_asked
 from tests.support.tagged_kv import TaggedKv, pure_token
+from tests.support.tagged_tiers import TaggedTiers
+from tests.support.tagged_tiers import answer_to as moved
 
 RULE = "----"
 ROUNDS_MAX = 2000
@@ -247,6 +251,7 @@ class Run:
         self.config = config
         self.engine = Engine(config)
         self.kv = TaggedKv(config, self._sample, eager=self.eager)
+        self.tiers = TaggedTiers(config.tiers, self.kv) if config.tiers is not msgspec.UNSET else None
         self.started = True
 
     # ---- facts
@@ -258,7 +263,11 @@ class Run:
         states = {request_id: request.state for request_id, request in self.engine.requests.items()}
         step = self.engine.step(event)
         self.names.observe(event)
+        if self.tiers is not None:
+            self.tiers.before(event, step)
         self.kv.observe(event, step)
+        if self.tiers is not None:
+            self.tiers.observe(event, step)
         self.events.append(event)
         self.digests.append(step.digest)
         self.decisions += step.decided
@@ -485,6 +494,24 @@ class Run:
             raise ScenarioError(f"no load of `{name}` waits for an answer")
         error = "the device has no room" if trouble else ""
         return self._say(self.fold(AdapterLoaded(self.now_us, name, load.version, error, self.engine.generation)))
+
+    def do_moved(self, words: list[str]) -> list[str]:
+        if self.tiers is None or not self.tiers.moves:
+            raise ScenarioError("nothing moves between tiers")
+        number = int(words.pop(0)) if words and words[0].isdecimal() else next(iter(self.tiers.moves))
+        if number not in self.tiers.moves:
+            raise ScenarioError(f"operation {number} is not under way, {list(self.tiers.moves)} are")
+        move = self.tiers.moves[number]
+        values = dict(word.split("=") for word in words if "=" in word)
+        pages = int(values.get("pages", self.tiers.found(move)))
+        error = "the device says no" if "error" in words else ""
+        return self._say(self.fold(moved(move, self.now_us, 0 if error else pages, error)))
+
+    def do_host(self, words: list[str]) -> list[str]:
+        tiers = self.engine.memory.tiers
+        if tiers is None:
+            raise ScenarioError("there is no host tier: give the config tiers.host_pages")
+        return [*tree_lines(tiers.host), f"host pages {tiers.pool.free_count}/{tiers.pool.total} free"]
 
     def do_restart(self, words: list[str]) -> list[str]:
         self.voided = [(launched.plan, self.engine.generation) for launched in self.kv.stream]
@@ -730,11 +757,28 @@ def diff(old: str, new: str, old_name: str, new_name: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def config_of(words: list[str]) -> SchedConfig:
-    """SchedConfig from `name=value` words."""
-    values: dict[str, Any] = {}
+def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         name, _, value = word.partition("=")
+        yield name, value
+
+
+def _value(text: str) -> Any:
+    if text in ("yes", "no"):
+        return yes(text)
+    return int(text) if text.isdecimal() else text
+
+
+def config_of(words: list[str]) -> SchedConfig:
+    """SchedConfig from `name=value` words; `tiers.name=value` are those of its CacheTiers."""
+    values: dict[str, Any] = {}
+    tiers = {name.removeprefix("tiers."): _value(text) for name, text in _pairs(words) if name.startswith("tiers.")}
+    if tiers:
+        values["tiers"] = CacheTiers(**{n: us(v) if isinstance(v, str) and "_us" in n else v for n, v in tiers.items()})
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.startswith("tiers."):
+            continue
         if name not in SchedConfig.__struct_fields__:
             raise ScenarioError(f"SchedConfig has no `{name}`")
         if name == "eos_token_ids":

@@ -16,7 +16,7 @@ import msgspec
 
 from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.api.logs import LogFormat
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import SchedConfig, refuse_simulated_only
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig, RouterPolicy
 
@@ -170,6 +170,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
         for name in self.set:
+            refuse_simulated_only(name)
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
         if (method := self.set.get("speculative_method", "none")) != "none":

@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from lockstep.core.commands import FinishRequest, RejectRequest
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import SchedConfig, refuse_simulated_only
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import GetState, Profile, RequestArrived, RequestKind, SamplingParams, TokenIds
@@ -781,6 +781,7 @@ def _refuse_unknown(sched: dict[str, Any]) -> None:
     """Raise ConfigError for a setting that SchedConfig does not have."""
     names = [one.name for one in msgspec.structs.fields(SchedConfig)]
     for name in sched:
+        refuse_simulated_only(name)
         if name not in names:
             near = get_close_matches(name, names)
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/scheduling.md lists all settings"

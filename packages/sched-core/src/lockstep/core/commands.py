@@ -280,28 +280,59 @@ class CancelTransfer(msgspec.Struct, frozen=True):
 
 
 class CopyToHost(msgspec.Struct, frozen=True):
-    """Copy device pages to host pages, behind every launched batch. Answered by HostCopyFinished."""
+    """Copy device pages to host pages, beside the batches. Answered by HostCopyFinished.
+
+    What the pages hold is computed. If they are `given_up`, a batch or a load behind this command may write them, so
+    none of these may begin before they were read. Otherwise they stay as they are until the answer.
+    """
 
     copy_id: int
     device_pages: Int32s
     host_pages: Int32s
+    given_up: bool = False
+    generation: int = 0
 
 
 class LoadFromHost(msgspec.Struct, frozen=True):
-    """Copy host pages to device pages, before the batch that reads them. Answered by HostCopyFinished."""
+    """Copy host pages to device pages, beside the batches: none reads or writes these before the answer.
+
+    Answered by HostCopyFinished.
+    """
 
     copy_id: int
     host_pages: Int32s
     device_pages: Int32s
-    before_batch: BatchId
+    generation: int = 0
 
 
 class PrefetchFromStorage(msgspec.Struct, frozen=True):
-    """Fetch pages by their chained SHA-256 keys into host pages. Answered by PrefetchFinished."""
+    """Fetch pages by their chained SHA-256 keys into host pages, from the first on. Answered by PrefetchFinished."""
 
     prefetch_id: int
     keys: tuple[bytes, ...]
     host_pages: Int32s
+    generation: int = 0
+
+
+class CancelPrefetch(msgspec.Struct, frozen=True):
+    """Nobody waits for a prefetch any more: stop it. It is still answered by PrefetchFinished, with what came so far.
+
+    The answer to it may be under way already.
+    """
+
+    prefetch_id: int
+
+
+class WriteToStorage(msgspec.Struct, frozen=True):
+    """Write host pages to storage under their chained SHA-256 keys, from the first on. Answered by StorageWritten.
+
+    What storage has under a key may stay: it is the same.
+    """
+
+    write_id: int
+    keys: tuple[bytes, ...]
+    host_pages: Int32s
+    generation: int = 0
 
 
 class EncodeMedia(msgspec.Struct, frozen=True):
@@ -373,6 +404,8 @@ Command = (
     | CopyToHost
     | LoadFromHost
     | PrefetchFromStorage
+    | CancelPrefetch
+    | WriteToStorage
     | EncodeMedia
     | SwapWeights
     | ReleaseDeviceMemory

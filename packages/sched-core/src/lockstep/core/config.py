@@ -29,6 +29,8 @@ SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
 Role = Literal["mixed", "prefill", "decode"]
 TransferAllocation = Literal["early", "prefill_complete"]
 TransferFailure = Literal["fail", "recompute"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
 """Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
@@ -42,6 +44,43 @@ DRAFT_SETTINGS = (
 )
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
+
+
+class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tiers below the radix cache: host memory, and storage below that (docs/tiers.md). Defaults are SGLang's."""
+
+    host_pages: int  # KV pages of host memory
+    write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
+    write_uses: int = 2  # under write_through_selective: uses of a page, its computation included, after which it is
+    load_tokens_min: int = 10  # fewer tokens that only the host has are computed again rather than loaded
+    load_pages_max: int | None = None  # pages on their way to the device at once, or one load; None: no limit
+    load_timeout_us: int | None = None  # a request waits no longer for a load, and computes; None: until it has ended
+    storage: bool = False  # a tier below the host: what the host gets is written there, and fetched from there
+    prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
+    prefetch_tokens_min: int = 256  # fewer tokens are not asked for
+    prefetch_timeout_us: int = 1_000_000  # under policy timeout: a request waits so long ...
+    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens asked for
+    prefetch_share: float = 0.5  # of the host's pages, at most, that prefetches may be filling at once
+
+    def __post_init__(self) -> None:
+        for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"`tiers.{name}` must be a whole number of at least 1, got `{value}`")
+        for name in ("load_tokens_min", "prefetch_timeout_us", "prefetch_timeout_us_per_ki_token"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
+        for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"`tiers.{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+        if not 0.0 < self.prefetch_share <= 1.0:
+            raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
+
+    @property
+    def uses_to_write(self) -> int:
+        """Uses after which a page is copied to the host while it is cached on the device."""
+        return self.write_uses if self.write_policy == "write_through_selective" else 1
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +177,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     transfer_timeout_us: int | msgspec.UnsetType | None = (
         msgspec.UNSET
     )  # from pages or last part to the end; None: never
+    # tiers below the radix cache; unset: none, and nothing is written of it, so that journals stay what they were
+    tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -225,6 +266,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"`prefix_deduplication` {self.prefix_deduplication} waits for a prefix to be cached, but "
                 "`radix_cache` is off\nhint: drop one of the two"
             )
+        if not self.radix_cache and self.tiers is not msgspec.UNSET:
+            raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
 
     @property
     def pool_tokens(self) -> int:
@@ -324,6 +367,15 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
 }
 """Families of settings, as named policy values. What a profile does not name is as SchedConfig has it."""
+
+
+def refuse_simulated_only(name: str) -> None:
+    """Raise ConfigError for a setting that no runtime can carry out yet."""
+    if name == "tiers":
+        raise ConfigError(
+            "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
+            "them yet\nhint: drop it, or try lockstep simulate --host-cache-gb"
+        )
 
 
 def profile_settings(name: str) -> dict[str, Any]:

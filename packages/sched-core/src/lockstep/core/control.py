@@ -97,6 +97,8 @@ def _flush(engine: Engine, control_id: int, control: Flush, step: Step) -> str |
         waiting = len(engine.waiting) + len(engine.held)
         running = len(engine.requests) - waiting
         return f"not idle: {waiting} waiting, {running} running, {len(engine.in_flight)} in flight"
+    if engine.memory.tiers is not None and engine.memory.tiers.operations:
+        return f"not idle: pages move between cache tiers, in {len(engine.memory.tiers.operations)} operations"
     engine.sessions.lose_kv(engine)
     engine.memory.empty_cache("flush", step)
     return DONE
@@ -310,6 +312,9 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
         engine.transfers.restarted(engine, step)
     line = engine.waiting
     engine.waiting = []
+    tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy
+    if tiers is not None:
+        tiers.void(event.generation, step)
     engine.media.void()
     engine.retract_all("restart", step)
     engine.in_flight.clear()
@@ -321,6 +326,7 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     engine.batch_is_full = False
     engine.sessions.lose_kv(engine)
     engine.memory.void(step)
+    engine.memory.tiers = tiers
     engine.maintenance.restarted()
     engine.pace.profiling, engine.pace.profile_launches_left = False, None
     engine.grammars.ask_again(engine, step)

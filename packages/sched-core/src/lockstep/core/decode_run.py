@@ -166,6 +166,7 @@ def _steady_launches(engine: Engine) -> int:
         or engine.memory.leases
         or engine.memory.fenced_pages
         or engine.memory.rewrites
+        or (engine.memory.tiers is not None and engine.memory.tiers.timed)
         or cohort.stops.shape[1]
         or config.retract_every
         or config.decode_look_ahead > 1

@@ -2,9 +2,9 @@
 
 Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
 rows, whether it samples later), which output numbers were streamed to whom, which grammars are compiled and how far
-matchers move, answers to control requests and loads of adapters. Not covered: token ids, which are observed; how
-anything is encoded on disk or wire; and what follows from the rest: a request's row, which its admission names, and
-counts of one.
+matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
+ids, which are observed; how anything is encoded on disk or wire; and what follows from the rest: a request's row, which
+its admission names, and counts of one.
 From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
 A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that only tell
 why (`TELLING`) are left out: they are numbers of the state, which the rest of the chain covers.
@@ -27,13 +27,17 @@ from lockstep.core.commands import (
     CancelTransfer,
     CompileGrammar,
     ControlAnswered,
+    CopyToHost,
     LaunchBatch,
     LoadAdapter,
+    LoadFromHost,
     Mode,
+    PrefetchFromStorage,
     SampleBatch,
     StartTransfer,
     Step,
     StreamTokens,
+    WriteToStorage,
 )
 from lockstep.core.events import AdmissionDeferred, Decided, RequestRetracted
 
@@ -84,6 +88,20 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("transfer", command.transfer_id, command.slot, *about, command.pages.tobytes())))
         elif type(command) is CancelTransfer:
             add(_encode(("cancel transfer", command.transfer_id)))
+        elif type(command) is CopyToHost:
+            add(_encode(("write", command.copy_id, command.given_up)))
+            add(command.device_pages)
+            add(command.host_pages)
+        elif type(command) is LoadFromHost:
+            add(_encode(("from host", command.copy_id)))
+            add(command.host_pages)
+            add(command.device_pages)
+        elif type(command) is PrefetchFromStorage:
+            add(_encode(("prefetch", command.prefetch_id, command.keys[-1])))
+            add(command.host_pages)
+        elif type(command) is WriteToStorage:
+            add(_encode(("store", command.write_id, command.keys[-1])))
+            add(command.host_pages)
     chain = _fresh()
     chain.update(b"".join(pieces))
     return chain.digest()

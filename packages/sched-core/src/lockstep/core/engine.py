@@ -57,11 +57,13 @@ from lockstep.core.events import (
     EngineRestarted,
     FinishReason,
     GrammarReady,
+    HostCopyFinished,
     HostTimeClamped,
     LaneReady,
     MediaEncoded,
     MemorySwitched,
     Observed,
+    PrefetchFinished,
     PrefillCompleted,
     RejectReason,
     RequestAdmitted,
@@ -72,6 +74,7 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    StorageWritten,
     TransferAdvanced,
     WeightsSwapped,
 )
@@ -95,8 +98,9 @@ from lockstep.core.retraction import choose_victim, goes_before, members_growing
 from lockstep.core.sessions import Sessions
 from lockstep.core.stats import Counts
 from lockstep.core.support import Accepted, Refused, accepted, sample_of, samples_asked, stop_tokens_of
+from lockstep.core.tiers import Tiers
 
-OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter"})
+OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
@@ -243,6 +247,8 @@ class Engine:
                 self._adapter_loaded(event, self.memory.adapters, step)
             case TransferAdvanced() if self.transfers is not None:
                 self.transfers.advanced(self, event, step)
+            case HostCopyFinished() | PrefetchFinished() | StorageWritten() if self.memory.tiers is not None:
+                self._tier_answered(event, self.memory.tiers, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
             case _:
@@ -263,6 +269,8 @@ class Engine:
             self._settle_idle(step)
         if self.memory.adapters is not None:
             self._settle_adapters(self.memory.adapters, step)
+        if self.memory.tiers is not None:
+            self.memory.tiers.tend(self, step)
         if step.decided:
             self.counts.fold(step.decided)
         if self.digests:
@@ -463,6 +471,17 @@ class Engine:
                 for request in ending:  # other samples may follow it into the line
                     self.finish(request, "error", step, flush=True)
 
+    def _tier_answered(
+        self, event: HostCopyFinished | PrefetchFinished | StorageWritten, tiers: Tiers, step: Step
+    ) -> None:
+        """Pages moved between cache tiers, or did not. Whoever waits for them or for room may start."""
+        if event.generation > self.generation:
+            raise ContractError(f"a move of generation {event.generation}, but this is generation {self.generation}")
+        if event.generation == self.generation:  # otherwise it was void from the restart on
+            tiers.answered(event, step)
+            self.batch_is_full = False
+        self.now_us = event.time_us
+
     def _settle_adapters(self, adapters: Adapters, step: Step) -> None:
         """See the end of adapters that were withdrawn; while anybody may start, load what the line waits for."""
         adapters.end_withdrawals((request.adapter for request in self.requests.values()), step)
@@ -660,6 +679,8 @@ class Engine:
                 found = self._examine(request, budget, len(parts))
                 while isinstance(found, Obstacle) and self.sessions.give_way(self, request, found, budget, step):
                     found = self._examine(request, budget, len(parts))
+                if isinstance(found, Fit) and self._loads_first(request, found, budget, step):
+                    continue
                 if isinstance(found, Obstacle):
                     victims = preemption.make_room(self, request, found.reason, budget, len(parts), step)
                     if victims:
@@ -774,6 +795,8 @@ class Engine:
             return Obstacle("kv_budget" if verdict == "no_tokens" else "prefill_budget")
         if self.memory.adapters is not None and not self.memory.adapters.has_place_for(request.adapter):
             return Obstacle("adapter")
+        if self.memory.tiers is not None and (awaited := self.memory.tiers.holds_back(request, self.now_us)):
+            return Obstacle(awaited)
 
         page_size = config.page_size
         tokens = len(request.tokens) // 4
@@ -798,6 +821,14 @@ class Engine:
             return Obstacle("pages", take, room * page_size)
         return Fit(match, cached, new_tokens, take, locking * page_size)
 
+    def _loads_first(self, request: Request, fit: Fit, budget: PrefillBudget, step: Step) -> bool:
+        """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
+        tiers = self.memory.tiers
+        if tiers is None or fit.match is None or not tiers.begin_load(request, fit.match, budget, step):
+            return False
+        self._defer(request, Obstacle("load"), step)
+        return True
+
     def _admit(self, request: Request, fit: Fit, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
         """Give a waiting request its row and its first part of this extend."""
         row = self.memory.take_row(request, fit.match)
@@ -810,7 +841,11 @@ class Engine:
         waited_us = self.now_us - request.waiting_since_us
         if self.deferred is not None and self.deferred[0] == request.request_id:
             self.deferred = None
-        admitted = RequestAdmitted(self.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us)
+        tiers = self.memory.tiers
+        loaded = tiers.loaded_for(request, fit.cached_tokens) if tiers is not None else ()
+        admitted = RequestAdmitted(
+            self.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
+        )
         request.advance(admitted)
         step.decided.append(admitted)
         budget.newcomers.append(request)
@@ -1078,7 +1113,11 @@ class Engine:
                 self.retract(split, "pages", step, pages=(needed, available))
             elif self.transfers is not None and self.transfers.ready:
                 self.transfers.give_up(self, self.requests[self.transfers.ready[-1]], step)
-            elif self.in_flight or (self.transfers is not None and self.transfers.holds_pages):
+            elif (
+                self.in_flight
+                or (self.transfers is not None and self.transfers.holds_pages)
+                or (self.memory.tiers is not None and self.memory.tiers.device_busy)
+            ):
                 self.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
@@ -1156,6 +1195,8 @@ class Engine:
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     self.memory.publish(request, stop, step)
+                    if self.memory.tiers is not None and request.handle is not None:
+                        self.memory.tiers.back_up(request.handle, stop // self.config.page_size, step)
         if (self.memory.leases or self.memory.fenced_pages) and self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
         if self.media.fenced:

@@ -217,15 +217,27 @@ class HostCopyFinished(Observed, frozen=True, gc=False):
     """A copy between device and host memory ended. Answers CopyToHost or LoadFromHost."""
 
     copy_id: int
-    pages_done: int
+    pages_done: int  # the first so many are there; those behind them are not, whatever was copied of them
     error: str = ""
+    generation: int = 0
 
 
 class PrefetchFinished(Observed, frozen=True, gc=False):
     """A prefetch from storage to host memory ended. Answers PrefetchFromStorage."""
 
     prefetch_id: int
+    pages_done: int  # the first so many were found, read whole and are what their keys say; the rest is a miss
+    error: str = ""
+    generation: int = 0
+
+
+class StorageWritten(Observed, frozen=True, gc=False):
+    """A write from host memory to storage ended. Answers WriteToStorage."""
+
+    write_id: int
     pages_done: int
+    error: str = ""
+    generation: int = 0
 
 
 class MediaEncoded(Observed, frozen=True, gc=False):
@@ -453,6 +465,7 @@ ObservedEvent = (
     | ControlRequested
     | WeightsSwapped
     | MemorySwitched
+    | StorageWritten
 )
 
 # ------------------------------------------------------------------------------------------------------------- decided
@@ -479,6 +492,7 @@ DeferReason = Literal[
     "proposal_undone",
     "prefix",
     "sample",
+    "load",
 ]
 RejectReason = Literal[
     "too_long",
@@ -522,6 +536,9 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
     new_tokens: int  # still to compute, all chunks together
     waited_us: int  # since it last began to wait
     transferred_tokens: int = 0  # of its prompt, whose KV another engine sent
+    host_tokens: int = 0  # of the cached ones, those that were loaded from host memory for it
+    storage_tokens: int = 0  # of these, those that came there from storage
+    load_wait_us: int = 0  # of the waiting, since the first load or prefetch for it began, until the last one ended
 
 
 class AdmissionDeferred(Decided, frozen=True, gc=False):
@@ -636,6 +653,40 @@ class TransferMoved(Decided, frozen=True, gc=False):
     cause: TransferCause
 
 
+TierKind = Literal["write", "load", "prefetch", "store"]
+"""Device to host, host to device, storage to host, host to storage."""
+
+TierOutcome = Literal["done", "partial", "failed", "cancelled", "orphaned", "void"]
+
+
+class TierOperationStarted(Decided, frozen=True, gc=False):
+    """Pages are to move between two tiers. Exactly one TierOperationEnded follows, if only by a restart."""
+
+    operation: int
+    kind: TierKind
+    pages: int
+    request_id: RequestId = -1  # load, prefetch: for whom it was begun
+
+
+class TierOperationEnded(Decided, frozen=True, gc=False):
+    """A move ended: everything is there; or a part, or nothing, because of a failure or a cancel; or nobody wants it.
+
+    "orphaned": the pages in front of it have gone, so nobody could find it. "void": the device, the host's memory or
+    the weights it belongs to were lost.
+    """
+
+    operation: int
+    kind: TierKind
+    outcome: TierOutcome
+    pages_kept: int  # in the tier they went to
+
+
+class HostPagesEvicted(Decided, frozen=True, gc=False):
+    """Host memory gave up pages that nobody used, for others."""
+
+    pages: int
+
+
 DecidedEvent = (
     RequestQueued
     | RequestRejected
@@ -651,4 +702,7 @@ DecidedEvent = (
     | SessionClosed
     | AdapterEvicted
     | TransferMoved
+    | TierOperationStarted
+    | TierOperationEnded
+    | HostPagesEvicted
 )

@@ -46,6 +46,7 @@ def check(engine: Engine) -> None:
     _held(engine)
     _adapters(engine, facts)
     _transfers(engine, facts)
+    _tiers(engine, facts)
     _progress(engine)
     _speculation(engine)
 
@@ -99,11 +100,14 @@ def self_check(engine: Engine) -> None:
 def check_quiescent(engine: Engine) -> None:
     """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
     check(engine)
+    tiers = engine.memory.tiers
     cached = engine.memory.radix.total_pages if engine.memory.radix is not None else 0
+    cached += tiers.loading_pages if tiers is not None else 0
     locked = engine.memory.radix.locked_pages if engine.memory.radix is not None else 0
     free_rows = len(engine.memory.table.free_rows)
     _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
-    _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
+    if tiers is None or not tiers.device_busy:
+        _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
         (engine, "waiting held followers in_flight drains"),
@@ -212,6 +216,8 @@ def _pages(engine: Engine, facts: Facts) -> None:
     owned += [transfer.pages for transfer in transfers]
     given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
     owned += [pages for _, pages in given_up]
+    loads = [] if memory.tiers is None else [one for one in memory.tiers.operations.values() if one.kind == "load"]
+    owned += [one.device_pages for one in loads]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
     if ids.tobytes() == _all_pages(engine.config.pages):
@@ -222,6 +228,7 @@ def _pages(engine: Engine, facts: Facts) -> None:
     names += [f"fence {i} of batch {fence}" for i, (fence, _) in enumerate(memory.fenced_pages)]
     names += [f"the transfer of r{transfer.request_id}" for transfer in transfers]
     names += [f"given up by row {row}, number {i}" for i, (row, _) in enumerate(given_up)]
+    names += [f"load {one.number}" for one in loads]
     _misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
 
 
@@ -255,6 +262,9 @@ def _locks(engine: Engine, facts: Facts) -> None:
     handles += engine.sessions.handles()
     if engine.transfers is not None:
         handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
+    if engine.memory.tiers is not None:
+        moves = engine.memory.tiers.operations.values()
+        handles += [one.device_handle for one in moves if one.device_handle is not None]
     radix.check(handles, facts.cached)
     for request in facts.holders:
         if request.handle is None:
@@ -480,8 +490,58 @@ def _transfers(engine: Engine, facts: Facts) -> None:
         _fail(f"L2: {transfers.line} wait for pages or slots, which nobody has")
 
 
+def _tiers(engine: Engine, facts: Facts) -> None:
+    """S1, S9, S32 of the tiers below: each host page has one owner; locks and marks are those of what is under way."""
+    tiers = engine.memory.tiers
+    if tiers is None:
+        return
+    moves = list(tiers.operations.values())
+    nodes, arriving = tiers.host.nodes(), [one for one in moves if one.kind in ("write", "prefetch")]
+    owned = [tiers.pool.free_ids(), *(node.pages for node in nodes), *(one.host_pages for one in arriving)]
+    ids = np.concatenate(owned, dtype=np.int32)
+    ids.sort()
+    if ids.tobytes() != _all_pages(tiers.pool.total):
+        names = ["free", *(f"the host's cache ({node})" for node in nodes)]
+        names += [f"{one.kind} {one.number}" for one in arriving]
+        _misowned("S1 host pages", tiers.pool.total, dict(zip(names, (p.tolist() for p in owned), strict=True)))
+    tiers.host.check([one.host_handle for one in moves if one.host_handle is not None], nodes)
+    cached = np.zeros(engine.config.pages, np.bool_)
+    for node in facts.cached:
+        cached[node.pages] = True
+    marked = {page: int(tiers.writing[page]) for page in (tiers.writing >= 0).nonzero()[0].tolist()}
+    for one in moves:
+        page_bytes = 4 * engine.config.page_size
+        if len(one.tokens) != one.stop * page_bytes or len(one.host_pages) != one.pages:
+            _fail(f"S32: {one.kind} {one.number} has {len(one.tokens)} bytes of tokens for {one.stop} pages")
+        if one.kind == "write" and one.device_handle is not None:
+            for page in one.device_pages.tolist():
+                if marked.get(page) != one.number:
+                    _fail(f"S32: device page {page} is being written by {one.number}, marked {marked.get(page)}")
+        if one.kind in ("load", "store"):
+            assert one.host_handle is not None
+            path = tiers.host.pages_of(one.host_handle)[one.start : one.stop]
+            if path.tolist() != one.host_pages.tolist():
+                _fail(f"S5: {one.kind} {one.number} reads host pages {one.host_pages.tolist()}, its path has {path}")
+    for page, number in marked.items():
+        if not cached[page] or number not in tiers.operations:
+            _fail(f"S32: device page {page} is marked as being written by {number}")
+    if tiers.uses[~cached].any():
+        _fail(f"S33: device pages that are not cached have uses: {(tiers.uses * ~cached).nonzero()[0].tolist()}")
+    for page in (tiers.loading >= 0).nonzero()[0].tolist():
+        if not any(one.number == tiers.loading[page] and page in one.host_pages for one in moves):
+            _fail(f"S32: host page {page} is marked as being read by {tiers.loading[page]}")
+    for request_id, candidate in tiers.candidates.items():
+        request = engine.requests.get(request_id)
+        if request is None or request.state is not RequestState.WAITING:
+            _fail(f"S15: r{request_id} does not wait, but is a candidate of the tiers")
+        if candidate.operation >= 0 and candidate.operation not in tiers.operations:
+            _fail(f"L7: r{request_id} waits for operation {candidate.operation}, which has ended")
+
+
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
+    if engine.memory.tiers is not None and engine.memory.tiers.awaited:
+        return
     if engine.memory.adapters is not None and engine.memory.adapters.loading:
         return
     if engine.transfers is not None and engine.transfers.holds_pages:

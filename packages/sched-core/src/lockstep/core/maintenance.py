@@ -86,6 +86,8 @@ class Maintenance(msgspec.Struct):
                 return
             if job.lets_run and engine.transfers is not None and engine.transfers.holds_pages:
                 return
+            if engine.memory.tiers is not None and engine.memory.tiers.device_busy:
+                return
             self._order(job, engine, step)
 
     def swapped(self, engine: Engine, event: WeightsSwapped, step: Step) -> None:

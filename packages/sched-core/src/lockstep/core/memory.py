@@ -3,6 +3,7 @@
 Who holds a page, at any moment exactly one of:
 
     the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
+    | a load from a tier below, until it has ended (`tiers`)
 
 **Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
 leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
@@ -17,6 +18,7 @@ from collections import deque
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
@@ -27,6 +29,7 @@ from lockstep.core.extras import with_extras
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import Match, RadixCache, RadixNode
 from lockstep.core.requests import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
+from lockstep.core.tiers import Tiers
 
 NO_FENCE: BatchId = -1
 EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
@@ -98,6 +101,7 @@ class Memory:
         self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
         self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
         self.weights_version = 0
+        self.tiers = Tiers(config.tiers, self) if config.tiers is not UNSET else None  # None: nothing below the device
 
     # ------------------------------------------------------------------------------------------------- what can be had
 
@@ -134,7 +138,7 @@ class Memory:
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
-        return fenced + leased + ending
+        return fenced + leased + ending + (self.tiers.returning_pages() if self.tiers is not None else 0)
 
     def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
         """What comes back once everything in flight is delivered and these requests, each with the positions it
@@ -181,7 +185,7 @@ class Memory:
         """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
         missing = pages - self.pool.free_count
         if missing > 0 and self.radix is not None:
-            evicted = self.radix.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE))
+            evicted = self._evicted(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
             self.pool.free(evicted)
             step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
         return self.pool.alloc(pages)
@@ -196,6 +200,8 @@ class Memory:
             taken = self.adapters.taken(taken, request.adapter)
         self.rows_taken.append(taken)
         if self.radix is not None and match is not None:
+            if self.tiers is not None:
+                self.tiers.used(match)
             request.handle = self.radix.lock(match)
             request.protected_pages = match.pages
             if match.pages:
@@ -288,7 +294,10 @@ class Memory:
             whole = (lease.computed if lease.known is None else lease.known) // page_size
             if lease.publish and not stale and whole > kept:
                 tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
-                already = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle).already
+                inserted = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle)
+                already = inserted.already
+                if self.tiers is not None:
+                    self.tiers.back_up(inserted.node, whole, step)
                 if already > kept:
                     self.pool.free(pages[kept:already].copy())
                 kept = whole
@@ -296,7 +305,7 @@ class Memory:
                 self.let_go(lease.handle, lease.namespace, step)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
-        self._trim(step)
+        self.trim(step)
         self.table.free_row(row)
         if self.adapters is not None:
             self.adapters.give_back(row)
@@ -391,7 +400,7 @@ class Memory:
             self.pending.append(Pending(writer, node, already))
         request.handle = node
         request.protected_pages = pages
-        self._trim(step)
+        self.trim(step)
 
     def computed(self, batch_id: BatchId) -> None:
         """A batch is collected: what it was to compute is there."""
@@ -415,6 +424,8 @@ class Memory:
         """Empty the radix cache of what nobody holds."""
         if self.radix is not None and self.radix.evictable_pages:
             self._evict(self.radix.evictable_pages, reason, step)
+        if self.tiers is not None and reason != "release":
+            self.tiers.empty()
 
     def change_weights(self, version: int, step: Step) -> None:
         """From now on KV is of these weights. What older ones left goes, or goes with who holds it.
@@ -437,9 +448,17 @@ class Memory:
         assert self.radix is not None
         self.radix.unlock(node)
 
+    def _evicted(self, pages: int, step: Step) -> Int32s:
+        """Evict from the radix cache to make room, as its `evict`; a tier below may keep what goes."""
+        assert self.radix is not None
+        return self.radix.evict(pages) if self.tiers is None else self.tiers.evict(pages, step)
+
     def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
         assert self.radix is not None
-        self.pool.free(self.radix.evict(pages))
+        evicted = self.radix.evict(pages)
+        if self.tiers is not None:
+            self.tiers.forget(evicted)
+        self.pool.free(evicted)
         step.decided.append(PagesEvicted(step.time_us, pages, reason))
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
@@ -453,10 +472,10 @@ class Memory:
         else:
             self.pool.free(pages)
 
-    def _trim(self, step: Step) -> None:
+    def trim(self, step: Step) -> None:
         """Hold the radix cache to its cap."""
         if self.radix is not None and self.radix.capacity_pages is not None:
-            trimmed = self.radix.trim()
+            trimmed = self._evicted(self.radix.total_pages - self.radix.capacity_pages, step)
             if trimmed.size:
                 self.pool.free(trimmed)
                 step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))

@@ -36,7 +36,7 @@ has an entry. (Re-filing costs 0.5 us and is paid once for each use; rebuilding 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
 from typing import Any, NamedTuple
 
@@ -131,6 +131,7 @@ class RadixCache:
         "nowhere",
         "page_tokens",
         "total_pages",
+        "witness",
     )
 
     def __init__(self, page_tokens: int, capacity_pages: int | None = None) -> None:
@@ -146,6 +147,7 @@ class RadixCache:
         self._tick = 0
         self._next_number = 0
         self.nowhere = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
+        self.witness: Callable[[RadixNode], object] | None = None  # told of each leaf before `evict` takes pages of it
 
     @property
     def evictable_pages(self) -> int:
@@ -303,7 +305,7 @@ class RadixCache:
         Returns: int32 [min(count, evictable_pages)], the caller's, in order of eviction: a leaf's last page first.
         """
         short = wanted = min(max(count, 0), self.evictable_pages)
-        queue, taken = self._queue, []
+        queue, taken, told = self._queue, [], None
         while short:
             tick, _, leaf = queue[0]
             if leaf.children or leaf.lock_count:
@@ -311,6 +313,9 @@ class RadixCache:
                 leaf.queued = False
             elif leaf.tick != tick:
                 heapreplace(queue, (leaf.tick, leaf.number, leaf))
+            elif self.witness is not None and told is not leaf:
+                self.witness(leaf)
+                told = leaf
             elif (keep := len(leaf.pages) - short) > 0:
                 taken.append(leaf.pages[keep:])
                 leaf.key = leaf.key[: keep * self._page_bytes]

@@ -16,19 +16,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.commands import (
     BatchPlan,
+    CancelPrefetch,
     CancelTransfer,
     Command,
     CompileGrammar,
     ControlAnswered,
+    CopyToHost,
     EncodeMedia,
     FinishRequest,
     FreezeHeap,
     LaunchBatch,
     LoadAdapter,
+    LoadFromHost,
+    PrefetchFromStorage,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -39,6 +44,7 @@ from lockstep.core.commands import (
     StopProfile,
     StreamTokens,
     SwapWeights,
+    WriteToStorage,
 )
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
@@ -51,10 +57,13 @@ from lockstep.core.events import (
     DecodeSkipped,
     EngineRestarted,
     GrammarReady,
+    HostCopyFinished,
+    HostPagesEvicted,
     MediaEncoded,
     MemorySwitched,
     Observed,
     PagesEvicted,
+    PrefetchFinished,
     PrefillCompleted,
     RequestAdmitted,
     RequestArrived,
@@ -66,6 +75,9 @@ from lockstep.core.events import (
     RequestRetracted,
     SessionClosed,
     SessionYielded,
+    StorageWritten,
+    TierOperationEnded,
+    TierOperationStarted,
     TransferMoved,
     TurnStarted,
     WeightsSwapped,
@@ -94,6 +106,7 @@ _DEFER_WORDS = {
     "proposal_undone": "the ranks agreed on something else",
     "prefix": "its prefix is being computed",
     "sample": "another sample computes their prompt",
+    "load": "its prefix is on the way from host memory",
 }
 
 
@@ -139,7 +152,9 @@ def decided_line(event: Decided, names: Names) -> str:
             cached = f", {_count(event.cached_tokens, 'token')} cached" if event.cached_tokens else ""
             if event.transferred_tokens:
                 cached += f", {_count(event.transferred_tokens, 'token')} transferred"
-            return f"admitted {names.request(event.request_id)}{waited}{cached}"
+            loaded = f", {event.host_tokens} of them from the host" if event.host_tokens else ""
+            stored = f" ({event.storage_tokens} from storage)" if event.storage_tokens else ""
+            return f"admitted {names.request(event.request_id)}{waited}{cached}{loaded}{stored}"
         case AdmissionDeferred():
             numbers = (
                 f", {event.needed_tokens} tokens wanted, {event.available_tokens} left" if event.needed_tokens else ""
@@ -171,6 +186,13 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"closed session {event.session} with {_count(event.tokens, 'token')} ({event.reason})"
         case AdapterEvicted():
             return f"evicted {event.adapter} version {event.version} from slot {event.slot}"
+        case TierOperationStarted():
+            whose = f" for {names.request(event.request_id)}" if event.request_id >= 0 else ""
+            return f"began {event.kind} {event.operation} of {_count(event.pages, 'page')}{whose}"
+        case TierOperationEnded():
+            return f"ended {event.kind} {event.operation} ({event.outcome}), {_count(event.pages_kept, 'page')} kept"
+        case HostPagesEvicted():
+            return f"evicted {_count(event.pages, 'page')} from the host"
         case DecodeSkipped():
             needed = _count(event.needed_pages, "page")
             return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
@@ -222,6 +244,17 @@ def command_line(command: Command, names: Names) -> str:
             return "stop the profiler"
         case FreezeHeap():
             return "freeze the heap"
+        case CopyToHost():
+            given_up = ", given up" if command.given_up else ""
+            return f"write {command.copy_id}: {_moves(command.device_pages, command.host_pages)}{given_up}"
+        case LoadFromHost():
+            return f"load {command.copy_id}: {_moves(command.host_pages, command.device_pages)}"
+        case PrefetchFromStorage():
+            return f"prefetch {command.prefetch_id}: into host pages {runs(command.host_pages.tolist())}"
+        case CancelPrefetch(prefetch_id):
+            return f"cancel prefetch {prefetch_id}"
+        case WriteToStorage():
+            return f"store {command.write_id}: host pages {runs(command.host_pages.tolist())}"
     return _fields(command)
 
 
@@ -251,6 +284,12 @@ def observed_line(event: Observed, names: Names) -> str:
         case MemorySwitched(_, tags, released, error):
             done = f"not switched: {error}" if error else "given back" if released else "taken again"
             return f"memory of {', '.join(tags)} {done}"
+        case HostCopyFinished(_, number, pages, error):
+            return f"copy {number} moved {_count(pages, 'page')}" + (f": {error}" if error else "")
+        case PrefetchFinished(_, number, pages, error):
+            return f"prefetch {number} brought {_count(pages, 'page')}" + (f": {error}" if error else "")
+        case StorageWritten(_, number, pages, error):
+            return f"store {number} wrote {_count(pages, 'page')}" + (f": {error}" if error else "")
     return _fields(event)
 
 
@@ -261,6 +300,10 @@ def _transfer_text(command: StartTransfer, names: Names) -> str:
         return f"receive {span}, {where}"
     behind = f" behind b{command.after_batch}" if command.after_batch is not None else ""
     return f"send {span}{behind}, {where}" + (", the last part" if command.last else "")
+
+
+def _moves(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
+    return f"pages {runs(sources.tolist())} to {runs(targets.tolist())}"
 
 
 def plan_text(plan: BatchPlan, names: Names) -> str:
@@ -392,6 +435,9 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
         owners[f"left behind in row {lease.row} until b{lease.fence}"] = private
     for fence, pages in engine.memory.fenced_pages:
         owners.setdefault(f"duplicates until b{fence}", []).extend(pages.tolist())
+    if engine.memory.tiers is not None:
+        loads = [one for one in engine.memory.tiers.operations.values() if one.kind == "load"]
+        owners |= {f"load {load.number}": load.device_pages.tolist() for load in loads}
     return [f"pages of {owner}: {runs(sorted(pages))}" for owner, pages in owners.items() if pages]
 
 

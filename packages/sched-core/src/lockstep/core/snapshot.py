@@ -213,6 +213,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
     host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
     transfers: TransfersImage | None = None
+    tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -293,6 +294,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         chances=engine.chances if engine.chances.offered else msgspec.UNSET,
         host=host,
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
+        tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
     )
     return _encode(image)
 
@@ -358,6 +360,8 @@ def restore(data: bytes) -> Engine:
     ).split():
         setattr(engine, name, getattr(image, name))
     memory.weights_version = image.weights_version
+    if memory.tiers is not None and image.tiers is not msgspec.UNSET:
+        memory.tiers.load(image.tiers, nodes)
     engine.sessions.load(image.sessions, nodes)
     engine.sessions.uses = image.session_uses
     engine.sessions.unsettled = image.sessions_unsettled

@@ -277,6 +277,41 @@ def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+# One row per setting of the tiers below the device: (field of HostTiers, type of the value, help).
+TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
+    ("host_cache_gb", click.FLOAT, "host memory for an engine's KV, in gigabytes; 0: none"),
+    ("host_link_gbs", click.FLOAT, "GB/s between a GPU and the host, each way: 450 is NVLink-C2C  [default: PCIe]"),
+    ("host_write_policy", click.STRING, "when KV goes there: write_through, write_through_selective or write_back"),
+    ("load_tokens_min", click.INT, "fewer tokens that only the host has are computed rather than loaded"),
+    ("storage_gb", click.FLOAT, "storage below the host, in gigabytes; 0: none"),
+    ("storage_gbs", click.FLOAT, "GB/s of storage, each way, for all GPUs of an engine"),
+    ("storage_latency_us", Duration(), "until the first byte from storage comes"),
+    ("prefetch_policy", click.STRING, "how long a request waits for storage: timeout, wait_complete or best_effort"),
+    ("prefetch_tokens_min", click.INT, "fewer tokens are not asked of storage"),
+)
+
+
+def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of the tiers below the device. Those that were given arrive together, in `tiers`."""
+    from lockstep.sim.host_tiers import HostTiers
+
+    defaults = {field.name: field.default for field in msgspec.structs.fields(HostTiers)}
+
+    @functools.wraps(command)
+    def collecting(*args: Any, **options: Any) -> Any:
+        given = {name: options.pop(name) for name, _, _ in TIER_OPTIONS}
+        return command(*args, tiers={name: value for name, value in given.items() if value is not None}, **options)
+
+    decorated: Callable[..., Any] = collecting
+    for name, kind, text in reversed(TIER_OPTIONS):
+        default = f"{defaults[name]}us" if name.endswith("_us") else defaults[name]
+        text = text if "default" in text else f"{text}  [default: {default}]"
+        decorated = click.option("--" + name.removesuffix("_us").replace("_", "-"), name, type=kind, help=text)(
+            decorated
+        )
+    return decorated
+
+
 # ------------------------------------------------------------------------------------------------------------ simulate
 
 
@@ -315,6 +350,7 @@ def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @drafting_options
+@tier_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
 @click.option("--check", default="off", metavar="every|N|off", help="check invariants after every N-th event")

@@ -435,7 +435,9 @@ class Cluster:
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
             feed = Feed(engine, self.arrivals.open_turns, self._on_end, clock)
-            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
+            metrics = MetricsFold(
+                kv_pages=one.config.pages, warm_up=scenario.warm_up, host_page_bytes=one.host_page_bytes
+            )
             frontend_us = round(one.calibration.correction.frontend_us)
             host = EngineHost(
                 clock,
@@ -454,6 +456,7 @@ class Cluster:
                 receive_interval=scenario.receive_interval,
                 device_type=device_type_of(one.cost),
                 speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
+                tiers=one.tier_links(),
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)

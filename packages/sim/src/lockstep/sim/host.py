@@ -63,6 +63,7 @@ from lockstep.core.events import (
     TokenRuns,
 )
 from lockstep.core.intake import ReceiveSkipper
+from lockstep.sim.cache_tiers import TierLinks
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.speculation import Speculation
 from lockstep.sim.token_runs import TOKEN_IDS
@@ -325,6 +326,10 @@ class Device:
             expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         return expected_us
 
+    def hold_until(self, us: int) -> None:
+        """No batch that is handed over from now on begins before `us`."""
+        self._free_us = max(self._free_us, us)
+
     def sample(self, batch_id: BatchId, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
         untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
@@ -442,6 +447,7 @@ class EngineHost:
         device_type: what runs batches; see `pipeline.device_type_of`.
         receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
         speculation: how many drafts are right, and what they cost, of an engine whose config has a method.
+        tiers: what carries KV between the tiers below the device; an engine with such tiers needs it.
     """
 
     def __init__(
@@ -466,9 +472,12 @@ class EngineHost:
         device_type: type[Device] = Device,
         receive_interval: int = 1,
         speculation: Speculation | None = None,
+        tiers: TierLinks | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
+        if engine.memory.tiers is not None and tiers is None:
+            raise ContractError("an engine with cache tiers needs links to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
         self.env = env
@@ -498,6 +507,7 @@ class EngineHost:
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._adapter_load_us = adapter_load_us
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
+        self.tiers = tiers
         self.wake_at_us: int | None = None
         self._skipper = ReceiveSkipper(receive_interval) if receive_interval != 1 else None
         self._receives = True  # whether the lane looks for arrivals before its next launch
@@ -562,6 +572,8 @@ class EngineHost:
                 self._fold(GrammarReady(now_us, self._compiling.popleft()[1]))
             elif self._loads and self._loads[0].time_us <= now_us:
                 self._fold(replace(self._loads.popleft(), time_us=now_us))
+            elif self.tiers is not None and self.tiers.due and self.tiers.next_us <= now_us:
+                self._fold(self.tiers.take(now_us))
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -577,6 +589,8 @@ class EngineHost:
             next_us = self._compiling[0][0]
         if self._loads and self._loads[0].time_us < next_us:
             next_us = self._loads[0].time_us
+        if self.tiers is not None and self.tiers.due and self.tiers.next_us < next_us:
+            next_us = self.tiers.next_us
         if self.wake_at_us is not None and self.wake_at_us < next_us:
             next_us = self.wake_at_us
         return next_us
@@ -650,6 +664,8 @@ class EngineHost:
             until_us = min(until_us, self._compiling[0][0])
         if self._loads:
             until_us = min(until_us, self._loads[0].time_us)
+        if self.tiers is not None and self.tiers.due:
+            until_us = min(until_us, self.tiers.next_us)
         if until_us < worth_us:
             return None
         run = DecodeRun.begin(self.engine)
@@ -733,6 +749,10 @@ class EngineHost:
         elif type(command) is LoadAdapter:
             due_us, generation = now_us + self._adapter_load_us, self.engine.generation
             self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+        elif self.tiers is not None:
+            held_us = self.tiers.begin(command, now_us)
+            if held_us is not None:
+                self.device.hold_until(held_us)
 
     def _count_end(self) -> None:
         self.ended += 1

@@ -40,6 +40,7 @@ from lockstep.core.events import (
     BatchFinished,
     DecidedEvent,
     DecodeSkipped,
+    HostPagesEvicted,
     Observed,
     PagesEvicted,
     PrefillCompleted,
@@ -51,6 +52,7 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    TierOperationEnded,
     TokenIds,
     TokenRuns,
 )
@@ -373,15 +375,57 @@ def per_request(metric: SloMetric, requests: Requests) -> Float64s:
 # --------------------------------------------------------------------------------------------------------------- fold
 
 
+class TierCounts:
+    """What the tiers below the device did: docs/metrics.md, "Cache tiers"."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._moves: Counter[str] = Counter()
+        self._pages: Counter[str] = Counter()
+        self._host_tokens = 0
+        self._storage_tokens = 0
+        self._waited = 0
+        self._wait_us = 0
+        self._host_pages_evicted = 0
+
+    def admitted(self, event: RequestAdmitted) -> None:
+        """Take in a first admission."""
+        self._host_tokens += event.host_tokens - event.storage_tokens
+        self._storage_tokens += event.storage_tokens
+        self._waited += event.load_wait_us > 0
+        self._wait_us += event.load_wait_us
+
+    def learn(self, event: TierOperationEnded | HostPagesEvicted) -> None:
+        """Take in what the tiers did."""
+        if isinstance(event, HostPagesEvicted):
+            self._host_pages_evicted += event.pages
+            return
+        self._moves[f"{event.kind} {event.outcome}"] += 1
+        self._pages[event.kind] += event.pages_kept
+
+    def describe(self) -> Summary:
+        """For `cache` of metrics.json."""
+        return {
+            "prompt_tokens_from_host": self._host_tokens,
+            "prompt_tokens_from_storage": self._storage_tokens,
+            "moves": dict(sorted(self._moves.items())),
+            "bytes_moved": {kind: pages * self._page_bytes for kind, pages in sorted(self._pages.items())},
+            "host_pages_evicted": self._host_pages_evicted,
+            "requests_waited_for_tiers": self._waited,
+            "tiers_wait_us": self._wait_us,
+        }
+
+
 class MetricsFold:
     """Takes in events and Steps in order, remembers little, and makes a RunData of it when asked."""
 
-    def __init__(self, *, kv_pages: int | None = None, warm_up: int = 0) -> None:
+    def __init__(self, *, kv_pages: int | None = None, warm_up: int = 0, host_page_bytes: int | None = None) -> None:
         """Begin with nothing.
 
         Args:
             kv_pages: the size of the page pool; without it the pages held by requests stay unknown.
             warm_up: requests with an id below this are not measured; what they do to batches, pages and others is.
+            host_page_bytes: what a page of KV weighs on the host; None: nothing is kept there, and nothing is told.
         """
         self._kv_pages = kv_pages
         self._warm_up = warm_up
@@ -441,6 +485,7 @@ class MetricsFold:
         self._deferred: Counter[str] = Counter()
         self._evicted_pages: Counter[str] = Counter()
         self._drafts: Drafts | None = None  # of an engine that verifies any
+        self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -555,6 +600,8 @@ class MetricsFold:
                 if self._admitted_us[row] < 0:  # later admissions follow a retraction
                     self._admitted_us[row] = decided.time_us
                     self._cached_tokens[row] = decided.cached_tokens
+                    if self._tiers is not None and decided.request_id >= self._warm_up:
+                        self._tiers.admitted(decided)
             case RequestFinished():
                 self._end(decided.request_id, decided.time_us, decided.reason)
             case RequestRejected():
@@ -569,6 +616,8 @@ class MetricsFold:
                 self._deferred[decided.reason] += 1
             case DecodeSkipped():
                 self._decodes_skipped += 1
+            case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:
+                self._tiers.learn(decided)
 
     def _end(self, request_id: RequestId, time_us: int, reason: str) -> None:
         row = self._row(request_id)
@@ -827,6 +876,7 @@ class MetricsFold:
             "hit_ratio": _ratio(cached_tokens, prompt_tokens),
             "pages_evicted": self._evicted_pages.total(),
             "pages_evicted_by_reason": dict(sorted(self._evicted_pages.items())),
+            **(self._tiers.describe() if self._tiers is not None else {}),
         }
 
     def _describe_scheduler(self, requests: Requests, gauges: _Gauges) -> Summary:

@@ -60,6 +60,10 @@ class PipelinedDevice(Device):
             return
         self._run(plan, shape, handed_over_us, tokens, 0)
 
+    def hold_until(self, us: int) -> None:
+        """No batch that is handed over from now on begins before `us`, in any stage."""
+        self._stage_free_us = [max(free_us, float(us)) for free_us in self._stage_free_us]
+
     def sample(self, batch_id: int, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
         for _ in range(len(self.untimed)):

@@ -149,6 +149,8 @@ def _facts_table(summary: Summary) -> Table:
     table.add_row("GPU bubbles", show_share(device["bubble_share"]), bubble)
     gap = f"p50, between decode batches; p99 {show_us(device['decode_gap_us_p99'])}"
     table.add_row("GPU gap", show_us(device["decode_gap_us_p50"]), gap)
+    if "bytes_moved" in cache:
+        _add_tiers(table, cache)
     if "pipeline" in device:
         pipeline = device["pipeline"]
         idle = (
@@ -156,6 +158,20 @@ def _facts_table(summary: Summary) -> Table:
         )
         table.add_row("stages busy", show_share(pipeline["stage_busy_share"]), idle)
     return table
+
+
+def _add_tiers(table: Table, cache: Summary) -> None:
+    """What the tiers below the device did."""
+    table.add_section()
+    for tier in ("host", "storage"):
+        tokens = cache[f"prompt_tokens_from_{tier}"]
+        share = tokens / cache["prompt_tokens_admitted"] if cache["prompt_tokens_admitted"] else None
+        table.add_row(f"from {tier}", show_share(share), f"of prompt tokens; {tokens:,} of those found cached")
+    moved = [f"{size / 1e9:,.1f} GB {kind}" for kind, size in cache["bytes_moved"].items()]
+    table.add_row("moved", "", ", ".join(moved))
+    waited = cache["requests_waited_for_tiers"]
+    mean_us = cache["tiers_wait_us"] / waited if waited else None
+    table.add_row("waited for tiers", show_us(mean_us), f"on average, of {waited:,} requests that did")
 
 
 def slo_table(summary: Summary) -> Table:

@@ -34,6 +34,17 @@ def field_of(name: str, others: tuple[str, ...] = ()) -> str:
     raise ConfigError(f"unknown setting `{name}`\nhint: {hint}settings are {', '.join(names)}")
 
 
+def parse_tier(name: str, text: str) -> Any:
+    """Read one setting of the tiers below the device. Raises ConfigError naming it, the text, and what was expected."""
+    from lockstep.sim.cli import TIER_OPTIONS
+
+    kind = next(kind for known, kind, _ in TIER_OPTIONS if known == name)
+    try:
+        return kind.convert(text, None, None)
+    except click.BadParameter as error:
+        raise ConfigError(f"`{name}` cannot be `{text}`: {error.message.removesuffix(f', got `{text}`')}") from None
+
+
 def parse_setting(name: str, text: str) -> tuple[str, Any]:
     """Read one scheduler setting. Raises ConfigError naming it, the text, and what was expected."""
     from lockstep.sim.cli import NONE, SCHEDULER_OPTIONS

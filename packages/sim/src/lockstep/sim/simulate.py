@@ -41,6 +41,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.sim.cache_tiers import PageBytes, TierLinks
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
 from lockstep.sim.cost import (
@@ -61,6 +62,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
@@ -118,6 +120,7 @@ class Scenario:
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
+    tiers: Mapping[str, Any] = field(default_factory=dict)  # fields of HostTiers that were given
 
     @property
     def parallelism(self) -> Parallelism:
@@ -168,7 +171,7 @@ class Scenario:
             words.append("--moe-a2a")
         if self.skip_bad_rows:
             words.append("--skip-bad-rows")
-        for name, value in self.settings.items():
+        for name, value in (*self.settings.items(), *self.tiers.items()):
             words += _setting_words(name, value)
         for slo in self.slos:
             words += ["--slo", str(slo)]
@@ -239,6 +242,7 @@ class Setup:
     cpu: CpuModel
     config: SchedConfig
     kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+    tiers: HostTiers = NO_TIERS  # what lies below the device
     calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
     debug: int = 0  # how much of each step to print, see watch.py
     overridden: tuple[str, ...] = ()  # settings that the environment decided
@@ -251,6 +255,19 @@ class Setup:
     @property
     def split(self) -> Parallelism:
         return self.scenario.parallelism
+
+    @property
+    def host_page_bytes(self) -> int | None:
+        """What a page of KV weighs on the host; None if nothing is kept there."""
+        return self._page_bytes.on_host if self.tiers.host_cache_gb else None
+
+    @property
+    def _page_bytes(self) -> PageBytes:
+        return PageBytes.of(self.model, self.split, self.scenario.kv_dtype, self.config.page_size)
+
+    def tier_links(self) -> TierLinks | None:
+        """Fresh lanes to the tiers below the device; None if there are none."""
+        return TierLinks(self.tiers, self._page_bytes, self.gpu) if self.tiers.host_cache_gb else None
 
     @property
     def hardware(self) -> str:
@@ -344,6 +361,7 @@ class Setup:
             "cpu_model": self.cpu.describe(),
             "calibration": self.calibration.describe(),
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
+            **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
         }
 
 
@@ -400,6 +418,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         cpu=calibration.cpu_model(CpuModel()),
         config=config,
         kv=kv,
+        tiers=host_tiers(scenario.tiers),
         calibration=calibration,
         debug=debug_level(environ),
         overridden=tuple(overridden),
@@ -534,9 +553,14 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         if scenario.max_new_tokens < 1:
             raise ConfigError(f"`max_new_tokens` must be at least 1, got `{scenario.max_new_tokens}`")
         given["eos_token_ids"] = (*given.get("eos_token_ids", ()), EOS_TOKEN_ID)
+    split = scenario.parallelism
+    tiers = host_tiers(scenario.tiers)
+    if tiers.host_cache_gb:
+        check_split(model, split)
+        page_size = given.get("page_size", SchedConfig().page_size)
+        given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size))
     config = SchedConfig(**given)
     check_drafting(scenario, config)
-    split = scenario.parallelism
     check_split(model, split)
     for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
         value = getattr(config, name)
@@ -728,7 +752,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
     metrics = (
         WatchedMetrics(engine, setup.debug, warm_up=warm_up)
         if setup.debug
-        else MetricsFold(kv_pages=setup.config.pages, warm_up=warm_up)
+        else MetricsFold(kv_pages=setup.config.pages, warm_up=warm_up, host_page_bytes=setup.host_page_bytes)
     )
     frontend_us = round(setup.calibration.correction.frontend_us)
     host = EngineHost(
@@ -749,12 +773,15 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         receive_interval=setup.scenario.receive_interval,
         device_type=device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
+        tiers=setup.tier_links(),
     )
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():
         host.env.process(host.run())
         host.env.run()
     data = with_stages(metrics.result(setup.scenario.slos), host.device)
+    if host.tiers is not None:
+        data.summary["cache"]["links"] = host.tiers.describe()
     return Run(
         setup=setup,
         data=data,

@@ -22,6 +22,7 @@ from lockstep.sim.cli import (
     parallel_options,
     refusals,
     scheduler_options,
+    tier_options,
 )
 from lockstep.sim.out_paths import check_file
 from lockstep.sim.progress import terminal_bar
@@ -73,6 +74,7 @@ EXIT_NONE_FOUND = 3
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @cluster_options(engines=False)
 @drafting_options
+@tier_options
 @scheduler_options
 def plan(
     model: str,
@@ -125,6 +127,7 @@ def plan(
         searched = parse_search(search)
         for key, _ in searched:
             settings.pop(key, None)
+            options["tiers"].pop(key, None)
         effort = QUICK if quick else FULL
         if requests is not None:
             short = effort.short._replace(

@@ -16,9 +16,10 @@ from lockstep.sim.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.generate import PREFIX
+from lockstep.sim.host_tiers import TIER_KEYS
 from lockstep.sim.metrics import Slo
 from lockstep.sim.mix import MIX_PREFIX, parse_mix
-from lockstep.sim.settings import field_of, parse_setting
+from lockstep.sim.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
@@ -201,7 +202,7 @@ def parse_search(texts: tuple[str, ...]) -> tuple[tuple[str, tuple[Any, ...]], .
         name, equals, values_text = text.partition("=")
         if not equals:
             raise ConfigError(f"`search` has `{text}`, expected NAME=VALUES\nhint: such as --search tp=1,2,4")
-        key = field_of(name, OWN_KEYS)
+        key = field_of(name, (*OWN_KEYS, *TIER_KEYS))
         if key in found:
             raise ConfigError(f"`search` names `{key}` twice\nhint: put all its values into one")
         words = [word for part in values_text.split(",") for word in _words(key, part.strip())]
@@ -252,6 +253,8 @@ def _value(key: str, word: str) -> Any:
         return word
     if key in OWN_KEYS:
         return word
+    if key in TIER_KEYS:
+        return parse_tier(key, word)
     return parse_setting(key, word)[1]
 
 

@@ -36,6 +36,7 @@ from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity
 from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.generate import PREFIX
+from lockstep.sim.host_tiers import TIER_KEYS
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
@@ -248,11 +249,12 @@ def _check_gpus(question: Question) -> None:
 def _trial_of(question: Question, configuration: Configuration, content: str) -> Trial:
     chosen = dict(configuration.chosen)
     own = {key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen}
+    common = dict(question.common)
+    tiers = common.pop("tiers", {}) | {key: chosen.pop(key) for key in TIER_KEYS if key in chosen}
     router = question.router
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
     settings = {**question.settings, **chosen}
-    common = dict(question.common)
     if chosen.get("speculative_method") == "none":  # searched beside methods that the rest is about
         for name in ("acceptance", "acceptance_spread", "draft_model"):
             common.pop(name, None)
@@ -270,6 +272,7 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         hop_us=question.hop_us,
         slos=tuple(map(str, question.slos)),
         content=content,
+        tiers=tiers or msgspec.UNSET,
         **(common | own),
     )
 

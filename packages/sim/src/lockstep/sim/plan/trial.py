@@ -62,6 +62,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     resample: bool = False  # draw blocks again, for intervals of a recorded trace
     give_up: bool = False  # stop once too many requests are late for the SLO ever to be met
     content: str = ""
+    tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # fields of HostTiers that were given; unset: none
 
     @property
     def key(self) -> str:
@@ -97,6 +98,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             draft_model=self.draft_model,
             settings=self.settings,
             slos=tuple(map(Slo.parse, self.slos)),
+            tiers={} if self.tiers is msgspec.UNSET else self.tiers,
         )
         return ClusterScenario(base=base, replicas=self.replicas, router=self.router, hop_us=self.hop_us)
 

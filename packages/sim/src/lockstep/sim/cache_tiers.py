@@ -1,0 +1,157 @@
+"""Host memory and storage of a simulated engine: when each move between them ends.
+
+    tiers = HostTiers(host_cache_gb=1000, storage_gb=20_000)
+    tiers.settings(PageBytes.of(...))    -> CacheTiers, for the scheduler: sizes in pages
+    TierLinks(tiers, ...)                -> the lanes: commands in, answers out, each at its time
+
+Every GPU has a link of its own to the host, one lane for each direction, and they move their parts of a page side by
+side. Storage is one lane for reads and one for writes, shared by all GPUs of an engine, and keeps what was used last.
+What is left out: the host's own memory bandwidth, and small pages costing more than their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lockstep.core.commands import (
+    CancelPrefetch,
+    Command,
+    CopyToHost,
+    LoadFromHost,
+    PrefetchFromStorage,
+    WriteToStorage,
+)
+from lockstep.core.events import HostCopyFinished, PrefetchFinished, StorageWritten
+from lockstep.sim.cost import GpuSpec, KvDtype, ModelSpec
+from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.host_tiers import HostTiers
+from lockstep.sim.links import Link
+
+PCIE_SHARE = 0.85  # of the data sheet's rate that large copies from pinned memory reach: an estimate
+HOST_LINK_LATENCY_US = 10.0  # to begin a copy: an estimate
+
+Answer = HostCopyFinished | PrefetchFinished | StorageWritten
+
+
+class PageBytes(NamedTuple):
+    """What one page of KV weighs."""
+
+    on_host: int  # the parts of all GPUs that hold it
+    on_link: int  # the part of one GPU; with stages, of the one that has most
+
+    @classmethod
+    def of(cls, model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int) -> PageBytes:
+        """Of a page of `page_size` tokens. A GPU keeps on the host what it holds: what is replicated, is there too."""
+        rank = model.kv_bytes_per_token(kv_dtype, split) * page_size  # of all layers
+        return cls(rank * split.attention_tp, -(-rank // split.pp))
+
+
+class _Prefetch(NamedTuple):
+    answer: PrefetchFinished
+    size: int
+    ends_us: float  # on the link
+
+
+class TierLinks:
+    """The lanes between the tiers of one engine, and what storage has."""
+
+    def __init__(self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec) -> None:
+        gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
+        self.pages = pages
+        self.down = Link(gbs, HOST_LINK_LATENCY_US)
+        self.up = Link(gbs, HOST_LINK_LATENCY_US)
+        self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
+        self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
+        self.storage_pages_max = int(tiers.storage_gb * 1e9) // pages.on_host
+        self.stored: OrderedDict[bytes, None] = OrderedDict()  # keys, the one used longest ago first
+        self.due: list[tuple[int, int, Answer, tuple[bytes, ...]]] = []  # heap: when, count, answer, keys it stores
+        self._prefetches: dict[int, _Prefetch] = {}
+        self._count = 0
+
+    @property
+    def next_us(self) -> int:
+        """When the next move ends. There must be one under way."""
+        return self.due[0][0]
+
+    def begin(self, command: Command, now_us: int) -> int | None:
+        """Take a command of the tiers, if it is one. Returns before when no batch may begin, if one has to wait."""
+        if type(command) is CopyToHost:
+            size = len(command.host_pages)
+            done_us = self.down.send(now_us, size * self.pages.on_link)
+            self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
+            if not command.given_up:
+                return None
+            self.up.free_us = max(self.up.free_us, self.down.free_us)  # nor a load, into the very pages
+            return done_us
+        if type(command) is LoadFromHost:
+            size = len(command.host_pages)
+            done_us = self.up.send(now_us, size * self.pages.on_link)
+            self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
+        elif type(command) is PrefetchFromStorage:
+            found = next((i for i, key in enumerate(command.keys) if key not in self.stored), len(command.keys))
+            for key in command.keys[:found]:
+                self.stored.move_to_end(key)
+            size = found * self.pages.on_host
+            done_us = self.storage_out.send(now_us, size)
+            answer = PrefetchFinished(done_us, command.prefetch_id, found, generation=command.generation)
+            self._prefetches[command.prefetch_id] = _Prefetch(answer, size, self.storage_out.free_us)
+            self._answer(answer)
+        elif type(command) is CancelPrefetch:
+            self._cut_short(command.prefetch_id, now_us)
+        elif type(command) is WriteToStorage:
+            size = len(command.host_pages)
+            done_us = self.storage_in.send(now_us, size * self.pages.on_host)
+            answer_ = StorageWritten(done_us, command.write_id, size, generation=command.generation)
+            self._answer(answer_, command.keys)
+        return None
+
+    def take(self, now_us: int) -> Answer:
+        """The next answer, which the engine hears of now."""
+        _, _, answer, keys = heappop(self.due)
+        for key in keys:
+            self.stored[key] = None
+            self.stored.move_to_end(key)
+        while len(self.stored) > self.storage_pages_max:
+            self.stored.popitem(last=False)
+        if type(answer) is PrefetchFinished:
+            self._prefetches.pop(answer.prefetch_id, None)
+        return msgspec.structs.replace(answer, time_us=now_us)
+
+    def _cut_short(self, prefetch_id: int, now_us: int) -> None:
+        """End a prefetch now, with the pages that have come. What stands behind it on the link keeps its time."""
+        under_way = self._prefetches.pop(prefetch_id, None)
+        if under_way is None or under_way.answer.time_us <= now_us:
+            return
+        answer, size, ends_us = under_way
+        if ends_us == self.storage_out.free_us:
+            gone = self.storage_out.cut_short(now_us, size)
+        else:
+            left = min(max(ends_us - now_us, 0.0) * self.storage_out.bytes_per_us, float(size))
+            gone = size - round(left)
+        self.due = [entry for entry in self.due if entry[2] is not answer]
+        heapify(self.due)
+        done = gone // self.pages.on_host
+        self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done))
+
+    def _answer(self, answer: Answer, keys: tuple[bytes, ...] = ()) -> None:
+        heappush(self.due, (answer.time_us, self._count, answer, keys))
+        self._count += 1
+
+    def describe(self) -> dict[str, Any]:
+        """How much each lane carried, for metrics.json. Bytes of the host's lanes are those of one GPU."""
+        lanes = {"to_host": self.down, "from_host": self.up}
+        if self.storage_pages_max:
+            lanes |= {"to_storage": self.storage_in, "from_storage": self.storage_out}
+        return {
+            name: {
+                "gbs": lane.bytes_per_us / 1e3,
+                "transfers": lane.transfers,
+                "bytes": lane.bytes,
+                "busy_us": round(lane.busy_us),
+            }
+            for name, lane in lanes.items()
+        }

@@ -1,0 +1,258 @@
+"""Cache tiers below the device: whatever moves, fails or comes late, every token is what an engine without them says.
+
+The driver holds every streamed token against a pure function of request and position, and every KV cell that a batch
+reads against the prefix it must hold, wherever that was loaded from; invariants over both tiers are checked after each
+event. So a history that ends well under tiers equals that of one plain engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from lockstep.core import invariants, snapshot
+from lockstep.core.commands import CopyToHost, LaunchBatch, LoadFromHost
+from lockstep.core.config import CacheTiers, SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError, ContractError
+from lockstep.core.events import (
+    BatchFinished,
+    Flush,
+    HostCopyFinished,
+    LaneReady,
+    Observed,
+    PrefetchFinished,
+    ReleaseMemory,
+    RequestAdmitted,
+    RequestArrived,
+    TokenRuns,
+    UpdateWeights,
+)
+from tests.support.driver import (
+    CONTROLS,
+    LETTING_GO,
+    PRIORITIES,
+    Action,
+    random_actions,
+    random_config,
+    run_actions,
+)
+
+SEEDS = 36
+FAULTY = (
+    "deferred (load)",
+    "deferred (prefetch)",
+    "load done",
+    "load failed",
+    "load partial",
+    "load void",
+    "move of an older generation ignored",
+    "prefetch cancelled",
+    "prefetch done",
+    "prefetch partial",
+    "started behind loaded pages",
+    "store done",
+    "store failed",
+    "write done",
+    "write orphaned",
+    "write partial",
+    "write void",
+)
+
+
+def tiered(rng: random.Random, config: SchedConfig) -> SchedConfig:
+    """The same with tiers below it, as small as they can be or large enough to hold all."""
+    tiers = CacheTiers(
+        host_pages=rng.choice([1, rng.randint(2, 60), 100, 300]),
+        write_policy=rng.choice(["write_through", "write_through_selective", "write_back"]),
+        write_uses=rng.choice([1, 2, 3]),
+        load_tokens_min=rng.choice([0, 1, 10]),
+        load_pages_max=rng.choice([None, 1, 5]),
+        load_timeout_us=rng.choice([None, None, 20]),
+        storage=rng.random() < 0.6,
+        prefetch_policy=rng.choice(["best_effort", "wait_complete", "timeout"]),
+        prefetch_tokens_min=rng.choice([1, 4]),
+        prefetch_timeout_us=rng.choice([0, 5, 50]),
+        prefetch_share=rng.choice([0.3, 1.0]),
+    )
+    return replace(config, radix_cache=True, tiers=tiers)
+
+
+def moving(rng: random.Random, actions: list[Action]) -> list[Action]:
+    """The same history, with moves that end between the actions, whole or in part, in any order, or not at all."""
+    often, trouble = rng.choice([0.1, 0.5, 1.0]), rng.choice([0.0, 0.3])
+    mixed: list[Action] = []
+    for action in actions:
+        mixed.append(action)
+        while rng.random() < often / 2:
+            faulty = rng.random() < trouble
+            share = rng.choice([0.0, 0.5]) if faulty else 1.0
+            mixed.append(("move", rng.choice([0, 0, rng.randrange(100)]), share, "lost" if faulty else ""))
+        if rng.random() < 0.01:
+            mixed.append(("late_move",))
+    return mixed
+
+
+def returning(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
+    """A pool for one or two of a few prompts that come again and again, so that what is evicted is wanted back."""
+    page_size = rng.choice([1, 2, 4])
+    config = SchedConfig(
+        page_size=page_size,
+        pages=rng.randint(60, 110) // page_size,
+        max_running_requests=rng.choice([1, 2, 4]),
+        chunked_prefill_size=rng.choice([None, 16]),
+        overlap_depth=rng.choice([0, 1, 2]),
+        same_step_sharing=rng.random() < 0.3,
+        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
+        schedule_policy=rng.choice(["fcfs", "lpm", "priority"]),
+        bypass_limit=rng.choice([0, 2, 256]),
+        prefix_deduplication=rng.choice(["off", "last", "defer"]),
+        radix_capacity_pages=rng.choice([None, None, 10]),
+    )
+    names = ["arrive", "ready", "finish", "wait", "cancel", "control", "order_done", "restart", "snapshot", "trouble"]
+    weights = [1.5, 6, 5, 2, rng.choice([0, 0.3]), rng.choice([0, 0, 0.1]), 1, rng.choice([0, 0, 0.06]), 0.2, 0.1]
+    controls = (Flush(), UpdateWeights(0, "w", "wait"), UpdateWeights(0, "w", "in_place"), ReleaseMemory(("kv_cache",)))
+    actions: list[Action] = []
+    for name in rng.choices(names, weights, k=240):
+        match name:
+            case "arrive":
+                length, options = rng.choice([rng.randint(1, 60), 50]), {"priority": rng.choice(PRIORITIES)}
+                actions.append((name, 1 + 1000 * rng.randrange(4), length, rng.choice([1, 6, 25]), options))
+            case "wait" | "cancel":
+                actions.append((name, rng.randint(1, 25)))
+            case "control":
+                actions.append((name, CONTROLS.index(rng.choice((*controls, *(CONTROLS[i] for i in LETTING_GO))))))
+            case "trouble":
+                actions.append(("finish", "error"))
+            case _:
+                actions.append((name,))
+    return config, actions
+
+
+def history(seed: int) -> tuple[SchedConfig, list[Action]]:
+    """Settings and actions of one seed: mostly prompts that come again, now and then whatever the swarm does."""
+    rng = random.Random(seed)
+    if seed % 4:
+        config, actions = returning(rng)
+    else:
+        config = random_config(rng)
+        actions = random_actions(rng, 150, adapters=config.max_loras is not None)
+    return tiered(rng, config), moving(rng, actions)
+
+
+def test_tokens_cells_and_books_hold_over_tiers_whatever_fails() -> None:
+    marks: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        config, actions = history(seed)
+        try:
+            marks.update(run_actions(config, actions, replay=seed % 5 == 0).marks)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}\n{config.tiers}") from error
+    missed = [mark for mark in FAULTY if not marks[mark]]
+    assert not missed, f"too tame: never reached {missed}, of {sorted(marks)}"
+
+
+def test_hits_of_both_tiers_are_those_of_one_exact_lru_cache_as_large_as_the_host() -> None:
+    """Prompts one at a time, written through: the device has the newest of what the host has, so the host decides."""
+    rng = random.Random(5)
+    for _ in range(2):
+        host_pages, prompts = rng.randint(60, 150), [one_of_a_tree(rng) for _ in range(200)]
+        settings = CacheTiers(host_pages=host_pages, load_tokens_min=0)
+        engine = Engine(SchedConfig(page_size=1, pages=45, chunked_prefill_size=None, tiers=settings))
+        lru, expected, found = list[tuple[int, ...]](), 0, 0
+        for number, prompt in enumerate(prompts):
+            arrived = RequestArrived(
+                time_us=number,
+                request_id=number,
+                prompt=TokenRuns(tuple(chain(*((t, 1) for t in prompt)))),
+                max_new_tokens=1,
+            )
+            admitted = served_at_once(engine, arrived)
+            found += admitted.cached_tokens
+            assert admitted.host_tokens <= admitted.cached_tokens
+            prefixes = [prompt[:stop] for stop in range(1, len(prompt) + 1)]
+            expected += sum(prefix in lru for prefix in prefixes[:-1])
+            lru = [prefix for prefix in lru if prefix not in prefixes] + prefixes[::-1]
+            lru = lru[-host_pages:]
+            invariants.check_quiescent(engine)
+        assert found == expected, f"{found} tokens were found, an exact cache of {host_pages} pages finds {expected}"
+        assert expected > 0.2 * sum(map(len, prompts))
+
+
+def one_of_a_tree(rng: random.Random) -> tuple[int, ...]:
+    """A prompt of up to 40 tokens that begins like many others."""
+    return tuple(rng.choice((1, 2)) if at % 8 == 0 else at + 10 for at in range(rng.randint(1, 40)))
+
+
+def served_at_once(engine: Engine, arrived: RequestArrived) -> RequestAdmitted:
+    """Serve one request by a host that does everything in an instant, whole. Returns its admission."""
+    events: deque[Observed] = deque([arrived, LaneReady(arrived.time_us)])
+    admitted: RequestAdmitted | None = None
+    while events:
+        step = engine.step(events.popleft())
+        for decided in step.decided:
+            admitted = decided if isinstance(decided, RequestAdmitted) else admitted
+        for command in step.commands:
+            if isinstance(command, LaunchBatch):
+                tokens = np.full(len(command.plan.sample_rows), 9, np.int32).tobytes()
+                events.append(BatchFinished(arrived.time_us, command.plan.batch_id, tokens))
+            elif isinstance(command, CopyToHost | LoadFromHost):
+                done = HostCopyFinished(arrived.time_us, command.copy_id, len(command.host_pages))
+                events += [done, LaneReady(arrived.time_us)]
+    assert admitted is not None
+    return admitted
+
+
+def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
+    config = SchedConfig(page_size=1, pages=20, tiers=CacheTiers(host_pages=20))
+    engine = Engine(config)
+    arrived = RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((5, 8)), max_new_tokens=1)
+    plan = [engine.step(event).launched() for event in (arrived, LaneReady(0))][1]
+    assert plan is not None
+    step = engine.step(BatchFinished(0, plan.batch_id, np.full(1, 9, np.int32).tobytes()))
+    (copy,) = [command for command in step.commands if isinstance(command, CopyToHost)]
+    before = snapshot.dump(engine)
+    for wrong, why in (
+        (HostCopyFinished(0, copy.copy_id + 1, 8), "not under way"),
+        (PrefetchFinished(0, copy.copy_id, 8), "not under way"),
+        (HostCopyFinished(0, copy.copy_id, 9), "9 pages of 8"),
+        (HostCopyFinished(0, copy.copy_id, -1), "-1 pages of 8"),
+        (HostCopyFinished(0, copy.copy_id, 8, generation=1), "generation 1"),
+    ):
+        with pytest.raises(ContractError, match=why):
+            engine.step(wrong)
+        assert snapshot.dump(engine) == before
+    engine.step(HostCopyFinished(0, copy.copy_id, 8))
+    with pytest.raises(ContractError, match="not under way"):
+        engine.step(HostCopyFinished(0, copy.copy_id, 8))
+
+
+def test_without_tiers_nothing_is_written_of_them() -> None:
+    assert b"tiers" not in msgspec.msgpack.encode(SchedConfig())
+    assert b"tiers" not in snapshot.dump(Engine(SchedConfig()))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SchedConfig()), type=SchedConfig) == SchedConfig()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ({"host_pages": 0}, "`tiers.host_pages` must be a whole number of at least 1, got `0`"),
+        ({"host_pages": 1, "write_policy": "lazy"}, "`tiers.write_policy` must be write_through, .* got `lazy`"),
+        ({"host_pages": 1, "prefetch_share": 0.0}, "`tiers.prefetch_share` must be above 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(wrong: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        CacheTiers(**wrong)
+
+
+def test_tiers_need_a_radix_cache_above_them() -> None:
+    with pytest.raises(ConfigError, match="`tiers` lie below the radix cache"):
+        SchedConfig(radix_cache=False, tiers=CacheTiers(host_pages=1))

@@ -1,0 +1,146 @@
+"""Host memory and storage in the simulator: links keep their bandwidth, and answers are those without them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from lockstep.core.commands import CancelPrefetch, CopyToHost, Int32s, LoadFromHost, PrefetchFromStorage, WriteToStorage
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import PrefetchFinished
+from lockstep.core.replay import replay
+from lockstep.sim.cache_tiers import PageBytes, TierLinks
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.host_tiers import HostTiers, host_tiers
+from lockstep.sim.links import Link
+from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+
+AGAIN = "gen:n=60,rate=3,turns=uniform:3:5,think=lognormal:4s:1,input=lognormal:1500:0.5,output=lognormal:60:0.5"
+SMALL = {"pages": 1200, "page_size": 16}
+
+
+def pages(count: int) -> Int32s:
+    return np.arange(count, dtype=np.int32)
+
+
+def run(tiers: dict[str, object], folder: Path | None = None, **settings: object) -> Run:
+    scenario = Scenario(
+        model="qwen3-8b", gpu="h100", workload=AGAIN, settings={**SMALL, **settings}, tiers=tiers, seed=3
+    )
+    return simulate(assemble(scenario, {}), folder=folder)
+
+
+def answers(run: Run) -> list[tuple[str, int, int, str]]:
+    """What every turn came to, in the order of their names: that of arrivals follows from when answers end."""
+    requests = run.data.requests
+    columns = (requests.label, requests.prompt_tokens, requests.output_tokens, requests.finish_reason)
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_a_link_carries_one_transfer_after_another() -> None:
+    link = Link(gbs=2.0, latency_us=5.0)
+    assert link.send(0, 8_000) == 9  # 2,000 bytes per microsecond
+    assert link.send(1, 2_000) == 10  # behind it; the latencies overlap
+    assert link.send(100, 2_000) == 106
+    assert (link.bytes, link.busy_us, link.transfers) == (12_000, 6.0, 3)
+    assert link.cut_short(100, 2_000) == 0
+    assert link.send(100, 2_000) == 106, "what was cut short makes room"
+
+
+def test_a_page_weighs_what_its_ranks_hold() -> None:
+    model, page_bytes = load_model("qwen3-8b"), 16 * 36 * 2 * 8 * 128 * 2
+    assert PageBytes.of(model, Parallelism(), "bf16", 16) == (page_bytes, page_bytes)
+    assert PageBytes.of(model, Parallelism(tp=4), "bf16", 16) == (page_bytes, page_bytes // 4)
+    assert PageBytes.of(model, Parallelism(tp=2, pp=2), "bf16", 16) == (page_bytes, page_bytes // 4)
+    assert PageBytes.of(model, Parallelism(tp=2, attention_dp=2), "fp8", 16) == (page_bytes // 2, page_bytes // 2)
+
+
+def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
+    tiers = HostTiers(host_cache_gb=1, host_link_gbs=1, storage_gb=4e-6, storage_gbs=1, storage_latency_us=7)
+    links = TierLinks(tiers, PageBytes(1_000, 500), load_gpu("h100"))
+    keys = tuple(bytes([i]) for i in range(6))
+    assert links.begin(CopyToHost(0, pages(4), pages(4)), 0) is None
+    assert links.begin(CopyToHost(1, pages(4), pages(4), given_up=True), 0) == 14, "no batch before it was read"
+    assert links.begin(LoadFromHost(2, pages(2), pages(2)), 0) is None  # the other direction: 1 us and 10 to begin
+    links.begin(WriteToStorage(3, keys, pages(6)), 0)  # of which the last 4 fit
+    order = [(links.next_us, links.take(links.next_us)) for _ in range(4)]
+    assert [time_us for time_us, _ in order] == [11, 12, 13, 14]
+    assert list(links.stored) == list(keys[2:])
+    links.begin(PrefetchFromStorage(4, keys[2:], pages(4)), 20)
+    links.begin(CancelPrefetch(4), 22)
+    assert links.take(30) == PrefetchFinished(30, 4, 2), "two of four pages had come"
+    links.begin(PrefetchFromStorage(5, (keys[2], keys[0]), pages(2)), 40)
+    links.begin(CancelPrefetch(4), 41)  # too late
+    assert links.take(50) == PrefetchFinished(50, 5, 1), "up to the first that is missing"
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {"host_cache_gb": 40.0},
+        {"host_cache_gb": 5.0, "host_write_policy": "write_back", "host_link_gbs": 2.0},
+        {"host_cache_gb": 2.0, "storage_gb": 50.0, "host_write_policy": "write_through_selective"},
+    ],
+)
+def test_answers_are_those_without_tiers_and_the_journal_replays(tiers: dict[str, object], tmp_path: Path) -> None:
+    plain, tiered = run({}), run(tiers, tmp_path)
+    assert answers(plain) == answers(tiered)
+    replay(tmp_path)
+    cache = tiered.data.summary["cache"]
+    assert "bytes_moved" not in plain.data.summary["cache"]
+    assert cache["prompt_tokens_from_host"] + cache["prompt_tokens_from_storage"] > 0
+    assert cache["hit_ratio"] > plain.data.summary["cache"]["hit_ratio"]
+    page_bytes = tiered.setup.host_page_bytes
+    assert page_bytes is not None
+    assert cache["bytes_moved"]["load"] % page_bytes == 0
+    lane = cache["links"]["from_host"]
+    assert lane["bytes"] == cache["bytes_moved"]["load"], "of one GPU, and nothing failed"
+    assert lane["busy_us"] == pytest.approx(lane["bytes"] / lane["gbs"] / 1e3, rel=1e-3)
+
+
+def test_a_slower_link_makes_requests_wait_longer() -> None:
+    fast, slow = (run({"host_cache_gb": 40.0, "host_link_gbs": gbs}).data.summary["cache"] for gbs in (450.0, 2.0))
+    waits = [one["tiers_wait_us"] / one["requests_waited_for_tiers"] for one in (fast, slow)]
+    assert waits[1] > 5 * waits[0] > 0
+
+
+def test_a_stretch_of_decodes_taken_at_once_changes_nothing() -> None:
+    setup = assemble(
+        Scenario(model="qwen3-8b", gpu="h100", workload=AGAIN, settings=SMALL, tiers={"host_cache_gb": 40.0}, seed=3),
+        {},
+    )
+    assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
+
+
+def test_without_tiers_a_run_says_nothing_of_them() -> None:
+    setup = run({}).setup
+    assert "tiers" not in setup.about()
+    assert "tiers" not in msgspec.to_builtins(setup.config)
+    assert "host" not in setup.scenario.command()
+    with_tiers = replace(setup.scenario, tiers={"host_cache_gb": 40.0, "storage_gb": 1.0, "storage_latency_us": 5})
+    assert "--host-cache-gb 40.0 --storage-gb 1.0 --storage-latency 5us" in with_tiers.command()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"host_link_gbs": 3.0}, "`host_link_gbs` is about a tier below the device, but `host_cache_gb` is 0"),
+        ({"host_cache_gb": -1.0}, "`host_cache_gb` must be gigabytes from 0 on, got `-1.0`"),
+        ({"host_cache_gb": 1.0, "storage_gbs": 3.0}, "`storage_gbs` is about storage, but `storage_gb` is 0"),
+        ({"host_cache_gb": 1.0, "host_write_policy": "lazy"}, "`host_write_policy` must be write_through, write_thr"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(given: dict[str, object], names: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(names)):
+        host_tiers(given)
+
+
+def test_a_host_that_holds_no_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`host_cache_gb` 0\.001 does not hold one page of 2,359,296 bytes"):
+        run({"host_cache_gb": 0.001})

@@ -1,0 +1,152 @@
+"""Host memory and storage below a `TaggedKv`: copies move prefix ids, so that a page loaded must be the page written.
+
+A copy happens as late as it may: a write reads the device's pages when it is answered, unless they were given up, and a
+load reads the host's then. So a page that was reused too early shows up as another prefix where a batch reads it. What
+a move did not bring, or is still to bring, holds what no request may read.
+
+Storage is known by key alone. Two different pages under one key are an error: the key says too little.
+"""
+
+from __future__ import annotations
+
+from lockstep.core.commands import CancelPrefetch, CopyToHost, LoadFromHost, PrefetchFromStorage, Step, WriteToStorage
+from lockstep.core.config import CacheTiers
+from lockstep.core.events import (
+    EngineRestarted,
+    HostCopyFinished,
+    Observed,
+    PrefetchFinished,
+    StorageWritten,
+    TierOperationEnded,
+    TierOperationStarted,
+)
+from tests.support.tagged_kv import GARBAGE, KvError, TaggedKv
+
+Move = CopyToHost | LoadFromHost | PrefetchFromStorage | WriteToStorage
+Answer = HostCopyFinished | PrefetchFinished | StorageWritten
+
+
+def number_of(move: Move) -> int:
+    """What its answer names."""
+    match move:
+        case CopyToHost() | LoadFromHost():
+            return move.copy_id
+        case PrefetchFromStorage():
+            return move.prefetch_id
+        case WriteToStorage():
+            return move.write_id
+
+
+def answer_to(move: Move, time_us: int, pages_done: int, error: str = "") -> Answer:
+    """The event that ends a move, with its first pages moved."""
+    match move:
+        case CopyToHost() | LoadFromHost():
+            return HostCopyFinished(time_us, move.copy_id, pages_done, error, move.generation)
+        case PrefetchFromStorage():
+            return PrefetchFinished(time_us, move.prefetch_id, pages_done, error, move.generation)
+        case WriteToStorage():
+            return StorageWritten(time_us, move.write_id, pages_done, error, move.generation)
+
+
+class TaggedTiers:
+    """The memory of a host and a storage. Feed it every observed event and its Step, around its `TaggedKv`."""
+
+    def __init__(self, settings: CacheTiers, kv: TaggedKv) -> None:
+        self.kv = kv
+        self.page_size = kv.config.page_size
+        self.host = [self._spoilt() for _ in range(settings.host_pages)]
+        self.storage: dict[bytes, list[int]] = {}
+        self.moves: dict[int, Move] = {}  # under way
+        self.read: dict[int, list[list[int]]] = {}  # by write: pages that were given up, as they were then
+        self.cancelled: set[int] = set()
+        self.begun: set[int] = set()  # operations that the engine has accounted and not ended
+        self.voided: list[Answer] = []  # answers to moves of a generation that is gone
+
+    def _spoilt(self) -> list[int]:
+        return [GARBAGE] * self.page_size
+
+    def found(self, move: Move) -> int:
+        """Pages that a move can bring: of a prefetch those that storage has, up to the first it lacks."""
+        if not isinstance(move, PrefetchFromStorage):
+            return len(move.host_pages)
+        return next((i for i, key in enumerate(move.keys) if key not in self.storage), len(move.keys))
+
+    def before(self, event: Observed, step: Step) -> None:
+        """Move what an answer says was moved, and read what is given up: before the `TaggedKv` runs what follows."""
+        match event:
+            case (
+                HostCopyFinished(copy_id=number)
+                | PrefetchFinished(prefetch_id=number)
+                | StorageWritten(write_id=number)
+            ) if event.generation == self.kv.generation:
+                self._moved(self.moves.pop(number), event.pages_done)
+        for command in step.commands:
+            if isinstance(command, CopyToHost) and command.given_up:
+                self.read[command.copy_id] = [list(self.kv.cells[page]) for page in command.device_pages.tolist()]
+
+    def observe(self, event: Observed, step: Step) -> None:
+        """Begin what the Step orders, and hold it against what the engine says of it."""
+        if isinstance(event, EngineRestarted):
+            self.voided += [answer_to(move, 0, 0) for move in self.moves.values()]
+            self.moves, self.read, self.cancelled = {}, {}, set()
+            self.host = [self._spoilt() for _ in self.host]
+        for decided in step.decided:
+            match decided:
+                case TierOperationStarted(operation=number):
+                    if number in self.begun:
+                        raise KvError(f"S32: operation {number} is begun twice")
+                    self.begun.add(number)
+                case TierOperationEnded(operation=number):
+                    if number not in self.begun:
+                        raise KvError(f"S32: operation {number} ends without a beginning, or twice")
+                    self.begun.remove(number)
+        for command in step.commands:
+            match command:
+                case CancelPrefetch(number):
+                    if number not in self.moves or number in self.cancelled:
+                        raise KvError(f"prefetch {number} is cancelled, but is not under way, or was cancelled before")
+                    self.cancelled.add(number)
+                case CopyToHost() | LoadFromHost() | PrefetchFromStorage() | WriteToStorage():
+                    self._begin(command)
+        if self.begun != self.moves.keys():
+            raise KvError(f"S32: {sorted(self.begun)} are accounted, {sorted(self.moves)} are under way")
+
+    def _begin(self, move: Move) -> None:
+        number = number_of(move)
+        self.moves[number] = move
+        if move.generation != self.kv.generation:
+            raise KvError(f"move {number} is of generation {move.generation}, the device of {self.kv.generation}")
+        if isinstance(move, CopyToHost | LoadFromHost) and (self.kv.ordered or "kv_cache" in self.kv.released):
+            raise KvError(f"move {number} while weights or memory change, released {self.kv.released}")
+        match move:
+            case LoadFromHost():
+                written = set(move.device_pages.tolist())
+                for launched in self.kv.stream:
+                    for row, pages in launched.pages.items():
+                        if not written.isdisjoint(pages):
+                            raise KvError(f"S5: load {number} fills pages of row {row} in flight")
+                for page in written:
+                    self.kv.cells[page] = self._spoilt()
+        if isinstance(move, CopyToHost | PrefetchFromStorage):
+            for page in move.host_pages.tolist():
+                self.host[page] = self._spoilt()
+
+    def _moved(self, move: Move, done: int) -> None:
+        self.cancelled.discard(number_of(move))
+        host_pages = move.host_pages.tolist()[:done]
+        match move:
+            case CopyToHost():
+                now = [list(self.kv.cells[page]) for page in move.device_pages.tolist()]
+                for page, cells in zip(host_pages, self.read.pop(move.copy_id, now), strict=False):
+                    self.host[page] = cells
+            case LoadFromHost():
+                for page, device_page in zip(host_pages, move.device_pages.tolist(), strict=False):
+                    self.kv.cells[device_page] = list(self.host[page])
+            case PrefetchFromStorage():
+                for page, key in zip(host_pages, move.keys, strict=False):
+                    self.host[page] = list(self.storage[key])
+            case WriteToStorage():
+                for page, key in zip(host_pages, move.keys, strict=False):
+                    cells = list(self.host[page])
+                    if GARBAGE in cells or self.storage.setdefault(key, cells) != cells:
+                        raise KvError(f"S13: page {page} is stored as {cells}, under its key are {self.storage[key]}")
