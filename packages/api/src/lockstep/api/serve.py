@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Callable
@@ -111,8 +112,9 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
     start_log(settings.log_level, "serve", settings.log_format)
     check(settings)
     launcher = Launcher(settings)
-    click.echo(f"serving at {launcher.url}")
-    return launcher.run()
+    url = launcher.url
+    logging.getLogger("lockstep.serve").info("starting: %s answers 503 until it is ready", url)
+    return launcher.run(ready=lambda: click.echo(f"serving at {url}"))
 
 
 def check(settings: ServeSettings) -> None:
