@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
@@ -38,7 +37,7 @@ from lockstep.api.wire import (  # noqa: E402
 )
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.router import EngineChanged, RequestOffered, RouterConfig, RouterPolicy  # noqa: E402
-from lockstep.host.router_journal import RouterRecord, verify_router  # noqa: E402
+from lockstep.host.router_journal import verify_router  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
@@ -46,14 +45,9 @@ from lockstep.tools.replay import replay  # noqa: E402
 from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
 from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
+from tests.support.routed import facts  # noqa: E402
 
 TWO = ("--dp", "2")
-
-
-def facts(run: Path) -> list[RouterRecord]:
-    """What the router of a run was told, and what it decided."""
-    lines = (run / "router.jsonl").read_bytes().splitlines()[1:]
-    return [msgspec.json.decode(line, type=RouterRecord) for line in lines]
 
 
 def routed(run: Path) -> list[int | None]:
@@ -377,38 +371,54 @@ def shared_prefixes(server: LiveServer) -> float:
     return cached / prompts
 
 
-def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_cached(tmp_path: Path) -> None:
-    shares = {}
-    for policy in ("round_robin", "prefix_affinity"):
-        run = tmp_path / policy
-        given = (*EMULATED, *TWO, "--speed", "10", "--router", policy, "--journal", str(run))
-        with serving(tmp_path / f"{policy}.log", *given) as one:
-            shares[policy] = shared_prefixes(one)
-        assert len(routed(run)) == 24
-        shown = CliRunner().invoke(journal, ["verify", str(run)])
+SLOW = ("--speed", "0.1", "--snapshot-s", "0.5")
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("in_turn")
+    given = ("--router", "round_robin", "--restarts", "1000", "--journal", str(folder / "run"))
+    with serving(folder / "log", *ARGUMENTS, *TWO, *SLOW, *given) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def affine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("affine")
+    given = ("--router", "prefix_affinity", "--restarts", "1", "--journal", str(folder / "run"))
+    with serving(folder / "log", *ARGUMENTS, *TWO, *SLOW, *given) as made:
+        yield made
+
+
+def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_cached(
+    in_turn: LiveServer, affine: LiveServer
+) -> None:
+    shares = [shared_prefixes(server) for server in (in_turn, affine)]
+    homes = [routed(server.log.parent / "run") for server in (in_turn, affine)]
+    assert homes[0] == [0, 1] * 12
+    assert (len(homes[1]), set(homes[1])) == (24, {0, 1})
+    assert shares[1] > shares[0] + 0.05, shares
+    for server in (in_turn, affine):
+        shown = CliRunner().invoke(journal, ["verify", str(server.log.parent / "run")])
         assert shown.exit_code == 0, shown.output
         assert shown.output.count("equal: ") == 3  # both engines, and the router
-    assert routed(tmp_path / "round_robin") == [0, 1] * 12
-    assert set(routed(tmp_path / "prefix_affinity")) == {0, 1}
-    assert shares["prefix_affinity"] > shares["round_robin"] + 0.05, shares
 
 
 # ----------------------------------------------------------------------------------------------------- what survives
 
 
-def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(tmp_path: Path) -> None:
-    run, seed = tmp_path / "run", random.SystemRandom().randrange(2**31)
-    given = (*TWO, "--speed", "0.1", "--snapshot-s", "0.5", "--restarts", "1000", "--journal", str(run))
-    with serving(tmp_path / "log", *ARGUMENTS, *given) as one:
-        outcome = campaign(one, seed=seed, kills=6)
-        told = f"--dp 2 --seed {seed}\n{outcome.text()}\n{one.text()[-3000:]}"
-        assert not outcome.tally.faults, told
-        assert outcome.kills == 6, told
-        assert outcome.tally.requests >= 32, told
-        until(lambda: sum(per_engine(one, "lockstep_engine_restarts_total")) == 6)
-        with client_of(one) as client:
-            client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
-        label = httpx2.get(f"{one.url}/ui/requests").json()["requests"][0]["label"]
+def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(in_turn: LiveServer) -> None:
+    run, seed = in_turn.log.parent / "run", random.SystemRandom().randrange(2**31)
+    outcome = campaign(in_turn, seed=seed, kills=6)
+    told = f"--dp 2 --seed {seed}\n{outcome.text()}\n{in_turn.text()[-3000:]}"
+    assert not outcome.tally.faults, told
+    assert outcome.kills == 6, told
+    assert outcome.tally.requests >= 32, told
+    until(lambda: sum(per_engine(in_turn, "lockstep_engine_restarts_total")) == 6)
+    with client_of(in_turn) as client:
+        client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
+    label = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"][0]["label"]
+    assert in_turn.end() == 0
     for command, *words in ((replay, run), (diff, run, run), (explain, run, "--request", label)):
         shown = CliRunner().invoke(command, [str(word) for word in words])
         assert shown.exit_code == 0, shown.output
@@ -421,19 +431,22 @@ def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not
             assert record.routed.engine not in down
 
 
-def test_an_engine_that_is_given_up_leaves_the_server_to_the_other(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", *ARGUMENTS, *TWO, "--speed", "0.1", "--restarts", "1") as one:
-        for life in (0, 1):
-            engine = one.children()["engine 1"]
-            os.kill(engine, signal.SIGKILL)
-            until(lambda gone=engine: one.children().get("engine 1", gone) != gone or "given up" in one.text())
-            until(lambda: per_engine(one, "lockstep_engine_up") == ([1, 1] if not life else [1, 0]))  # noqa: B023
-        assert one.status_of("/ready") == one.status_of("/health") == 200
-        tally, rng = Tally(), random.Random(1)
-        for number in range(4):
-            serve_one(one.url, ask(rng, str(number), (5, 9)), tally)
-        assert not tally.faults, tally.first
-        os.kill(one.children()["engine 0"], signal.SIGKILL)
-        until(lambda: per_engine(one, "lockstep_engine_up") == [1, 0])
-        os.kill(one.children()["engine 0"], signal.SIGKILL)
-        assert one.process.wait(30) == 1
+def test_an_engine_that_is_given_up_leaves_the_server_to_the_other(affine: LiveServer) -> None:
+    def killed(name: str) -> None:
+        until(lambda: name in affine.children())
+        before = affine.children()[name]
+        os.kill(before, signal.SIGKILL)
+        until(lambda: affine.process.poll() is not None or affine.children().get(name) != before)
+
+    killed("engine 1")
+    until(lambda: per_engine(affine, "lockstep_engine_up") == [1, 1])
+    killed("engine 1")
+    until(lambda: per_engine(affine, "lockstep_engine_up") == [1, 0])
+    assert affine.status_of("/ready") == affine.status_of("/health") == 200
+    tally, rng = Tally(), random.Random(1)
+    for number in range(4):
+        serve_one(affine.url, ask(rng, str(number), (5, 9)), tally)
+    assert not tally.faults, tally.first
+    killed("engine 0")
+    killed("engine 0")
+    assert affine.process.wait(30) == 1

@@ -16,7 +16,10 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 pytest.importorskip("torch", reason="the GPU runtime is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
+from lockstep.core.replay import replay  # noqa: E402
+from lockstep.host.router_journal import verify_router  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
+from tests.support.routed import facts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -106,3 +109,22 @@ def test_logprobs_that_were_written_and_not_sent_are_sent_by_the_next_engine(
     with serving(tmp_path / "log", *SETTINGS) as server:
         equal(Reader(server).wait(), undisturbed)
         assert server.text().count(" s after the end of the one before") == 3
+
+
+def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: Found, tmp_path: Path) -> None:
+    """The demo model behind a router: a different engine for every other request, and half of them restarted."""
+    run = tmp_path / "run"
+    two = ("--dp", "2", "--router", "round_robin", "--journal", str(run))
+    with serving(tmp_path / "log", *SETTINGS, *two) as server:
+        reader = Reader(server)
+        until(lambda: reader.tokens > 12, 120)
+        os.kill(server.children()["engine 1"], signal.SIGKILL)
+        until(lambda: "engine 1, life 1, serves" in server.text(), 120)
+        equal(reader.wait(), undisturbed)
+        assert "engine 0, life" not in server.text()
+        about = httpx2.get(f"{server.url}/get_model_info").json()
+        assert about["device"] == "2 engines on cpu"
+    assert [record.routed.engine for record in facts(run) if record.routed is not None] == [0, 1, 0, 1]
+    for engine in (0, 1):
+        assert replay(run / "engines" / str(engine)).batches > 0
+    assert verify_router(run)[1] == 4

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from tests.support.kills import ARGUMENTS, Asked, Tally, ask, campaign, serve_one  # noqa: E402
-from tests.support.live_server import LiveServer, metric, running, serving, until  # noqa: E402
+from tests.support.live_server import RUN_SERVE, LiveServer, metric, running, serving, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -226,18 +227,12 @@ def test_a_server_goes_on_with_the_journal_of_the_one_before(tmp_path: Path) -> 
         assert not tally.faults, tally.first
         assert re.search(r"recovered (\d+) requests .*; \1 of them nobody asks for", server.text()), server.text()
     assert replay(tmp_path / "run").tail is not None
-    other = LiveServerThatEnds(tmp_path / "log3", *ARGUMENTS, *SLOW, *kept, "--set", "page_size=32")
-    assert "was begun with other settings: `page_size` 32 (was " in other.text
-
-
-class LiveServerThatEnds:
-    """One that cannot begin."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        server = LiveServer(*arguments, log=log)
-        assert server.process.wait(60) == 1
-        self.text = server.text()
-        server.end()
+    other = subprocess.run(
+        [*RUN_SERVE, *ARGUMENTS, *SLOW, *kept, "--set", "page_size=32"], capture_output=True, text=True, timeout=60
+    )
+    assert (other.returncode, other.stdout) == (1, "")  # it never served
+    assert "starting: http://" in other.stderr
+    assert "was begun with other settings: `page_size` 32 (was " in other.stderr
 
 
 def _locked(run: Path) -> bool:

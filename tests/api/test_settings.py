@@ -48,12 +48,33 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
             "`speculative_method` is ngram, but what is served",
         ),
         ({"limits": {"samples": 3}}, "unknown field `samples`"),
+        ({"api_workers": 10**6}, "`api_workers` must be at most 256, got `1000000`"),
+        ({"seed": 2**63}, "`seed` must be at most 9223372036854775807"),
+        ({"random_weights": -1}, "`random_weights` must be a seed of at least 0"),
+        ({"speed": 1e-300, "emulate": "a@b"}, "`speed` must be above 0, from 1e-6"),
+        ({"answer_tokens": 5}, "`answer_tokens` is for an emulated engine"),
+        ({"dtype": "int3", "emulate": "a@b"}, "`dtype` is for a model"),
+        ({"journal": ""}, "`journal` is empty\nhint: give a path, or drop it"),
+        ({"served_model_name": ("",)}, "`served_model_name` has an empty name"),
+        ({"set": {"isolate_tenants": 3}}, "`isolate_tenants` must be true or false, got `3`"),
+        ({"set": {"eos_token_ids": ["a"]}}, "`eos_token_ids`: Expected `int`, got `str`"),
         ({"log_level": "loud"}, "Invalid enum value 'loud'"),
     ],
 )
 def test_what_cannot_be_is_one_clear_error(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_settings(None, given)
+
+
+@pytest.mark.parametrize("name", ["--journal", "--usage-dir"])
+def test_a_folder_that_cannot_be_written_to_is_found_before_anything_starts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for given in (tmp_path / "file", tmp_path / "file" / "run"):
+        for words in ((), ("--dry-run",)):
+            shown = CliRunner().invoke(serve, ["--emulate", "qwen3-0.6b@h200", name, str(given), *words])
+            assert isinstance(shown.exception, ConfigError), shown.output
+            assert f"`{name[2:].replace('-', '_')}`: {given} cannot be written to" in str(shown.exception)
+    assert not list(tmp_path.glob("file?*"))
 
 
 def test_a_name_that_is_none_is_found_in_a_file(tmp_path: Path) -> None:

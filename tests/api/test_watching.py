@@ -224,7 +224,7 @@ def test_every_metric_of_the_dashboard_is_there(emulated: LiveServer) -> None:
     assert len(asked) > 20
     assert asked - there == ONLY_WITH_A_CALIBRATION
     labels = set(re.findall(r"by \(([a-z_]+)\)", " ".join(queries))) - {"kind"}
-    assert labels == {"le", "finished_reason", "status"}
+    assert labels == {"le", "finished_reason", "status", "engine"}
     for label in labels:
         assert f'{label}="' in shown
     ids = [panel["id"] for panel in dashboard["panels"]]

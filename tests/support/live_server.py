@@ -20,7 +20,8 @@ from typing import Any
 
 RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 EMULATED = ("--emulate", "qwen3-0.6b@h200")
-START_S = 60.0
+RUN_SERVE = (sys.executable, "-c", RUN, "serve", "--port", "0")
+START_S = 120.0
 END_S = 30.0
 
 
@@ -36,7 +37,7 @@ class LiveServer:
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", RUN, "serve", "--port", "0", *arguments],
+                [*RUN_SERVE, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=file,
                 stdin=subprocess.DEVNULL,
@@ -65,12 +66,6 @@ class LiveServer:
             return error.code
         except OSError:
             return 0
-
-    def wait_ready(self) -> LiveServer:
-        """Return once it takes requests."""
-        until(lambda: self.status_of("/ready") == 200 or self.process.poll() is not None, START_S)
-        assert self.process.poll() is None, self.text()
-        return self
 
     def children(self) -> dict[str, int]:
         """Process ids by what they are: `nursery`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
@@ -124,7 +119,8 @@ def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
     """A server that takes requests, and is gone afterwards."""
     server = LiveServer(*arguments, log=log)
     try:
-        yield server.wait_ready()
+        assert server.status_of("/ready") == 200, f"it said that it serves, and does not\n{server.text()}"
+        yield server
     finally:
         server.end()
 

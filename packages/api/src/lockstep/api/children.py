@@ -31,6 +31,16 @@ def read_settings(folder: Path) -> ServeSettings:
     return msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
 
 
+def say_ready(folder: Path, worker: int) -> None:
+    """Leave word for the launcher that a worker has met its engines."""
+    (folder / f"ready-{worker}").touch(mode=0o600)
+
+
+def is_ready(folder: Path, worker: int) -> bool:
+    """Whether it left word."""
+    return (folder / f"ready-{worker}").exists()
+
+
 def begin(folder: Path, role: str) -> ServeSettings:
     """Read the settings and set up a child: Ctrl-C is its parent's business, and without a parent it ends."""
     settings = read_settings(folder)

@@ -48,6 +48,7 @@ from lockstep.host.inbox import Inbox
 log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
+LOOK_S = 0.05  # how often to see whether all are ready, while it begins
 HEARING_S = 0.5  # what an engine said may take so long to be heard, by a launcher that was itself stopped for a while
 EXIT_INTERRUPTED = 130
 
@@ -81,6 +82,7 @@ class Launcher:
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
+        self._over = threading.Event()
         self.children: list[Child] = []
         self._happened: Inbox[Happened] = Inbox()
         self._next_worker = 0
@@ -110,8 +112,12 @@ class Launcher:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def run(self) -> int:
-        """Serve until told to stop, or until that is not possible any more. Returns the exit status."""
+    def run(self, ready: Callable[[], object] = lambda: None) -> int:
+        """Serve until told to stop, or until that is not possible any more. Returns the exit status.
+
+        Args:
+            ready: called once, in a thread, when all engines and API workers take requests.
+        """
         with self._signals():
             try:
                 children.write_settings(self.folder, self.settings)
@@ -123,13 +129,22 @@ class Launcher:
                     engine.begin()
                 for _ in range(self.settings.api_workers):
                     self._start_worker()
+                threading.Thread(target=self._await_ready, args=(ready,), name="ready", daemon=True).start()
                 while True:
                     status = self._next()
                     if status is not None:
                         return status
             finally:
+                self._over.set()
                 self._kill()
                 self._clean()
+
+    def _await_ready(self, ready: Callable[[], object]) -> None:
+        while not self._over.wait(LOOK_S):
+            workers = [worker.number for worker in self.workers]
+            if len(workers) == self.settings.api_workers and all(children.is_ready(self.folder, n) for n in workers):
+                ready()
+                return
 
     def _next(self) -> int | None:
         """Wait for something to happen, and do what follows. Returns the exit status when it is over."""
@@ -271,6 +286,7 @@ class Launcher:
 
     def _stop(self) -> None:
         """Workers first, so that the engines can still end their answers; then the engines."""
+        self._over.set()
         for child in self.workers:
             child.process.terminate()
         if self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S):

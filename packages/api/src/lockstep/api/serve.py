@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Callable
+from errno import EACCES, ENOTDIR
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import click
@@ -13,6 +16,7 @@ import msgspec
 
 from lockstep.api.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
+from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES
 
 DEFAULTS = ServeSettings()
@@ -110,9 +114,11 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
 
     start_log(settings.log_level, "serve", settings.log_format)
     check(settings)
+    try_folders(settings, make=True)
     launcher = Launcher(settings)
-    click.echo(f"serving at {launcher.url}")
-    return launcher.run()
+    url = launcher.url
+    logging.getLogger("lockstep.serve").info("starting: %s answers 503 until it is ready", url)
+    return launcher.run(ready=lambda: click.echo(f"serving at {url}"))
 
 
 def check(settings: ServeSettings) -> None:
@@ -129,11 +135,39 @@ def check(settings: ServeSettings) -> None:
         check_endpoint(settings.otlp_endpoint)
 
 
+def try_folders(settings: ServeSettings, *, make: bool) -> None:
+    """Find out whether folders that will be written to can be. Raises ConfigError.
+
+    Args:
+        make: make them, as is only fit for what then runs.
+    """
+    for name in ("journal", "usage_dir", "profile_dir"):
+        given = getattr(settings, name)
+        if given is None:
+            continue
+        path = Path(given)
+        try:
+            if make:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            there = next(one for one in (path, *path.absolute().parents) if one.exists())
+            if not there.is_dir():
+                raise NotADirectoryError(ENOTDIR, f"{there} is no folder")
+            if there == path:
+                with TemporaryFile(dir=path):
+                    pass
+            elif not os.access(there, os.W_OK | os.X_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES))
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"`{name}`: {given} cannot be written to: {why}\nhint: choose another folder") from error
+
+
 def describe(settings: ServeSettings) -> str:
     """What would run: the settings, the engine, its memory, the processes. The engine is built, and not started."""
     from lockstep.api.engines import build_engine
 
     check(settings)
+    try_folders(settings, make=False)
     unit = build_engine(msgspec.structs.replace(settings, journal=None))
     about = unit.about
     unit.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan
@@ -57,6 +58,7 @@ class Server:
     metrics: Metrics
     usage: Usage | None = None
     watchers: list[Watcher] = field(default_factory=list)  # told of every request that was answered
+    told: list[Callable[[], object]] = field(default_factory=list)  # once, when the engine is there
     recent: Recent = field(default_factory=Recent)
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -73,6 +75,8 @@ class Server:
     def _welcome(self, about: About) -> None:
         name = (self.settings.served_model_name or (about.model,))[0]
         self.metrics.name_model(name, len(self.bridge.engines))
+        for one in self.told:
+            one()
 
     @property
     def limits(self) -> Limits:

@@ -10,7 +10,7 @@ import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import msgspec
 
@@ -21,7 +21,19 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig, RouterPolicy
 
 LOOPBACK = ("localhost",)
-DP_MAX = 256
+OF_A_MODEL = (
+    *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
+    "logit_processors",
+)
+AT_MOST = {
+    "port": 65535,
+    "dp": 256,
+    "api_workers": 256,
+    "tp": 1024,
+    "seed": 2**63 - 1,
+    "random_weights": 2**63 - 1,
+    "answer_tokens": 2**31 - 1,
+}
 ROUTER_SETTINGS = ("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max")
 
 
@@ -143,16 +155,25 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20), ("grammar_compile_mb", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
-        if self.dp > DP_MAX:
-            raise ConfigError(f"`dp` must be at most {DP_MAX}, got `{self.dp}`")
+        for name, most in AT_MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"`{name}` must be at most {most}, got `{getattr(self, name)}`")
+        if self.random_weights is not None and self.random_weights < 0:
+            raise ConfigError(f"`random_weights` must be a seed of at least 0, got `{self.random_weights}`")
+        for name in ("model", "journal", "usage_dir", "admin_socket", "profile_dir", "tokenizer", "api_keys"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"`{name}` is empty\nhint: give a path, or drop it")
+        for name in ("served_model_name", "allowed_hosts"):
+            if "" in getattr(self, name):
+                raise ConfigError(f"`{name}` has an empty name\nhint: give one, or drop it")
         defaults = {one.name: one.default for one in msgspec.structs.fields(self)}
         for name in ROUTER_SETTINGS:
             if self.dp == 1 and getattr(self, name) != defaults[name]:
                 raise ConfigError(f"`{name}` is for several engines\nhint: give dp, or drop it")
         self.router_config()
-        if self.port > 65535:
-            raise ConfigError(f"`port` must be at most 65535, got `{self.port}`")
-        for name in ("speed", "slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s", "grammar_compile_s"):
+        if not 1e-6 <= self.speed <= 1e6:
+            raise ConfigError(f"`speed` must be above 0, from 1e-6 to 1e6, got `{self.speed}`")
+        for name in ("slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s", "grammar_compile_s"):
             if not 0.0 < getattr(self, name) < 1e9:
                 raise ConfigError(f"`{name}` must be above 0, got `{getattr(self, name)}`")
         if not 0.0 <= self.batch_timeout_s < 1e9:
@@ -169,10 +190,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
         known = [one.name for one in msgspec.structs.fields(SchedConfig)]
-        for name in self.set:
+        for name, value in self.set.items():
             refuse_simulated_only(name)
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
+            _check_kind(name, value)
         if (method := self.set.get("speculative_method", "none")) != "none":
             raise ConfigError(
                 f"`speculative_method` is {method}, but what is served verifies no drafts yet\n"
@@ -183,12 +205,12 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 known_formats = ", ".join(("auto", "none", *formats))
                 raise ConfigError(f"`{name}` must be one of {known_formats}, got `{getattr(self, name)}`")
         if self.emulate is None:
-            for name, default in (("profile", "lockstep"), ("speed", 1.0), ("answers", None)):
-                if getattr(self, name) != default:
+            for name in ("profile", "speed", "answers", "answer_tokens"):
+                if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for an emulated engine\nhint: drop it, or give emulate")
         else:
-            for name in ("random_weights", "logit_processors"):
-                if getattr(self, name) not in (None, (), 300.0):
+            for name in OF_A_MODEL:
+                if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for a model, and an emulated engine has none\nhint: drop it")
             if self.profile_dir is not None:
                 raise ConfigError("`profile_dir`: an emulated engine has no device to look at\nhint: drop it")
@@ -226,6 +248,18 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def tenants_apart(self) -> bool:
         """Whether tenants share no prefixes: where there are keys, unless it is said that they do."""
         return bool(self.set.get("isolate_tenants", self.api_keys is not None))
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse what is no yes or no, or no list, where the scheduler wants one. Raises ConfigError."""
+    kind = next(one.type for one in msgspec.structs.fields(SchedConfig) if one.name == name)
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"`{name}` must be true or false, got `{value}`")
+    if get_origin(kind) is tuple:
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"`{name}`: {error}") from error
 
 
 def is_loopback(host: str) -> bool:

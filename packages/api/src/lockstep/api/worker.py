@@ -57,6 +57,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )
     server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage)
+    server.told.append(lambda: children.say_ready(folder, number))
     spans = None if settings.otlp_endpoint is None else Spans(settings.otlp_endpoint, lambda: server.models()[0])
     if spans is not None:
         server.watchers.append(spans.add)

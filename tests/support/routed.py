@@ -1,0 +1,15 @@
+"""What the router of a served run was told, and what it decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lockstep.host.router_journal import RouterRecord
+
+
+def facts(run: Path) -> list[RouterRecord]:
+    """The lines of `router.jsonl` behind its first."""
+    lines = (run / "router.jsonl").read_bytes().splitlines()[1:]
+    return [msgspec.json.decode(line, type=RouterRecord) for line in lines]
