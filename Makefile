@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios golden swarm overload kill-campaign bench gpu-check
+.PHONY: help demo check test scenarios golden swarm overload kill-campaign schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ overload:   ## more than a server can do, from all sides, for five minutes; ARGS
 
 kill-campaign: ## the server's engine killed 1,000 times below 32 streams, nothing lost or doubled; ARGS="--kills 200"
 	@$(PYTHON) dev.py kill-campaign $(ARGS)
+
+schema-campaign: ## 1,000 random JSON schemas through the demo model: every answer validates; ARGS="--schemas 100"
+	@$(PYTHON) dev.py schema-campaign $(ARGS)
 
 bench:      ## the benchmarks
 	@$(PYTHON) dev.py bench $(ARGS)

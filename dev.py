@@ -10,6 +10,7 @@
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
     python3 dev.py overload ARGS      more than a server can do, from all sides; --short for a minute of it
     python3 dev.py kill-campaign ARGS the server's engine killed 1,000 times below 32 streams; --kills 200
+    python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
     python3 dev.py bench ARGS         the benchmarks
     python3 dev.py gpu-check ARGS     on a machine with an NVIDIA GPU: every kernel and mode, speed, calibration
     python3 dev.py run COMMAND ARGS   any other command in the environment, e.g. `run python`
@@ -126,6 +127,10 @@ def kill_campaign(args):
     return call(PYTHON, "-m", "tests.campaigns.kills", *args)
 
 
+def schema_campaign(args):
+    return call(PYTHON, "-m", "tests.campaigns.schemas", *args)
+
+
 def bench(args):
     return call(PYTHON, "benchmarks/run.py", *args)
 
@@ -154,6 +159,7 @@ TASKS = {
     "swarm": ("dev", swarm),
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
+    "schema-campaign": ("runtime", schema_campaign),
     "bench": ("demo", bench),
     "gpu-check": ("runtime", gpu_check),
     "run": ("dev", run),

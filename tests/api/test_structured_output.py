@@ -211,6 +211,41 @@ def test_what_cannot_be_is_refused_beside_a_stream_that_goes_on(client: Any) -> 
     assert said.choices[0].text == "ab"  # and the next grammar is compiled
 
 
+def test_a_grammar_that_is_too_much_work_in_the_middle_of_an_answer_ends_that_answer(client: Any) -> None:
+    asked = {"regex": "(((a{1,999}){1,999}){1,999}){1,999}"}
+    with pytest.raises(openai.InternalServerError, match="nothing was allowed to be said"):
+        client.completions.create(model="demo", prompt="y", max_tokens=60, temperature=0, extra_body=asked)
+    said = client.completions.create(model="demo", prompt="a", max_tokens=9, extra_body={"regex": "ab"})
+    assert said.choices[0].text == "ab"
+
+
+DEMO = Path(__file__).resolve().parents[2] / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files"
+
+
+def test_an_emulated_engine_with_a_tokenizer_keeps_to_it_too(tmp_path: Path) -> None:
+    """Killed in the middle, it goes on with the same tokens: they follow from prompt, seed, position and grammar."""
+    arguments = ("--emulate", "qwen3-0.6b@h200", "--tokenizer", str(DEMO), "--speed", "1", "--answer-tokens", "20")
+    with (
+        serving(tmp_path / "log", *arguments, "--shutdown-s", "1") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="nothing", timeout=300) as own,
+    ):
+        asked: dict[str, Any] = {"model": "qwen3-0.6b", "messages": HELLO, "n": 4, "seed": 3}
+        whole = own.chat.completions.create(**asked, response_format=FORMAT)
+        texts = [choice.message.content for choice in whole.choices]
+        for text in texts:
+            Kind.model_validate_json(text)
+        assert len(set(texts)) > 1
+        found = [""] * 4
+        for number, chunk in enumerate(own.chat.completions.create(**asked, response_format=FORMAT, stream=True)):
+            for choice in chunk.choices:
+                found[choice.index] += choice.delta.content or ""
+            if number == 12:
+                os.kill(server.children()["engine"], signal.SIGKILL)
+        assert found == texts
+        free = own.chat.completions.create(**asked, response_format={"type": "json_object"}, max_tokens=200)
+        assert all(isinstance(json.loads(choice.message.content), dict) for choice in free.choices)
+
+
 BODIES: list[dict[str, Any]] = [
     {"prompt": "A list", "seed": seed, "temperature": 1.0, "max_tokens": 200, "json_schema": SCHEMA, "n": 2}
     for seed in range(3)

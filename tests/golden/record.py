@@ -95,6 +95,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "deferred-prefix": ("a request waits for its prefix", _told("ordering/deferred_chunk_by_chunk")),
     "grammar": ("masks, matchers and sampling that waits", _told("grammar/end_at_depth_2")),
     "grammar-line": ("requests held for their grammars", _told("grammar/order_of_the_line")),
+    "structured-output": ("schemas, expressions, grammars and tags, compiled, refused, retracted", _brought),
     "sessions": ("turns that wait for each other", _told("sessions/turns_wait")),
     "sessions-yield": ("sessions that give their KV up", _told("sessions/yields_to_admission")),
     "sessions-branch": ("a session that begins as another stands", _told("sessions/branch")),

@@ -24,7 +24,14 @@ from click.testing import CliRunner  # noqa: E402
 from lockstep.core.commands import BatchPlan  # noqa: E402
 from lockstep.core.config import SchedConfig  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import BatchFinished, GetState, RequestArrived, RequestRetracted, Resume  # noqa: E402
+from lockstep.core.events import (  # noqa: E402
+    BatchFinished,
+    GetState,
+    RequestArrived,
+    RequestRetracted,
+    Resume,
+    SamplingParams,
+)
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
@@ -37,6 +44,7 @@ from lockstep.runtime import (  # noqa: E402
     attention,
     executor,
 )
+from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.assembly import make_executor  # noqa: E402
 from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
@@ -568,6 +576,13 @@ def test_nothing_is_sent_before_all_of_it_is_known_to_be_a_request(llm: LLM) -> 
     assert admitted(llm) == before
     assert llm.host.drain().result(timeout=30).ok
     assert llm.host.ask(Resume()).result(timeout=30).ok
+
+
+def test_whole_numbers_among_the_parameters_are_read_back_as_they_were_written() -> None:
+    """Ranks compare the bytes of plans, and 1 is not written as 1.0 is."""
+    given = Params(temperature=1, top_p=1, repetition_penalty=2, logit_bias={3: 1})
+    written = msgspec.msgpack.encode(llm_module._sampling(given))
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(written, type=SamplingParams)) == written
 
 
 def test_parameters_that_no_journal_can_hold_are_refused_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:

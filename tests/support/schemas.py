@@ -1,7 +1,4 @@
-"""Random JSON schemas, and answers of a model that must validate against them.
-
-The generator is hypothesis-jsonschema: what it draws are values of a schema, here of one that describes schemas.
-"""
+"""Random JSON schemas, and answers of a model that must validate against them. The generator is Hypothesis."""
 
 from __future__ import annotations
 
@@ -12,81 +9,66 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
-from hypothesis_jsonschema import from_schema
-from jsonschema import Draft202012Validator, FormatChecker
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from lockstep.runtime import LLM, Params
 
-NAMES = ["a", "b", "some name", "ü", "x_1"]
+Schemas = st.SearchStrategy[dict[str, Any]]
+
+NAMES = st.sampled_from(["a", "b", "some name", "ü", "x_1", "日本"])
 PATTERNS = ["^[a-z]{1,8}$", "^(red|green|blue)$", r"^\d{3}-\d{4}$", "^[A-Z][a-z]*( [A-Z][a-z]*){0,2}$", "[0-9]"]
 FORMATS = ["date", "time", "date-time", "uuid", "email", "ipv4", "hostname"]
-VALUES = {
-    "anyOf": [{"enum": ["", "one", 'q"\\', "漢字", 0, -3, 1.5, True, None]}, {"type": "integer", "maximum": 10**6}]
-}
+VALUES = st.none() | st.booleans() | st.integers(-999, 10**6) | st.sampled_from([1.5, -0.25]) | st.text(max_size=6)
 
 
-def _of(kind: str, required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
-    """Schemas of one type, with some of these keywords and always those required."""
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, **fields},
-        "required": ["type", *required],
-        "additionalProperties": False,
-    }
+def _of(kind: str, /, *, always: dict[str, Any] | None = None, **fields: Any) -> Schemas:
+    """Schemas of one type: with keywords that are always there, and some of the others."""
+    return st.fixed_dictionaries({"type": st.just(kind), **(always or {})}, optional=fields)
 
 
-def _whole(low: int, high: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": low, "maximum": high}
+FLAT = st.one_of(
+    _of("string", always={"maxLength": st.integers(3, 12)}, minLength=st.integers(0, 3)),
+    _of("string", always={"pattern": st.sampled_from(PATTERNS)}),
+    _of("string", always={"format": st.sampled_from(FORMATS)}),
+    _of("string"),
+    _of("integer", minimum=st.integers(-100, 0), maximum=st.integers(0, 10**6)),
+    _of("integer", multipleOf=st.integers(1, 12), exclusiveMinimum=st.integers(-5, 5)),
+    _of("number", minimum=st.integers(-10, 0), exclusiveMaximum=st.integers(1, 100)),
+    _of("boolean"),
+    _of("null"),
+    st.fixed_dictionaries({"const": VALUES}),
+    st.fixed_dictionaries({"enum": st.lists(VALUES, min_size=1, max_size=4)}),
+    st.just({"type": ["integer", "null"]}),
+)
 
 
-def schema_of_schemas(depth: int) -> dict[str, Any]:
-    """A schema whose values are schemas, nested so deeply."""
-    flat: list[dict[str, Any]] = [
-        _of("string", ("maxLength",), minLength=_whole(0, 3), maxLength=_whole(3, 12)),
-        _of("string", ("pattern",), pattern={"enum": PATTERNS}),
-        _of("string", ("format",), format={"enum": FORMATS}),
-        _of("string"),
-        _of("integer", minimum=_whole(-100, 0), maximum=_whole(0, 10**6)),
-        _of("integer", multipleOf=_whole(1, 12), exclusiveMinimum=_whole(-5, 5)),
-        _of("number", minimum=_whole(-10, 0), exclusiveMaximum=_whole(1, 100)),
-        _of("boolean"),
-        _of("null"),
-        {"type": "object", "properties": {"const": VALUES}, "required": ["const"], "additionalProperties": False},
-        {
+def _nested(inner: Schemas) -> Schemas:
+    """Schemas of objects, arrays and alternatives of others."""
+    some = st.dictionaries(NAMES, inner, max_size=4)
+    objects = st.builds(
+        lambda properties, more, spare: {
             "type": "object",
-            "properties": {"enum": {"type": "array", "items": VALUES, "minItems": 1, "maxItems": 4}},
-            "required": ["enum"],
-            "additionalProperties": False,
+            "properties": properties,
+            "required": sorted(properties)[: len(properties) - spare],
+            "additionalProperties": more,
         },
-    ]
-    if not depth:
-        return {"anyOf": flat}
-    inner = schema_of_schemas(depth - 1)
-    members = {
-        "type": "object",
-        "properties": dict.fromkeys(NAMES, inner),
-        "additionalProperties": False,
-    }
-    names = {"type": "array", "items": {"enum": NAMES}, "uniqueItems": True, "maxItems": 3}
-    nested = [
-        _of(
-            "object",
-            ("properties", "required"),
-            properties=members,
-            required=names,
-            additionalProperties={"anyOf": [{"const": False}, inner]},
+        some,
+        st.just(False) | inner,
+        st.integers(0, 1),
+    )
+    return st.one_of(
+        objects,
+        objects,
+        _of("array", always={"items": inner, "maxItems": st.integers(2, 4)}, minItems=st.integers(0, 2)),
+        st.fixed_dictionaries(
+            {"type": st.just("array"), "prefixItems": st.lists(inner, min_size=1, max_size=3), "items": st.just(False)}
         ),
-        _of("array", ("items", "maxItems"), items=inner, minItems=_whole(0, 2), maxItems=_whole(2, 4)),
-        _of("array", ("prefixItems",), prefixItems={"type": "array", "items": inner, "minItems": 1, "maxItems": 3},
-            items={"const": False}),
-        {
-            "type": "object",
-            "properties": {"anyOf": {"type": "array", "items": inner, "minItems": 1, "maxItems": 3}},
-            "required": ["anyOf"],
-            "additionalProperties": False,
-        },
-    ]  # fmt: skip
-    return {"anyOf": [*nested, *nested, {"anyOf": flat}]}
+        st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=3)}),
+    )
+
+
+SCHEMAS = _nested(st.recursive(FLAT, _nested, max_leaves=6)) | FLAT
 
 
 def draw_schemas(count: int, seed: int) -> list[dict[str, Any]]:
@@ -101,7 +83,7 @@ def draw_schemas(count: int, seed: int) -> list[dict[str, Any]]:
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(from_schema(schema_of_schemas(2)))
+    @hypothesis.given(SCHEMAS)
     def collect(schema: dict[str, Any]) -> None:
         found.setdefault(json.dumps(schema, sort_keys=True), schema)
 
@@ -152,7 +134,7 @@ def judge(llm: LLM, schemas: list[dict[str, Any]], *, tokens: int, seed: int) ->
             outcome.cut += 1
             continue
         try:
-            Draft202012Validator(schema, format_checker=FormatChecker()).validate(json.loads(answer.text or ""))
+            Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(answer.text or ""))
             outcome.valid += 1
         except Exception as error:  # of the parser or of the validator: a fault either way
             why = str(error).partition("\n")[0]

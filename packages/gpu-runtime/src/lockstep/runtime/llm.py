@@ -802,16 +802,17 @@ def _seed(seed: int, number: int) -> int:
 
 
 def _sampling(params: Params) -> SamplingParams:
+    """As the engine is told. A whole number is made one with a point, which it is to whoever reads it back."""
     return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
         top_k=params.top_k,
-        min_p=params.min_p,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=params.repetition_penalty,
+        min_p=float(params.min_p),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        repetition_penalty=float(params.repetition_penalty),
         seed=params.seed or 0,
-        logit_bias=tuple(sorted(params.logit_bias.items())),
+        logit_bias=tuple(sorted((token, float(bias)) for token, bias in params.logit_bias.items())),
         top_logprobs=params.logprobs or 0,
         logit_processors=tuple((name, _json(name, given)) for name, given in sorted(params.logit_processors.items())),
         allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),

@@ -31,7 +31,7 @@ log = logging.getLogger("lockstep.host")
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 BackendName = Literal["auto", "llguidance", "xgrammar", "none"]
 
-COMPILED_MAX = 512  # grammars kept; some are 100 kB,
+COMPILED_MAX = 128  # grammars kept; each is a megabyte or two,
 SOURCE_BYTES_MAX = 16 * 2**20  # and what their sources may have together
 LONGEST_ERROR = 500  # characters of a library's message that a client is told
 
