@@ -91,6 +91,12 @@ def client(server: LiveServer) -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def claude(server: LiveServer) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="nothing", max_retries=0) as made:
+        yield made
+
+
 def plain(message: Any) -> dict[str, Any]:
     """A message without the ids of its calls."""
     said = {"content": message.content, "reasoning": getattr(message, "reasoning_content", None)}
@@ -169,6 +175,57 @@ def test_choices_about_tools(client: Any) -> None:
     assert {call.index for call in calls} == {0}
 
 
+UNIT = {
+    "type": "object",
+    "properties": {"unit": {"$ref": "#/$defs/unit"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+UNIT_TOOLS: Any = [*TOOLS[1:], {"type": "function", "function": {"name": "forecast", "parameters": UNIT}}]
+
+
+def test_a_tool_that_must_be_called_is(client: Any, claude: Any) -> None:
+    pytest.importorskip("llguidance", reason="no grammar backend is installed")
+
+    def check(name: str, arguments: Any) -> None:
+        known = {"unit", "days"} if name == "forecast" else set()
+        assert set(arguments) == known
+        assert not known or (arguments["unit"] in ("C", "F") and arguments["days"] in (1, 2, 3))
+
+    named: Any = {"type": "function", "function": {"name": "forecast"}}
+    for choice in ("required", named):
+        for stream in (False, True):
+            more = {"tools": UNIT_TOOLS, "tool_choice": choice, "seed": 3, "parallel_tool_calls": False}
+            if stream:
+                with client.chat.completions.stream(**asked("Now"), **more) as streamed:
+                    said = streamed.get_final_completion().choices[0]
+            else:
+                said = client.chat.completions.create(**asked("Now"), **more).choices[0]
+            assert (said.finish_reason, said.message.content or None) == ("tool_calls", None)
+            (call,) = said.message.tool_calls
+            check(call.function.name, json.loads(call.function.arguments))
+            assert call.function.name == "forecast" or choice == "required"
+    flat: Any = [{"type": "function", **one["function"]} for one in UNIT_TOOLS]
+    (item,) = client.responses.create(
+        model=MODEL, input="Now", tools=flat, tool_choice={"type": "function", "name": "forecast"}
+    ).output
+    check(item.name, json.loads(item.arguments))
+    tools: Any = [{"name": "forecast", "input_schema": UNIT}]
+    told: Any = [{"role": "user", "content": "Now"}]
+    message = claude.messages.create(
+        model=MODEL, max_tokens=900, messages=told, tools=tools, tool_choice={"type": "tool", "name": "forecast"}
+    )
+    (block,) = message.content
+    check(block.name, block.input)
+    assert message.stop_reason == "tool_use"
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIT}}
+    with pytest.raises(openai.BadRequestError, match="`response_format` and `tool_choice` both say"):
+        client.chat.completions.create(
+            **asked("Now"), tools=UNIT_TOOLS, tool_choice="required", extra_body={"response_format": schema}
+        )
+
+
 def test_what_begins_as_a_call_and_is_none_is_content(client: Any) -> None:
     said = client.chat.completions.create(**asked("Nearly"), tools=TOOLS).choices[0]
     assert said.message.content == ANSWERS["Nearly"]
@@ -230,9 +287,13 @@ def test_what_cannot_be_is_refused_by_name(client: Any, more: dict[str, Any], pa
 FLAT: Any = [{"type": "function", "name": "get_weather", "parameters": WEATHER}, {"type": "function", "name": "now"}]
 
 
-def items(said: Any) -> list[Any]:
-    """Its items without ids."""
-    return [one.model_dump(exclude={"id", "call_id"}) for one in said.output]
+def bare(value: Any) -> Any:
+    """Without ids, and without what clients add."""
+    if isinstance(value, list):
+        return [bare(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: bare(one) for name, one in value.items() if "id" not in name.split("_") and "parsed" not in name}
 
 
 def test_a_response_has_items_for_thoughts_words_and_calls(client: Any) -> None:
@@ -259,7 +320,7 @@ def test_a_stream_of_items_says_the_same(client: Any) -> None:
     with client.responses.stream(model=MODEL, input="Weather and time?", tools=FLAT) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    assert items(final) == items(whole)
+    assert bare(final.model_dump()["output"]) == bare(whole.model_dump()["output"])
     kinds = [event.type.removeprefix("response.") for event in events]
     once = [kind for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
     text = ("content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done")
@@ -274,7 +335,9 @@ def test_a_stream_of_items_says_the_same(client: Any) -> None:
     assert json.loads("".join(event.delta for event in deltas if event.output_index == 2)) == PARIS
     cut = client.responses.create(model=MODEL, input="Weather and time?", tools=FLAT, max_output_tokens=90, stream=True)
     *_, last = cut
-    assert [one.status for one in last.response.output] == ["completed", "completed", "incomplete"]
+    states = [one.status for one in last.response.output]
+    assert (states[:2], set(states[2:])) == (["completed", "completed"], {"incomplete"})
+    assert last.response.output[2].name == "get_weather"
 
 
 # ------------------------------------------------------------------------------------------------------- /v1/messages
@@ -286,12 +349,6 @@ BLOCK_TOOLS: Any = [
 
 
 USE = {"type": "tool_use", "id": "a"}
-
-
-@pytest.fixture(scope="module")
-def claude(server: LiveServer) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=server.url, api_key="nothing", max_retries=0) as made:
-        yield made
 
 
 def test_a_message_has_blocks_for_thoughts_words_and_calls(claude: Any) -> None:
@@ -321,13 +378,10 @@ def test_a_stream_of_blocks_says_the_same(claude: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": BLOCK_TOOLS}
     asked["messages"] = [{"role": "user", "content": "Weather and time?"}]
 
-    def shown(message: Any) -> list[Any]:
-        return [one.model_dump(exclude={"id", "parsed_output"}) for one in message.content]
-
     with claude.messages.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    assert shown(final) == shown(claude.messages.create(**asked))
+    assert bare(final.model_dump()["content"]) == bare(claude.messages.create(**asked).model_dump()["content"])
     assert final.stop_reason == "tool_use"
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
     one = claude.messages.create(**asked | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})

@@ -29,6 +29,9 @@ from lockstep.api.chat_formats.tables import PLAIN, REQUIRED, ChatFormats, Forma
 from lockstep.api.errors import ApiError
 from lockstep.api.generation import Generation
 from lockstep.api.schemas import TemplateOptions
+from lockstep.api.settings import Limits
+from lockstep.api.structured_output import READERS
+from lockstep.core.events import Grammar
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 LETTERS = string.ascii_letters + string.digits
@@ -62,6 +65,78 @@ class Tools:
     def schemas(self) -> dict[str, Any]:
         """Of their arguments, by name."""
         return {one["function"]["name"]: one["function"].get("parameters") for one in self.given}
+
+    def grammar(self, limits: Limits) -> dict[str, Any]:
+        """What an answer that must be a call keeps to, as fields of `Wanted`; nothing for one that need not.
+
+        Raises: ApiError for schemas that are too much.
+        """
+        if not self.obliged:
+            return {}
+        schema = required_calls(
+            {name: one for name, one in self.schemas().items() if not self.named or name == self.choice},
+            alone=self.named or not self.parallel,
+        )
+        return {"grammar": READERS["json_schema"](schema, "tool_choice", limits), "grammar_field": "tool_choice"}
+
+
+def required_calls(schemas: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
+    """The schema of an answer that consists of calls, as the format REQUIRED reads it: [{"name", "parameters"}, ...].
+
+    A schema with references is a definition of its own, and its references lead on from there.
+    """
+    definitions: dict[str, Any] = {}
+    ways = []
+    for number, (name, given) in enumerate(schemas.items()):
+        schema: dict[str, Any] = NO_ARGUMENTS if given is None else {"type": "object", **given}
+        if _refers(schema):
+            place = f"tool{number}"
+            definitions[place] = _moved(schema, f"#/$defs/{place}")
+            schema = {"$ref": f"#/$defs/{place}"}
+        ways.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": ways} if len(ways) > 1 else ways[0]}
+    return calls | ({"maxItems": 1} if alone else {}) | ({"$defs": definitions} if definitions else {})
+
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _refers(schema: Any) -> bool:
+    """Whether there is a reference in it, or below."""
+    level = [schema]
+    while level:
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                if isinstance(one.get("$ref"), str):
+                    return True
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+        level = below
+    return False
+
+
+def _moved(schema: Any, place: str, depth: int = 64) -> Any:
+    """A schema whose references to itself lead to another place. Raises ApiError for one that is too deep."""
+    if not depth:
+        raise ApiError(400, "`tools` have a schema that is nested more than 64 levels deep", "tools")
+    if isinstance(schema, list):
+        return [_moved(one, place, depth - 1) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(one, place, depth - 1) for name, one in schema.items()}
+    of = schema.get("$ref")
+    if isinstance(of, str) and of.startswith("#"):
+        moved["$ref"] = place + of[1:]
+    return moved
 
 
 def tools_of(
@@ -208,12 +283,14 @@ def reading_of(
     *,
     separate: bool = True,
     going_on: bool = False,
+    grammar: Grammar | None = None,
     id_prefix: str = "call_",
 ) -> Reading:
     """How answers to a prompt are read.
 
     Args:
         separate: whether thoughts are to be told apart.
+        grammar: what the answer must keep to, from its first token on: then there are no thoughts.
         going_on: the answer goes on with a message that was begun, and whose thoughts are over unless they are open.
     """
     form = PLAIN
@@ -222,7 +299,8 @@ def reading_of(
     elif tools.shown and formats.tools is not None:
         form = formats.tools
     plain, thinks = form is PLAIN, False
-    if separate and formats.thoughts is not None and not tools.obliged:
+    free = grammar is None or grammar.kind == "structural_tag"
+    if separate and free and formats.thoughts is not None:
         how = opening(formats.thoughts, prompt or "", going_on=going_on)
         form, thinks = with_thoughts(form, formats.thoughts, how), True
         plain = plain and how == "closed"

@@ -38,10 +38,16 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         stream=bool(body.stream),
         label=f"msg_{secrets.token_hex(16)}",
         tenant=call.tenant,
+        **tools.grammar(server.limits),
     )
     generation = server.generate(call, wanted, [prompt])
     reading = reading_of(
-        server.formats, tools, prompt.text, going_on=body.messages[-1].role == "assistant", id_prefix="toolu_"
+        server.formats,
+        tools,
+        prompt.text,
+        going_on=body.messages[-1].role == "assistant",
+        grammar=wanted.grammar,
+        id_prefix="toolu_",
     )
     shape = MessageShape(name, wanted.label, reading)
     if body.stream:
@@ -83,9 +89,6 @@ def _tools(body: CountBody) -> Tools:
 
 async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
     """The conversation in tokens; where the assistant spoke last, the answer goes on with what it said."""
-    if tools.obliged:
-        message = "`tool_choice` cannot oblige the model on this server; leave it out, or take auto or none"
-        raise ApiError(400, message, "tool_choice")
     told = []
     if body.system:
         told.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))

@@ -49,9 +49,12 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     check_sampling(body, server.about(), server.limits)
     asked = None if body.text is None else grammar_asked(vars(body.text), server.limits, inside="text.")
     tools = _tools(body)
-    if tools.obliged:
-        message = "`tool_choice` cannot oblige the model on this server; leave it out, or take auto or none"
-        raise ApiError(400, message, "tool_choice")
+    obliged = tools.grammar(server.limits)
+    if asked is not None:
+        if obliged:
+            message = f"`{asked.field}` and `tool_choice` both say what the answer must be; give one of them"
+            raise ApiError(400, message, asked.field)
+        obliged = {"grammar": asked.grammar, "grammar_field": asked.field}
     prompt = await _prompt(server, body, tools)
     wanted = Wanted(
         sampling=body,
@@ -65,11 +68,12 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         tenant=call.tenant,
         salt=body.cache_salt or "",
         priority=body.priority,
-        grammar=None if asked is None else asked.grammar,
-        grammar_field="" if asked is None else asked.field,
+        **obliged,
     )
     generation = server.generate(call, wanted, [prompt])
-    shape = ResponseShape(body, name, wanted.label, reading_of(server.formats, tools, prompt.text))
+    shape = ResponseShape(
+        body, name, wanted.label, reading_of(server.formats, tools, prompt.text, grammar=wanted.grammar)
+    )
     if body.stream:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
@@ -188,8 +192,8 @@ async def _stream(generation: Generation, shape: ResponseShape) -> AsyncGenerato
     yield told("created", response=shape.response("in_progress"))
     yield told("in_progress", response=shape.response("in_progress"))
     blocks = Blocks(shape.reading, first=shape.reading.form is None)
-    for step in blocks.begin():
-        for kind, fields in shape.told(*step):
+    for first in blocks.begin():
+        for kind, fields in shape.told(*first):
             yield told(kind, **fields)
     async for new in generation.pieces():
         for piece in new:
