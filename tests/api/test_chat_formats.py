@@ -207,7 +207,7 @@ def told(answer: Answer) -> list[Call]:
 # ----------------------------------------------------------------------------------------------------------- properties
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
     calls_of,
@@ -262,7 +262,7 @@ def tangled(draw: st.DrawFn) -> tuple[str, str]:
     return name, text
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(tangled(), st.integers(0, 2**32), st.sampled_from([None, *sorted(THOUGHTS)]), st.sampled_from([None, 1]))
 def test_any_text_in_any_pieces_means_the_same_and_nothing_is_lost(
     drawn: tuple[str, str], seed: int, thinks: str | None, calls_max: int | None
@@ -291,7 +291,7 @@ def test_any_text_in_any_pieces_means_the_same_and_nothing_is_lost(
         assert sum(isinstance(event, CallBegan) for event in whole) <= 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(values, st.sampled_from(["", " ", "\n\t"]))
 def test_values_of_python_and_json_come_out_as_json(value: Any, space: str) -> None:
     assert json.loads(as_json(space + dumps(value) + space) or "") == value
@@ -299,7 +299,7 @@ def test_values_of_python_and_json_come_out_as_json(value: Any, space: str) -> N
     assert json.loads(as_json(space + python(value), PYTHON) or "") == value
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="{}[]\",:\\truefalsn0123.eE+- \nua'", max_size=12))
 def test_what_is_taken_for_json_is_what_a_parser_takes(text: str) -> None:
     def parse() -> Any:

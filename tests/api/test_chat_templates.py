@@ -90,3 +90,33 @@ def test_any_tokens_in_a_stream_are_the_text_of_all(tmp_path: Path) -> None:
         told = "".join(map(text.stream(()), noise))
         kept = [one for one in ("[TOOL_CALLS]", "[ARGS]") for _ in range(text.decode(noise).count(one))]
         assert sum(told.count(one) for one in ("[TOOL_CALLS]", "[ARGS]")) == len(kept)
+
+
+def test_calls_are_read_from_tokens_whatever_stands_between_them(tmp_path: Path) -> None:
+    import random
+
+    from lockstep.api.answer_text import AnswerText
+    from lockstep.api.chat_formats.driver import Answer, AnswerParser
+    from lockstep.api.chat_formats.tables import TOOL_FORMATS
+    from tests.api.test_chat_formats import RENDER, TOOLS
+
+    draw = random.Random(5)
+    arguments = {"text": 'Zürich "HB" \U0001f600', "number": 2, "list": [{"a": None}]}
+    for name, form in TOOL_FORMATS.items():
+        text = text_of(
+            tmp_path / name, special=tuple(sorted(form.texts() - {"{", "[", "]", ",", ";", "(", ")", "=", ">"}))
+        )
+        text.keep(form.texts())
+        calls = [("now", arguments), ("get_weather", {})]
+        tokens = text.encode(RENDER[name](calls), special=False)
+        for stops in ((), ("nowhere", "<tool", "city")):
+            if any(stop in text.decode(tokens) for stop in stops):
+                continue
+            spelled = AnswerText(text, (), stops)
+            parser, events, at = AnswerParser(form, tools=TOOLS, make_id=str), [], 0
+            while at < len(tokens):
+                at = min(len(tokens), at + draw.choice((1, 1, 3)))
+                events += parser.feed(spelled.spell(tokens[:at], None))
+            answer = Answer.of(events + parser.finish())
+            assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == calls, name
+            assert answer.content == ""

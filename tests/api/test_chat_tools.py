@@ -91,6 +91,12 @@ def client(server: LiveServer) -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def claude(server: LiveServer) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="nothing", max_retries=0) as made:
+        yield made
+
+
 def plain(message: Any) -> dict[str, Any]:
     """A message without the ids of its calls."""
     said = {"content": message.content, "reasoning": getattr(message, "reasoning_content", None)}
@@ -169,6 +175,57 @@ def test_choices_about_tools(client: Any) -> None:
     assert {call.index for call in calls} == {0}
 
 
+UNIT = {
+    "type": "object",
+    "properties": {"unit": {"$ref": "#/$defs/unit"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+UNIT_TOOLS: Any = [*TOOLS[1:], {"type": "function", "function": {"name": "forecast", "parameters": UNIT}}]
+
+
+def test_a_tool_that_must_be_called_is(client: Any, claude: Any) -> None:
+    pytest.importorskip("llguidance", reason="no grammar backend is installed")
+
+    def check(name: str, arguments: Any) -> None:
+        known = {"unit", "days"} if name == "forecast" else set()
+        assert set(arguments) == known
+        assert not known or (arguments["unit"] in ("C", "F") and arguments["days"] in (1, 2, 3))
+
+    named: Any = {"type": "function", "function": {"name": "forecast"}}
+    for choice in ("required", named):
+        for stream in (False, True):
+            more = {"tools": UNIT_TOOLS, "tool_choice": choice, "seed": 3, "parallel_tool_calls": False}
+            if stream:
+                with client.chat.completions.stream(**asked("Now"), **more) as streamed:
+                    said = streamed.get_final_completion().choices[0]
+            else:
+                said = client.chat.completions.create(**asked("Now"), **more).choices[0]
+            assert (said.finish_reason, said.message.content or None) == ("tool_calls", None)
+            (call,) = said.message.tool_calls
+            check(call.function.name, json.loads(call.function.arguments))
+            assert call.function.name == "forecast" or choice == "required"
+    flat: Any = [{"type": "function", **one["function"]} for one in UNIT_TOOLS]
+    (item,) = client.responses.create(
+        model=MODEL, input="Now", tools=flat, tool_choice={"type": "function", "name": "forecast"}
+    ).output
+    check(item.name, json.loads(item.arguments))
+    tools: Any = [{"name": "forecast", "input_schema": UNIT}]
+    told: Any = [{"role": "user", "content": "Now"}]
+    message = claude.messages.create(
+        model=MODEL, max_tokens=900, messages=told, tools=tools, tool_choice={"type": "tool", "name": "forecast"}
+    )
+    (block,) = message.content
+    check(block.name, block.input)
+    assert message.stop_reason == "tool_use"
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIT}}
+    with pytest.raises(openai.BadRequestError, match="`response_format` and `tool_choice` both say"):
+        client.chat.completions.create(
+            **asked("Now"), tools=UNIT_TOOLS, tool_choice="required", extra_body={"response_format": schema}
+        )
+
+
 def test_what_begins_as_a_call_and_is_none_is_content(client: Any) -> None:
     said = client.chat.completions.create(**asked("Nearly"), tools=TOOLS).choices[0]
     assert said.message.content == ANSWERS["Nearly"]
@@ -223,3 +280,137 @@ def test_what_cannot_be_is_refused_by_name(client: Any, more: dict[str, Any], pa
         client.chat.completions.create(**asked("Just think"), **more)
     assert caught.value.body["param"] == param
     assert f"`{param}`" in caught.value.message
+
+
+# ------------------------------------------------------------------------------------------------------ /v1/responses
+
+FLAT: Any = [{"type": "function", "name": "get_weather", "parameters": WEATHER}, {"type": "function", "name": "now"}]
+
+
+def bare(value: Any) -> Any:
+    """Without ids, and without what clients add."""
+    if isinstance(value, list):
+        return [bare(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: bare(one) for name, one in value.items() if "id" not in name.split("_") and "parsed" not in name}
+
+
+def test_a_response_has_items_for_thoughts_words_and_calls(client: Any) -> None:
+    said = client.responses.create(model=MODEL, input="Weather and time?", tools=FLAT)
+    thoughts, message, weather, now = said.output
+    assert (thoughts.type, thoughts.content[0].text, thoughts.summary) == ("reasoning", "Two of them.", [])
+    assert (message.type, message.content[0].text) == ("message", "I look.")
+    assert (weather.type, weather.name, weather.status) == ("function_call", "get_weather", "completed")
+    assert json.loads(weather.arguments) == PARIS
+    assert (now.name, now.arguments) == ("now", "{}")
+    assert len({one.id for one in said.output}) == 4
+    assert said.usage.output_tokens_details.reasoning_tokens > 10
+    assert (said.status, said.tools[0].name) == ("completed", "get_weather")
+    told = [
+        {"role": "user", "content": "Weather and time?"},
+        *(one.model_dump(exclude_none=True) for one in said.output),
+        {"type": "function_call_output", "call_id": weather.call_id, "output": "it is sunny"},
+    ]
+    assert client.responses.create(model=MODEL, input=told, tools=FLAT).output_text == "It is sunny."
+
+
+def test_a_stream_of_items_says_the_same(client: Any) -> None:
+    whole = client.responses.create(model=MODEL, input="Weather and time?", tools=FLAT)
+    with client.responses.stream(model=MODEL, input="Weather and time?", tools=FLAT) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert bare(final.model_dump()["output"]) == bare(whole.model_dump()["output"])
+    kinds = [event.type.removeprefix("response.") for event in events]
+    once = [kind for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
+    text = ("content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done")
+    call = ("output_item.added", *(f"function_call_arguments.{one}" for one in ("delta", "done")), "output_item.done")
+    assert once == [
+        *("created", "in_progress"),
+        *("output_item.added", *(one.format("reasoning_text") for one in text)),
+        *("output_item.added", *(one.format("output_text") for one in text)),
+        *(*call, *call, "completed"),
+    ]
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert json.loads("".join(event.delta for event in deltas if event.output_index == 2)) == PARIS
+    cut = client.responses.create(model=MODEL, input="Weather and time?", tools=FLAT, max_output_tokens=90, stream=True)
+    *_, last = cut
+    states = [one.status for one in last.response.output]
+    assert (states[:2], set(states[2:])) == (["completed", "completed"], {"incomplete"})
+    assert last.response.output[2].name == "get_weather"
+
+
+# ------------------------------------------------------------------------------------------------------- /v1/messages
+
+BLOCK_TOOLS: Any = [
+    {"name": "get_weather", "description": "Of a city.", "input_schema": WEATHER},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+
+
+USE = {"type": "tool_use", "id": "a"}
+
+
+def test_a_message_has_blocks_for_thoughts_words_and_calls(claude: Any) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": BLOCK_TOOLS}
+    first: Any = {"role": "user", "content": "Weather and time?"}
+    said = claude.messages.create(messages=[first], thinking={"type": "enabled", "budget_tokens": 1024}, **asked)
+    thoughts, text, weather, now = said.content
+    assert (thoughts.type, thoughts.thinking) == ("thinking", "Two of them.")
+    assert (text.type, text.text) == ("text", "I look.")
+    assert (weather.type, weather.name, weather.input) == ("tool_use", "get_weather", PARIS)
+    assert (now.name, now.input) == ("now", {})
+    assert weather.id.startswith("toolu_")
+    assert said.stop_reason == "tool_use"
+    sunny = [{"type": "text", "text": "it is sunny"}]
+    results: Any = [
+        {"type": "tool_result", "tool_use_id": weather.id, "content": sunny},
+        {"type": "tool_result", "tool_use_id": now.id, "content": "noon"},
+    ]
+    told: Any = [first, {"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+    answer = claude.messages.create(messages=told, **asked)
+    assert (answer.content[0].text, answer.stop_reason) == ("It is sunny.", "end_turn")
+    counted = claude.messages.count_tokens(model=MODEL, messages=told, tools=BLOCK_TOOLS)
+    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+
+
+def test_a_stream_of_blocks_says_the_same(claude: Any) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": BLOCK_TOOLS}
+    asked["messages"] = [{"role": "user", "content": "Weather and time?"}]
+
+    with claude.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert bare(final.model_dump()["content"]) == bare(claude.messages.create(**asked).model_dump()["content"])
+    assert final.stop_reason == "tool_use"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    one = claude.messages.create(**asked | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+    assert [block.name for block in one.content if block.type == "tool_use"] == ["get_weather"]
+    none = claude.messages.create(**asked | {"tool_choice": {"type": "none"}})
+    assert [block.type for block in none.content] == ["thinking", "text"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "`tools.0.type` must be custom"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "`tools.0.name` must be 1 to 128"),
+        ({"tools": BLOCK_TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "`tool_choice` names 'no'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "`messages.0.content.0.type` must be"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "0.name` must be a text"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+                ]
+            },
+            "send what came of it",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_messages_that_cannot_be_are_refused_by_name(claude: Any, more: dict[str, Any], said: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "a"}], **more}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        claude.messages.create(**asked)
+    assert said in caught.value.body["error"]["message"]

@@ -21,6 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL))
 PRINTED = {
     "Structured output": r"verdict='(yes|no)' percent=\d{1,3}\n\d{3}-\d{4}\n",
+    "Tools and thoughts": r"tool_calls get_weather \{'city': '(Rome|Paris)', 'days': [123]\}\n",
 }
 
 

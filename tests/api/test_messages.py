@@ -100,7 +100,7 @@ def test_errors_have_the_shape_that_the_client_reads(client: Any) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
-        ({"tools": [{"name": "now", "input_schema": {"type": "object"}}]}, "tools"),
+        ({"tools": [{"name": "now", "type": "bash_20250124"}]}, "tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
     ):

@@ -12,13 +12,26 @@ import string
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from lockstep.api.chat_formats.driver import Answer, AnswerParser
+from lockstep.api.chat_formats.driver import (
+    Answer,
+    AnswerParser,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    Content,
+    Event,
+    Thought,
+)
 from lockstep.api.chat_formats.tables import PLAIN, REQUIRED, ChatFormats, Format, opening, with_thoughts
 from lockstep.api.errors import ApiError
 from lockstep.api.generation import Generation
 from lockstep.api.schemas import TemplateOptions
+from lockstep.api.settings import Limits
+from lockstep.api.structured_output import READERS
+from lockstep.core.events import Grammar
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 LETTERS = string.ascii_letters + string.digits
@@ -53,34 +66,112 @@ class Tools:
         """Of their arguments, by name."""
         return {one["function"]["name"]: one["function"].get("parameters") for one in self.given}
 
+    def grammar(self, limits: Limits) -> dict[str, Any]:
+        """What an answer that must be a call keeps to, as fields of `Wanted`; nothing for one that need not.
+
+        Raises: ApiError for schemas that are too much.
+        """
+        if not self.obliged:
+            return {}
+        schema = required_calls(
+            {name: one for name, one in self.schemas().items() if not self.named or name == self.choice},
+            alone=self.named or not self.parallel,
+        )
+        return {"grammar": READERS["json_schema"](schema, "tool_choice", limits), "grammar_field": "tool_choice"}
+
+
+def required_calls(schemas: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
+    """The schema of an answer that consists of calls, as the format REQUIRED reads it: [{"name", "parameters"}, ...].
+
+    A schema with references is a definition of its own, and its references lead on from there.
+    """
+    definitions: dict[str, Any] = {}
+    ways = []
+    for number, (name, given) in enumerate(schemas.items()):
+        schema: dict[str, Any] = NO_ARGUMENTS if given is None else {"type": "object", **given}
+        if _refers(schema):
+            place = f"tool{number}"
+            definitions[place] = _moved(schema, f"#/$defs/{place}")
+            schema = {"$ref": f"#/$defs/{place}"}
+        ways.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": ways} if len(ways) > 1 else ways[0]}
+    return calls | ({"maxItems": 1} if alone else {}) | ({"$defs": definitions} if definitions else {})
+
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _refers(schema: Any) -> bool:
+    """Whether there is a reference in it, or below."""
+    level = [schema]
+    while level:
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                if isinstance(one.get("$ref"), str):
+                    return True
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+        level = below
+    return False
+
+
+def _moved(schema: Any, place: str, depth: int = 64) -> Any:
+    """A schema whose references to itself lead to another place. Raises ApiError for one that is too deep."""
+    if not depth:
+        raise ApiError(400, "`tools` have a schema that is nested more than 64 levels deep", "tools")
+    if isinstance(schema, list):
+        return [_moved(one, place, depth - 1) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(one, place, depth - 1) for name, one in schema.items()}
+    of = schema.get("$ref")
+    if isinstance(of, str) and of.startswith("#"):
+        moved["$ref"] = place + of[1:]
+    return moved
+
 
 def tools_of(
     given: Sequence[Any], choice: str | Mapping[str, Any] | None, *, parallel: bool | None, where: str = "tools"
 ) -> Tools:
     """Tools of a chat completion. Raises ApiError for what is none, and for a choice that cannot be."""
-    names: set[str] = set()
+    functions = []
     for i, one in enumerate(given):
         if not isinstance(one, dict) or one.get("type") != "function":
             kind = one.get("type") if isinstance(one, dict) else one
             raise ApiError(400, f"`{where}.{i}.type` must be function, got {str(kind)[:40]!r}", f"{where}.{i}.type")
-        function = one.get("function")
-        if not isinstance(function, dict):
+        if not isinstance(one.get("function"), dict):
             raise ApiError(400, f"`{where}.{i}.function` must be an object", f"{where}.{i}.function")
-        check_tool(function, f"{where}.{i}.function", "parameters", names)
+        functions.append(one["function"])
+    check_tools(functions, where + ".{}.function", "parameters")
     return chosen(list(given), choice, parallel=parallel)
 
 
-def check_tool(tool: Mapping[str, Any], where: str, schema_field: str, names: set[str]) -> None:
-    """Refuse a tool without a name that can be called, or whose arguments are no object. Adds the name."""
-    name, schema = tool.get("name"), tool.get(schema_field)
-    if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
-        message = f"`{where}.name` must be 1 to 128 letters, digits and any of _ . : -, got {str(name)[:40]!r}"
-        raise ApiError(400, message, f"{where}.name")
-    if name in names:
-        raise ApiError(400, f"`{where}.name` is {name!r}, which another tool is called already", f"{where}.name")
-    if schema is not None and not isinstance(schema, dict):
-        raise ApiError(400, f"`{where}.{schema_field}` must be a JSON schema", f"{where}.{schema_field}")
-    names.add(name)
+def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: str) -> None:
+    """Refuse a tool without a name that can be called, or whose arguments are no object. Raises ApiError.
+
+    Args:
+        place: where a client wrote them, with {} for the number.
+    """
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        where, name, schema = place.format(i), tool.get("name"), tool.get(schema_field)
+        if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
+            message = f"`{where}.name` must be 1 to 128 letters, digits and any of _ . : -, got {str(name)[:40]!r}"
+            raise ApiError(400, message, f"{where}.name")
+        if name in names:
+            raise ApiError(400, f"`{where}.name` is {name!r}, which another tool is called already", f"{where}.name")
+        if schema is not None and not isinstance(schema, dict):
+            raise ApiError(400, f"`{where}.{schema_field}` must be a JSON schema", f"{where}.{schema_field}")
+        names.add(name)
 
 
 def chosen(
@@ -110,7 +201,9 @@ def chosen(
 EFFORT = "reasoning_effort"
 
 
-def template_options(options: TemplateOptions | None, effort: str | None, template: str | None) -> dict[str, Any]:
+def template_options(
+    options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
+) -> dict[str, Any]:
     """What a chat template is told beside messages and tools. Raises ApiError for what it does not look at."""
     asked: dict[str, tuple[str, Any]] = {}
     if options is not None:
@@ -122,7 +215,7 @@ def template_options(options: TemplateOptions | None, effort: str | None, templa
             if (value := getattr(options, name)) is not None:
                 asked[name] = f"chat_template_kwargs.{name}", value
     if effort is not None:
-        asked.setdefault(EFFORT, (EFFORT, effort))
+        asked.setdefault(EFFORT, (effort_field, effort))
     for name, (where, _) in asked.items():
         if re.search(rf"\b{name}\b", template or "") is None:
             raise ApiError(400, f"`{where}` changes nothing: the model's chat template does not read `{name}`", where)
@@ -190,12 +283,14 @@ def reading_of(
     *,
     separate: bool = True,
     going_on: bool = False,
+    grammar: Grammar | None = None,
     id_prefix: str = "call_",
 ) -> Reading:
     """How answers to a prompt are read.
 
     Args:
         separate: whether thoughts are to be told apart.
+        grammar: what the answer must keep to, from its first token on: then there are no thoughts.
         going_on: the answer goes on with a message that was begun, and whose thoughts are over unless they are open.
     """
     form = PLAIN
@@ -204,7 +299,8 @@ def reading_of(
     elif tools.shown and formats.tools is not None:
         form = formats.tools
     plain, thinks = form is PLAIN, False
-    if separate and formats.thoughts is not None and not tools.obliged:
+    free = grammar is None or grammar.kind == "structural_tag"
+    if separate and free and formats.thoughts is not None:
         how = opening(formats.thoughts, prompt or "", going_on=going_on)
         form, thinks = with_thoughts(form, formats.thoughts, how), True
         plain = plain and how == "closed"
@@ -216,3 +312,115 @@ def reading_of(
         calls_max=1 if alone else None,
         id_prefix=id_prefix,
     )
+
+
+# --------------------------------------------------------------------------------------- an answer as a list of blocks
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer: thoughts, words, or a call, whose text is its arguments.
+
+    Args:
+        number: its place in the answer.
+        whole: of a call, whether it became one.
+    """
+
+    kind: Literal["thought", "content", "call"]
+    number: int
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+    whole: bool = True
+    id: str = ""  # for whoever gives it one
+
+
+Step = tuple[Literal["open", "more", "close"], Block, str]
+
+
+class Blocks:
+    """Puts an answer together as blocks, while it comes.
+
+    Args:
+        first: an answer begins with words at once, as it does where nothing else can come.
+    """
+
+    def __init__(self, reading: Reading, *, first: bool = False) -> None:
+        self._reading = reading
+        self.all: list[Block] = []
+        self._open: Block | None = None
+        self._parts: list[str] = []
+        self._first = first
+
+    def begin(self) -> list[Step]:
+        """What there is before anything came."""
+        return self._to("content") if self._first else []
+
+    def take(self, text: str, *, over: bool) -> list[Step]:
+        """More of the answer; at its end there is at least one block, and none is open."""
+        if self._reading.form is None:
+            events: list[Event] = [Content(text)] if text else []
+        else:
+            parser = self._reading.parser(0)
+            events = parser.feed(text) + (parser.finish() if over else [])
+        steps: list[Step] = []
+        for event in events:
+            steps += self._take(event)
+        if over:
+            steps += self._to("content") if not self.all else []
+            steps += self._close()
+        return steps
+
+    def _take(self, event: Event) -> list[Step]:
+        match event:
+            case Thought():
+                return [*self._to("thought"), self._more(event.text)]
+            case Content():
+                return [*self._to("content"), self._more(event.text)]
+            case CallBegan():
+                return [*self._close(), self._begin(Block("call", len(self.all), "", event.call_id, event.name))]
+            case CallArguments():
+                return [self._more(event.text)]
+            case CallEnded():
+                return self._close()
+            case CallBroken():
+                assert self._open is not None
+                self._open.whole = False
+                steps = self._close()
+                return [*steps, *self._to("content"), self._more(event.rest)] if event.rest else steps
+
+    def _to(self, kind: Literal["thought", "content"]) -> list[Step]:
+        """Have a block of this kind open."""
+        if self._open is not None and self._open.kind == kind:
+            return []
+        return [*self._close(), self._begin(Block(kind, len(self.all)))]
+
+    def _begin(self, block: Block) -> Step:
+        self.all.append(block)
+        self._open = block
+        return "open", block, ""
+
+    def _more(self, text: str) -> Step:
+        assert self._open is not None
+        self._parts.append(text)
+        return "more", self._open, text
+
+    def _close(self) -> list[Step]:
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        block.text = "".join(self._parts)
+        self._parts = []
+        return [("close", block, "")]
+
+
+def blocks_of(answer: Answer) -> list[Block]:
+    """A whole answer as blocks, at least one."""
+    blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
+    for one in answer.order or ([] if blocks else [""]):
+        number = len(blocks)
+        if isinstance(one, str):
+            blocks.append(Block("content", number, one))
+        else:
+            blocks.append(Block("call", number, one.arguments, one.call_id, one.name))
+    return blocks

@@ -161,9 +161,6 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         check_logprobs(body.top_logprobs or 0, "logprobs", about, limits)
     check_prompt_logprobs(body, about, limits)
     tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
-    if tools.obliged:
-        message = "`tool_choice` cannot oblige the model on this server; leave it out, or take auto or none"
-        raise ApiError(400, message, "tool_choice")
     prompt = await chat_prompt(server, body, tools)
     completion = body.max_completion_tokens
     wanted = _wanted(
@@ -177,11 +174,18 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         tops=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
         prompt_tops=body.prompt_logprobs or 0,
+        **tools.grammar(limits),
     )
     if wanted.max_tokens == 0:
         raise ApiError(400, f"`{wanted.max_tokens_field}` must be at least 1, got 0", wanted.max_tokens_field)
-    separate, going_on = body.separate_reasoning is not False, body.continue_final_message
-    reading = reading_of(server.formats, tools, prompt.text, separate=separate, going_on=going_on)
+    reading = reading_of(
+        server.formats,
+        tools,
+        prompt.text,
+        separate=body.separate_reasoning is not False,
+        going_on=body.continue_final_message,
+        grammar=wanted.grammar,
+    )
     generation = server.generate(call, wanted, [prompt])
     return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label, reading))
 
@@ -289,6 +293,9 @@ def check_prompt_logprobs(body: OpenAI, about: About, limits: Limits) -> None:
 
 def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
     asked = grammar_asked(vars(body), server.limits)
+    if asked is not None and "grammar" in more:
+        message = f"`{asked.field}` and `{more['grammar_field']}` both say what the answer must be; give one of them"
+        raise ApiError(400, message, asked.field)
     if asked is not None:
         more |= {"grammar": asked.grammar, "grammar_field": asked.field}
     return Wanted(

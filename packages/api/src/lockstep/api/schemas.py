@@ -418,11 +418,27 @@ class RerankBody(Timed):
 
 
 class InputItem(Body):
-    """One item of a response's input: a message."""
+    """One item of a response's input: a message, a call, what came of one, or thoughts."""
 
     type: Name = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | Objects | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Text | None = None
+    output: Text | Objects | None = None
+
+
+class ReasoningOptions(Body):
+    """`reasoning` of a response."""
+
+    effort: Name | None = None  # for a chat template that reads `reasoning_effort`
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "context": (),
+        "generate_summary": (),
+        "summary": (),
+    }
 
 
 class TextSettings(Body):
@@ -441,6 +457,11 @@ class ResponseBody(Sampling, Timed):
     instructions: Text | None = None
     text: TextSettings | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    tools: Objects | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
     user: Name | None = None
@@ -454,14 +475,10 @@ class ResponseBody(Sampling, Timed):
         "include": (["reasoning.encrypted_content"],),  # there is no reasoning to encrypt
         "max_tool_calls": (),
         "moderation": (),
-        "parallel_tool_calls": (True,),
         "previous_response_id": (),
         "prompt": (),
-        "reasoning": (),
         "response_format": ({"type": "text"},),
         "store": (),
-        "tool_choice": ("auto", "none"),
-        "tools": (),
         "top_logprobs": (),
         "truncation": ("disabled",),
     }
@@ -480,12 +497,32 @@ class MessageMetadata(Body):
     user_id: Name | None = None
 
 
+class MessageToolChoice(Body):
+    """Whether a tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model is to think; for a chat template that reads `enable_thinking` or `thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None  # advice, for a chat template that reads `thinking_budget`
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+
+
 class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
     model: Name | None = None
     messages: Annotated[Items[MessageItem], Field(min_length=1)]
     system: Text | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
@@ -493,9 +530,6 @@ class CountBody(Body):
         "mcp_servers": (),
         "output_config": (),
         "output_format": (),
-        "thinking": ({"type": "disabled"},),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
-        "tools": (),
     }
 
 

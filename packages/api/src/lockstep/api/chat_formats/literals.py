@@ -30,6 +30,9 @@ NUMBER_ROWS = {
     "sign": dict.fromkeys(DIGITS, "exponent"),
     "exponent": dict.fromkeys(DIGITS, "exponent"),
 }
+MORE_DIGITS, RUN_OF_DIGITS = frozenset(("digits", "fraction", "exponent")), re.compile("[0-9]+")
+"""Where digits change nothing but the number."""
+
 NUMBER_ENDS = frozenset(("zero", "digits", "fraction", "exponent"))
 """Where a number may be over; another character is then looked at as what follows a value."""
 
@@ -132,6 +135,10 @@ class Literal:
             while stop < len(text) and text[stop] in SPACE:
                 stop += 1
             return stop, text[at:stop]
+        if self.state in MORE_DIGITS and letter in DIGITS:
+            digits = RUN_OF_DIGITS.match(text, at)
+            assert digits is not None
+            return digits.end(), digits[0]
         return self._letter(letter, at)
 
     def end(self) -> str:
