@@ -134,9 +134,7 @@ class TensorFile:
         except (OSError, SafetensorError) as error:
             self.close()
             raise CheckpointError(called, [str(error)], "write it with safetensors' `save_file`") from None
-        self.stored = {
-            name: Stored(called, tuple(fact.get_shape()), fact.get_dtype()) for name, fact in facts.items()
-        }
+        self.stored = {name: Stored(called, tuple(fact.get_shape()), fact.get_dtype()) for name, fact in facts.items()}
 
     def __enter__(self) -> Self:
         return self

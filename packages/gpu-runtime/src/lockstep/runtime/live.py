@@ -18,9 +18,9 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class LiveModel:
         parallel, model = self.model.parallel, self.model
         with _opened(where, model.settings) as tensors, torch.no_grad():
             bare = "embed_tokens.weight" in tensors.stored
-            wanted = [_without(want, "model.") if bare else want for want in model.tensors()]
+            wanted = [replace(want, name=want.name.removeprefix("model." if bare else "")) for want in model.tensors()]
             try:
                 self._staged = stage(
                     wanted,
@@ -94,7 +94,9 @@ class LiveModel:
             raise ConfigError("weights are split over the ranks, of which no one has all\nhint: read them without `tp`")
         found = {want.name: want.into for want in self.model.tensors()}
         if name not in found:
-            raise ConfigError(f"`name` is {name!r}, which is no tensor of this model\nhint: {', '.join(list(found)[:3])}")
+            raise ConfigError(
+                f"`name` is {name!r}, which is no tensor of this model\nhint: {', '.join(list(found)[:3])}"
+            )
         tensor = found[name]
         rows = min(rows, len(tensor))
         if rows * tensor[:1].numel() > VALUES_MAX:
@@ -106,7 +108,9 @@ class LiveModel:
             if self._kept is not None:
                 raise ConfigError("the memory of the weights is released\nhint: resume it first")
             values = tensor[:rows].float().cpu().tolist()
-            return WeightsRead(name, self.version, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), values)
+            return WeightsRead(
+                name, self.version, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), values
+            )
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -139,13 +143,7 @@ class LiveModel:
             torch.cuda.empty_cache()
 
 
-def _without(want: Any, prefix: str) -> Any:
-    from dataclasses import replace
-
-    return replace(want, name=want.name.removeprefix(prefix))
-
-
-# --------------------------------------------------------------------------------------------------- where they come from
+# -------------------------------------------------------------------------------------------- where they come from
 
 
 @contextmanager
@@ -159,7 +157,9 @@ def _opened(source: Source, running: ModelSettings) -> Iterator[Tensors]:
             opened = Checkpoint(Path(path))
         case SharedMemory(name):
             if Path(name).name != name or not (SHARED_MEMORY / name).is_file():
-                raise ConfigError(f"there is no shared memory called {name!r}\nhint: {SHARED_MEMORY}/NAME is there for it")
+                raise ConfigError(
+                    f"there is no shared memory called {name!r}\nhint: {SHARED_MEMORY}/NAME is there for it"
+                )
             opened = TensorFile(SHARED_MEMORY / name, named(source))
         case Group():
             raise ConfigError("this engine has joined no group")
@@ -193,7 +193,7 @@ class _Kept:
         self._file: IO[bytes] | None = None
         if self._storages[0].device.type == "cpu":
             try:
-                self._file = tempfile.TemporaryFile()
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as this
                 for storage in self._storages:
                     self._file.write(_in_place(storage))
                 self._file.flush()
@@ -235,7 +235,7 @@ class _Kept:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _in_place(storage: torch.UntypedStorage) -> memoryview:

@@ -155,7 +155,9 @@ class Answer:
     prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by p: by token, likeliest first
     hidden_states: Float32s | None = None  # [positions, hidden]
     vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
-    weights: tuple[tuple[int, int], ...] = ()  # (first output token, version of the weights that drew it and those behind)
+    weights: tuple[
+        tuple[int, int], ...
+    ] = ()  # (first output token, version of the weights that drew it and those behind)
     others: list[Answer] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
 
 

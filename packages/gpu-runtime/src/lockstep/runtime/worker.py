@@ -196,7 +196,6 @@ class Follower:
                 case other:
                     raise RankLost(f"rank 0 sent {type(other).__name__} to a rank that runs")
 
-
     def _change(self, change: Prepare | Commit | Discard | Switch) -> str:
         """Work on weights and memory; why it could not be, or nothing."""
         try:

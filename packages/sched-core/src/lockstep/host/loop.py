@@ -760,7 +760,7 @@ class RuntimeHost:
                 raise ContractError(f"the engine ordered {type(command).__name__}, for which this host has no hands")
 
     def _maintain(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
-        """Work on the device in a thread of its own, so that requests can come and go meanwhile; nothing is launched."""
+        """Work on the device, in a thread of its own, so that requests can come and go. Nothing is launched then."""
         hands = self._hands
         if hands is None:
             self._inbox.put(_Fact(partial(_answer_to, order, "this runtime was started without hands for that")))

@@ -57,9 +57,10 @@ def read_source(text: str) -> Source:
     if not text.startswith("{"):
         return Folder(text)
     try:
-        return msgspec.json.decode(text, type=Source)
+        source: Source = msgspec.json.decode(text, type=Source)
     except msgspec.DecodeError as error:
         raise ConfigError(f"`source` of new weights cannot be read: {error}") from error
+    return source
 
 
 def named(source: Source) -> str:
