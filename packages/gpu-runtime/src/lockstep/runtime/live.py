@@ -42,6 +42,7 @@ class LiveModel:
     def __init__(self, model: Decoder, executor: Executor) -> None:
         self.model, self.executor, self.pool = model, executor, executor.attention.pool
         self.version = 0
+        self._wanted = list(model.tensors())  # views, which cannot be made while there is no memory
         self._staged: Staged | None = None
         self._kept: _Kept | None = None  # the weights, while their memory is given back
         self._lock = threading.Lock()  # whoever reads weights does not see half of an update
@@ -60,7 +61,7 @@ class LiveModel:
         parallel, model = self.model.parallel, self.model
         with _opened(where, model.settings) as tensors, torch.no_grad():
             bare = "embed_tokens.weight" in tensors.stored
-            wanted = [replace(want, name=want.name.removeprefix("model." if bare else "")) for want in model.tensors()]
+            wanted = [replace(want, name=want.name.removeprefix("model." if bare else "")) for want in self._wanted]
             try:
                 self._staged = stage(
                     wanted,
@@ -92,25 +93,24 @@ class LiveModel:
         """The first rows of a tensor, by the name that it has in a checkpoint. Raises ConfigError."""
         if self.model.parallel.ranks > 1:
             raise ConfigError("weights are split over the ranks, of which no one has all\nhint: read them without `tp`")
-        found = {want.name: want.into for want in self.model.tensors()}
+        found = {want.name: want.into for want in self._wanted}
         if name not in found:
             raise ConfigError(
                 f"`name` is {name!r}, which is no tensor of this model\nhint: {', '.join(list(found)[:3])}"
             )
         tensor = found[name]
         rows = min(rows, len(tensor))
-        if rows * tensor[:1].numel() > VALUES_MAX:
+        values = rows * (tensor.numel() // max(len(tensor), 1))
+        if values > VALUES_MAX:
             raise ConfigError(
-                f"{rows} rows of `{name}` are {rows * tensor[:1].numel():,} values, at most {VALUES_MAX:,} are read"
+                f"{rows} rows of `{name}` are {values:,} values, at most {VALUES_MAX:,} are read"
                 "\nhint: a smaller truncate_size"
             )
         with self._lock:
             if self._kept is not None:
                 raise ConfigError("the memory of the weights is released\nhint: resume it first")
-            values = tensor[:rows].float().cpu().tolist()
-            return WeightsRead(
-                name, self.version, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), values
-            )
+            some, dtype = tensor[:rows].float().cpu().tolist(), str(tensor.dtype).removeprefix("torch.")
+            return WeightsRead(name, self.version, tuple(tensor.shape), dtype, some)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -141,6 +141,11 @@ class LiveModel:
             lane.check()
         if released and gpu:
             torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Nobody takes the memory again."""
+        if self._kept is not None:
+            self._kept.close()
 
 
 # -------------------------------------------------------------------------------------------- where they come from
@@ -231,6 +236,12 @@ class _Kept:
                     if not read:
                         raise OSError("the file in which the weights were kept is cut short")
                     at += read
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        self._copies = []
+        if self._file is not None:
             self._file.close()
 
 

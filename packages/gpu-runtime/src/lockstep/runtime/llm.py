@@ -571,6 +571,7 @@ class LLM:
             self.group.close(stuck=stuck)
         elif stuck:
             end_hard_at_exit("a thread of the engine")
+        self._live.close()
         if self._journal is not None and not stuck:
             self._journal.close()
 

@@ -763,7 +763,8 @@ class RuntimeHost:
         """Work on the device, in a thread of its own, so that requests can come and go. Nothing is launched then."""
         hands = self._hands
         if hands is None:
-            self._inbox.put(_Fact(partial(_answer_to, order, "this runtime was started without hands for that")))
+            what = "change its weights" if isinstance(order, SwapWeights) else "give its memory back"
+            self._inbox.put(_Fact(partial(_answer_to, order, f"this runtime cannot {what} while it runs")))
             return
         self._hands_busy = True
 
