@@ -236,14 +236,12 @@ def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Pos
     [
         ("/load_lora_adapter", "no adapters"),
         ("/v1/unload_lora_adapter", "no adapters"),
-        ("/update_weights_from_disk", "cannot change its weights"),
-        ("/release_memory_occupation", "cannot give its memory back"),
-        ("/wake_up", "cannot give its memory back"),
+        ("/get_weights_by_name", "no weights"),
         ("/start_profile", "--profile-dir"),
     ],
 )
 def test_what_the_runtime_has_no_hands_for_is_refused(operator: Post, path: str, what: str) -> None:
-    status, said = operator(path, {} if path == "/start_profile" else {"model_path": "/etc"})
+    status, said = operator(path, {} if path == "/start_profile" else {"name": "model.norm.weight"})
     assert (status, said["error"]["type"]) == (501, "NotImplementedError")
     assert what in said["error"]["message"]
     now = state(operator)

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from lockstep.api import bridge, engine_process, routing, wire
 from lockstep.core.events import GetState, RequestArrived, SamplingParams, TokenIds
+from lockstep.host.weights import WeightsRead
 
 ABOUT = wire.About(
     model="m",
@@ -44,6 +45,7 @@ TO_ENGINE = [
     wire.Ask(1, 8, GetState()),
     wire.Trace(1, 9, {"steps": 3, "with_stack": True, "activities": ("cpu",)}),
     wire.Trace(1, 10, None),
+    wire.ReadWeights(1, 11, "model.norm.weight", 3),
     wire.WorkerGone(1),
     wire.Stop(0),
 ]
@@ -57,10 +59,11 @@ TO_WORKER = [
         b"\1\0\0\0",
         b"\5\0\0\0",
         (wire.Logprobs(0, bytes(4)),),
-        (wire.Ended(7, 0, "length", output_tokens=1),),
+        (wire.Ended(7, 0, "length", output_tokens=1, weights=((0, 1), (5, 2))),),
         wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, True),
     ),
     wire.Answered(3, 8, True, "done"),
+    wire.Answered(3, 11, True, weights=WeightsRead("model.norm.weight", 1, (2,), "float32", [0.5, 1.0])),
     wire.EngineRestarting(3, 1, "why"),
     wire.EngineGone(3, "why"),
 ]

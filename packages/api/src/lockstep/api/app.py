@@ -132,11 +132,19 @@ ADMIN_ROUTES = (
     _admin("/unload_lora_adapter", control_api.load_adapter, schemas.AnyBody),
     _admin("/v1/load_lora_adapter", control_api.load_adapter, schemas.AnyBody),
     _admin("/v1/unload_lora_adapter", control_api.load_adapter, schemas.AnyBody),
-    _admin("/update_weights_from_disk", control_api.update_weights, schemas.AnyBody),
-    _admin("/release_memory_occupation", control_api.switch_memory, schemas.AnyBody),
-    _admin("/resume_memory_occupation", control_api.switch_memory, schemas.AnyBody),
-    _admin("/sleep", control_api.switch_memory, schemas.AnyBody),
-    _admin("/wake_up", control_api.switch_memory, schemas.AnyBody),
+    _admin(
+        *("/update_weights_from_disk", control_api.update_weights_from_disk, schemas.WeightsFromDiskBody),
+        optional=False,
+    ),
+    _admin(
+        *("/update_weights_from_tensor", control_api.update_weights_from_tensor, schemas.WeightsFromTensorBody),
+        optional=False,
+    ),
+    _admin("/get_weights_by_name", control_api.get_weights_by_name, schemas.WeightsByNameBody, optional=False),
+    _admin("/release_memory_occupation", control_api.release_memory, schemas.MemoryBody),
+    _admin("/resume_memory_occupation", control_api.resume_memory, schemas.MemoryBody),
+    _admin("/sleep", control_api.release_memory, schemas.MemoryBody),
+    _admin("/wake_up", control_api.resume_memory, schemas.MemoryBody),
 )
 
 

@@ -36,6 +36,7 @@ from lockstep.api.wire import (
     EngineRestarting,
     Gauges,
     Hello,
+    ReadWeights,
     Settled,
     StepAnswers,
     Submit,
@@ -275,6 +276,17 @@ class Bridge:
     async def trace(self, options: dict[str, Any] | None) -> Answered:
         """Begin a profile of the device, or end it. Raises EngineUnavailable."""
         return await self._answer(lambda number: Trace(self.worker, number, options))
+
+    async def read_weights(self, name: str, rows: int) -> Answered:
+        """The first rows of a tensor. Raises EngineUnavailable."""
+        return await self._answer(lambda number: ReadWeights(self.worker, number, name, rows))
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that the engine has, as far as is known here."""
+        if self.gauges is not None:
+            return self.gauges.weights_version
+        return 0 if self.about is None else self.about.weights_version
 
     async def _answer(self, question: Callable[[int], ToEngine]) -> Answered:
         self._needs_engine(now=True)

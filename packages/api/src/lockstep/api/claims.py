@@ -113,7 +113,7 @@ class Claims:
         for sample, had in going:
             said = told.said[sample]
             logprobs = {number: kept for number, kept in said.logprobs.items() if number >= had}
-            untold[sample - first] = Untold(had, said.tokens[had:], logprobs, said.end)
+            untold[sample - first] = Untold(had, said.tokens[had:], logprobs, said.end, said.weights)
         self._host.adopt(request, sinks, untold)
         self._taken.update(samples)
         return first

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
+from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,14 +23,20 @@ from lockstep.api.generation import unavailable
 from lockstep.api.http import JsonResponse
 from lockstep.api.schemas import (
     CloseSessionBody,
+    MemoryBody,
     OpenSessionBody,
     PauseBody,
     ProfileBody,
     SlowDownBody,
     StateBody,
+    WeightsBody,
+    WeightsByNameBody,
+    WeightsFromDiskBody,
+    WeightsFromTensorBody,
 )
 from lockstep.api.server import Call, Server
 from lockstep.api.wire import Answered
+from lockstep.core.errors import ConfigError
 from lockstep.core.events import (
     CancelAll,
     CloseSession,
@@ -40,10 +47,18 @@ from lockstep.core.events import (
     GetState,
     OpenSession,
     Pause,
+    ReleaseMemory,
     Resume,
+    ResumeMemory,
     SetState,
     SlowDown,
+    UpdateWeights,
 )
+from lockstep.core.maintenance import MEMORY_TAGS
+from lockstep.host.weights import Folder, SharedMemory, Source, stamp_of, write_source
+
+MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
+"""vLLM's names for what becomes of requests that run."""
 
 # ------------------------------------------------------------------------------------------------------------- sessions
 
@@ -90,8 +105,7 @@ async def flush_cache(server: Server, call: Call[None]) -> Response:
 
 async def pause(server: Server, call: Call[PauseBody]) -> Response:
     """Stop launching; what runs stays where it is, gives its pages back (retract), or is ended (cancel)."""
-    modes: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
-    return await _told(server, call, Pause(modes.get(call.body.mode, call.body.mode)))
+    return await _told(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
 
 
 async def resume(server: Server, call: Call[None]) -> Response:
@@ -124,12 +138,18 @@ async def server_info(server: Server, call: Call[None]) -> Response:
     """Settings, and how the engine stands."""
     answered = await _asked(server, call, GetState())
     said = {
-        "version": version("lockstep-api"),
+        "version": version_of("lockstep-api"),
         "settings": msgspec.to_builtins(server.settings),
         "scheduler": server.about().settings,
+        "weight_version": weight_version(server),
     }
     states = [{"engine": engine.number, "state": msgspec.to_builtins(one.stats)} for engine, one in answered]
     return JsonResponse(said | ({"engines": states} if len(states) > 1 else {"state": states[0]["state"]}))
+
+
+def weight_version(server: Server) -> str:
+    """Of all engines; where they differ, of each in turn."""
+    return ",".join(dict.fromkeys(str(engine.weights_version) for engine in server.bridge.engines))
 
 
 async def set_internal_state(server: Server, call: Call[StateBody]) -> Response:
@@ -176,14 +196,74 @@ async def load_adapter(server: Server, call: Call[Any]) -> Response:
     raise ApiError(501, "this runtime has no adapters")
 
 
-async def update_weights(server: Server, call: Call[Any]) -> Response:
-    """Load weights from disk: refused, as no runtime here can while it runs."""
-    raise ApiError(501, "this runtime cannot change its weights while it runs; start another server")
+async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBody]) -> Response:
+    """Load the weights of another folder of the same model into the engine that serves."""
+    path = call.body.model_path
+    if server.about().kind == "emulated":  # which reads nothing
+        return await _update(server, call, Folder(path))
+    if not Path(path).is_absolute():
+        raise ApiError(400, f"`model_path` must begin with /, got {path[:200]!r}", "model_path")
+    try:
+        stamp = await asyncio.to_thread(stamp_of, Path(path))
+    except (ConfigError, OSError) as error:
+        message = str(error).partition("\nhint: ")[0]
+        raise ApiError(400, f"`model_path`: {message}", "model_path") from error
+    return await _update(server, call, Folder(path, stamp))
 
 
-async def switch_memory(server: Server, call: Call[Any]) -> Response:
-    """Give device memory back or take it again: refused, as no runtime here can while it runs."""
-    raise ApiError(501, "this runtime cannot give its memory back while it runs")
+async def update_weights_from_tensor(server: Server, call: Call[WeightsFromTensorBody]) -> Response:
+    """Put tensors in place that lie in shared memory, some or all of the model's."""
+    return await _update(server, call, SharedMemory(call.body.shared_memory))
+
+
+async def _update(server: Server, call: Call[Any], source: Source) -> Response:
+    """All engines that are meant get the same version; what runs meanwhile is each one's own business."""
+    body: WeightsBody = call.body
+    states = [(engine, one.stats) for engine, one in await _asked(server, call, GetState())]
+    newest = max(0 if stats is None else stats.weights_version for _, stats in states)
+    version = newest + 1 if body.weight_version is None else int(body.weight_version)
+    paused = {engine.number for engine, stats in states if stats is not None and stats.paused}
+
+    def ask(engine: Bridge) -> Awaitable[Answered]:
+        mode = body.mode or ("cancel" if body.abort_all_requests else None)
+        mode = mode or ("in_place" if engine.number in paused else "wait")
+        return engine.ask(UpdateWeights(version, write_source(source), MODES.get(mode, mode)))
+
+    _answer(await _of_each(server, call, ask))
+    return JsonResponse({"success": True, "message": f"weights {version} are in place", "weight_version": str(version)})
+
+
+async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> Response:
+    """The first rows of a tensor, by the name that it has in a checkpoint; of the first engine that is meant."""
+    if "read_weights" not in server.about().able:
+        raise ApiError(501, "an emulated engine has no weights")
+    answered = await _waited(_chosen(server, call)[0].read_weights(call.body.name, call.body.truncate_size))
+    if answered.weights is None:
+        raise ApiError(400, for_clients(answered.message), "name")
+    read = answered.weights
+    return JsonResponse({"parameter": read.values, **msgspec.to_builtins(read), "version": str(read.version)})
+
+
+async def release_memory(server: Server, call: Call[MemoryBody]) -> Response:
+    """Give the memory of weights and KV cache back, or of what `tags` names, once nothing runs. Requests wait then."""
+    return await _told(server, call, ReleaseMemory(_tags(call)))
+
+
+async def resume_memory(server: Server, call: Call[MemoryBody]) -> Response:
+    """Take the memory again; requests go on."""
+    return await _told(server, call, ResumeMemory(_tags(call)))
+
+
+def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
+    """What `tags` names, in the body or, as vLLM has it, in the query; all there is where nothing does."""
+    level = call.request.query_params.get("level", "1")
+    if level != "1":
+        raise ApiError(400, f"`level` must be 1, which keeps the weights in other memory, got {level[:20]!r}", "level")
+    asked = tuple(call.body.tags or call.request.query_params.getlist("tags")) or MEMORY_TAGS
+    for tag in asked:
+        if tag not in MEMORY_TAGS:
+            raise ApiError(400, f"`tags` has {tag[:60]!r}; known are {', '.join(MEMORY_TAGS)}", "tags")
+    return asked
 
 
 # ------------------------------------------------------------------------------------------------------------------ how

@@ -165,6 +165,7 @@ class EmulatedExecutor:
         self._unsampled: set[BatchId] = set()  # those in the queue that wait for their matchers
         self._queue: deque[BatchResult] = deque()
         self._free_us = 0.0  # when the last batch launched will have ended
+        self.weights_version = 0  # other weights say other words
 
     @property
     def in_flight(self) -> int:
@@ -282,13 +283,40 @@ class EmulatedExecutor:
             rows = np.repeat(rows, counts)
             stops = np.repeat(stops - ends + 1, counts) + np.arange(int(ends[-1]) if len(ends) else 0)
         numbers = stops - self._prompt_tokens[rows]
-        tokens = self._vocabulary.words(self._keys[rows], numbers)
+        keys = self._keys[rows]
+        if self.weights_version:
+            keys = _mixed(keys + np.uint64(self.weights_version))
+        tokens = self._vocabulary.words(keys, numbers)
         tokens[numbers + 1 == self._lengths[rows]] = self._vocabulary.end
         if self._scripted:
             for i, (row, number) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
                 if (said := self._scripted.get(row)) is not None:
                     tokens[i] = said[number] if number < len(said) else self._vocabulary.end
         return tokens
+
+
+class EmulatedHands:
+    """New weights and released memory, in time: see `lockstep.host.weights.Hands`. Nothing is read.
+
+    Weights, `weights_bytes` on each GPU, come from the host's memory over the bus; the KV cache is just there or not.
+
+    Args:
+        bus_gbs: of one GPU, one direction, in 1e9 bytes a second.
+    """
+
+    def __init__(self, executor: EmulatedExecutor, weights_bytes: float, bus_gbs: float, *, speed: float = 1.0) -> None:
+        self._executor = executor
+        self.copy_s = weights_bytes / (bus_gbs * 1e9) / speed
+
+    def load_weights(self, version: int, source: str) -> None:
+        """Copy them all."""
+        time.sleep(self.copy_s)
+        self._executor.weights_version = version
+
+    def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
+        """Weights are kept in the host's memory meanwhile."""
+        if "weights" in tags:
+            time.sleep(self.copy_s)
 
 
 def _shape_of(plan: BatchPlan) -> BatchShape:

@@ -44,6 +44,7 @@ from lockstep.api.wire import (
     EngineHere,
     EngineMessage,
     Hello,
+    ReadWeights,
     Settled,
     StepAnswers,
     Stop,
@@ -170,7 +171,8 @@ class EngineProcess:
         if message.protocol != PROTOCOL:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
-        self._writers.send(Welcome(message.worker, PROTOCOL, self.unit.about, self.generation))
+        about = msgspec.structs.replace(self.unit.about, weights_version=self.host.weights.version)
+        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation))
 
     def submit(self, message: Submit) -> None:
         """A request. What was meant for an engine before this one comes again, by its worker's own account."""
@@ -227,7 +229,11 @@ class EngineProcess:
 
     def trace(self, message: Trace) -> None:
         """A profile; in a thread of its own, since it waits for the engine."""
-        threading.Thread(target=self._trace, args=(message,), daemon=True).start()
+        threading.Thread(target=self._look, args=(message, self._traced), daemon=True).start()
+
+    def read_weights(self, message: ReadWeights) -> None:
+        """Values of a tensor; in a thread of its own, since they may be put in place at this moment."""
+        threading.Thread(target=self._look, args=(message, self._weights_read), daemon=True).start()
 
     def worker_gone(self, message: WorkerGone) -> None:
         """Nobody reads what this worker asked for."""
@@ -253,16 +259,25 @@ class EngineProcess:
             for sample in range(opened.samples):
                 self.host.cancel(opened.first_id + sample)
 
-    def _trace(self, message: Trace) -> None:
+    def _look(self, message: Trace | ReadWeights, look: Callable[[Any], Answered]) -> None:
+        """Answer what the scheduler has no say in."""
         try:
-            if self.unit.trace is None:
-                raise ConfigError("this engine has no device to look at")
-            said, ok = self.unit.trace(message.options), True
+            answer = look(message)
         except LockstepError as error:
-            said, ok = str(error).partition("\nhint: ")[0], False
-        answer = Answered(message.worker, message.ticket, ok, said)
+            answer = Answered(message.worker, message.ticket, False, str(error).partition("\nhint: ")[0])
         with suppress(EngineStopped):  # then everybody is told so
             self.host.ask(GetState(), lambda _: self.outbox.answer(answer))  # in its thread, whose outbox it is
+
+    def _traced(self, message: Trace) -> Answered:
+        if self.unit.trace is None:
+            raise ConfigError("this engine has no device to look at")
+        return Answered(message.worker, message.ticket, True, self.unit.trace(message.options))
+
+    def _weights_read(self, message: ReadWeights) -> Answered:
+        if self.unit.read_weights is None:
+            raise ConfigError("this engine has no weights")
+        weights = self.unit.read_weights(message.name, message.rows)
+        return Answered(message.worker, message.ticket, True, weights=weights)
 
     def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
         """In the host's thread, whose sockets are those of the outbox."""
@@ -281,6 +296,7 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     CancelLabel: EngineProcess.cancel_label,
     Ask: EngineProcess.ask,
     Trace: EngineProcess.trace,
+    ReadWeights: EngineProcess.read_weights,
     WorkerGone: EngineProcess.worker_gone,
     Stop: EngineProcess.stop,
 }

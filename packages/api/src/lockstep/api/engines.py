@@ -33,6 +33,7 @@ from lockstep.host.keeping import Keeper
 from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
 from lockstep.host.recovery import Death
 from lockstep.host.text import StopTexts, Text
+from lockstep.host.weights import WeightsLog, WeightsRead
 
 if TYPE_CHECKING:
     from lockstep.api.drift import DriftMeter
@@ -49,6 +50,7 @@ class EngineUnit:
         drift: how far predictions of batches were off so far; nothing without a calibration.
         start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
         close: ends it.
+        read_weights: the first rows of a tensor, for any thread. Raises ConfigError.
         trace: begins (with options) or ends a profile of its device. It waits for the engine. Raises ConfigError.
     """
 
@@ -59,6 +61,7 @@ class EngineUnit:
     close: Callable[[], None]
     drift: Callable[[], tuple[BatchDrift, ...]] = tuple
     trace: Callable[[dict[str, Any] | None], str] | None = None
+    read_weights: Callable[[str, int], WeightsRead] | None = None
     keeper: Keeper | None = None
 
 
@@ -244,7 +247,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         vector_size=llm.model.settings.hidden,
         matryoshka=_matryoshka(folder),
         logit_processors=settings.logit_processors,
-        able=() if settings.profile_dir is None else ("profile",),
+        able=("read_weights",) if settings.profile_dir is None else ("read_weights", "profile"),
         grammars="" if llm.grammars is None else llm.grammars.backend,
         no_grammars=llm.no_grammars,
     )
@@ -264,6 +267,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         close=llm.close,
         keeper=keeper,
         trace=trace,
+        read_weights=llm.weights,
     )
     if meter is None:
         return unit
@@ -371,7 +375,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
-    from lockstep.api.emulate import EmulatedExecutor, Script
+    from lockstep.api.emulate import EmulatedExecutor, EmulatedHands, Script
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.tables import base_cost_model
@@ -451,6 +455,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
 
     meter = DriftMeter(cost, settings.speed) if settings.calibration is not None else None
     observe = None if meter is None else meter.fold
+    weights = WeightsLog() if keeper is None else keeper.weights
+    weights_bytes, bus_gbs = model.weights_bytes(None, scenario.parallelism), gpu.datasheet["pcie_gbs"].value
+    executor.weights_version = weights.version
     runtime_host = RuntimeHost(
         engine,
         executor,
@@ -459,6 +466,9 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         check_request=check,
         watch_text=watch,
         compile_grammar=None if hands is None else hands.compiler,
+        hands=EmulatedHands(executor, weights_bytes, bus_gbs, speed=settings.speed),
+        weights=weights,
+        orders=() if keeper is None else keeper.orders,
         observe=observe,
     )
 

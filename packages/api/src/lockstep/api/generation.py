@@ -477,6 +477,17 @@ def unavailable(error: EngineUnavailable) -> ApiError:
     return ApiError(503, str(error))
 
 
+def weights_of(ended: Ended) -> dict[str, Any]:
+    """Which weights drew an answer: those of its end, and where it began with others which tokens each drew."""
+    if not ended.weights:
+        return {}
+    said: dict[str, Any] = {"weight_version": str(ended.weights[-1][1])}
+    if len(ended.weights) > 1:
+        spans = [{"first_token": first, "weight_version": str(version)} for first, version in ended.weights]
+        said["weight_versions"] = spans
+    return said
+
+
 def finish_reason(ended: Ended) -> str:
     """In OpenAI's words."""
     return {

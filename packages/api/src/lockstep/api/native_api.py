@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from lockstep.api.bridge import Bridge, EngineUnavailable
 from lockstep.api.cluster_bridge import Engines
+from lockstep.api.control_api import weight_version
 from lockstep.api.errors import ApiError, failure, session_name
 from lockstep.api.generation import (
     Choice,
@@ -28,6 +29,7 @@ from lockstep.api.generation import (
     check_sampling,
     seed_of,
     unavailable,
+    weights_of,
 )
 from lockstep.api.http import DONE, JsonResponse, event, unless_left
 from lockstep.api.openai_api import conversation, prompt_logprobs, prompt_top_logprobs, streamed
@@ -151,6 +153,7 @@ def _said(generation: Generation, body: GenerateBody, choice: Choice, text: str)
     if ended is not None:
         about["finish_reason"] = _finish(choice)
         about["e2e_latency"] = time.monotonic() - generation.came_s
+        about |= weights_of(ended)
     if body.return_logprob:
         tokens = reply.tokens[: choice.taken]
         about["output_token_logprobs"] = [
@@ -361,5 +364,6 @@ async def model_info(server: Server, call: Call[None]) -> Response:
             "eos_token_ids": about.eos_token_ids,
             "engine": about.kind,
             "device": about.device,
+            "weight_version": weight_version(server),
         }
     )

@@ -43,6 +43,7 @@ from lockstep.api.generation import (
     prompts_of,
     seed_of,
     tokens_of,
+    weights_of,
 )
 from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
 from lockstep.api.plain_text import Texts
@@ -538,6 +539,7 @@ class CompletionShape:
             "index": choice.index,
             "finish_reason": finish_reason(choice.reply.ended),
             "stop_reason": choice.answer.stop_reason,
+            **weights_of(choice.reply.ended),
         }
 
 

@@ -94,6 +94,7 @@ class Outbox:
         self._pages: dict[int, _Page] = {}
         self._answers: list[Answered] = []
         self._gauges_us = -GAUGES_EVERY_US
+        self._weights_version = engine.memory.weights_version
         self.workers: set[int] = set()  # who is told how the engine stands
         self.restarts = 0  # engines before this one
 
@@ -114,26 +115,25 @@ class Outbox:
 
     def send(self) -> None:
         """Tell every worker what this step has for it."""
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            self._writers.send(answer)
         gauges = self._due_gauges()
         if gauges is not None:
             for worker in tuple(self.workers):
                 self.page(worker)
-        if not self._pages:
-            return
         pages, self._pages = self._pages, {}
         for worker, page in pages.items():
             if not self._writers.send(page.message(worker, gauges)):
                 self._stuck(worker)
+        answers, self._answers = self._answers, []
+        for answer in answers:  # whoever has one knows of what happened before
+            self._writers.send(answer)
 
     def _due_gauges(self) -> Gauges | None:
         """How the engine stands: when it comes to rest, and every so often before."""
-        engine = self._engine
-        if engine.requests and engine.now_us - self._gauges_us < GAUGES_EVERY_US:
+        engine, version = self._engine, self._engine.memory.weights_version
+        soon = engine.now_us - self._gauges_us < GAUGES_EVERY_US
+        if engine.requests and soon and version == self._weights_version:
             return None
-        self._gauges_us = engine.now_us
+        self._gauges_us, self._weights_version = engine.now_us, version
         now = stats(engine)
         return Gauges(
             waiting=now.waiting + now.held,
@@ -150,6 +150,7 @@ class Outbox:
             batch_tokens=self.times.batch_tokens,
             pages_cached=now.pages_cached,
             restarts=self.restarts,
+            weights_version=version,
         )
 
 
@@ -202,6 +203,7 @@ class SampleSink:
                 queue_us=times.queue_us,
                 prefill_us=times.prefill_us,
                 decode_us=times.decode_us,
+                weights=extras.weights,
             )
         )
 

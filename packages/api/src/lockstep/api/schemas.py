@@ -115,7 +115,9 @@ Seconds = Annotated[float, Field(gt=0.0, le=1e6)]
 
 NOTHING = (None, False, "", 0)
 
+PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
 WHY = {
+    "serialized_named_tensors": PICKLED,
     "lora_path": "names an adapter, and this runtime has none; leave it out",
     "previous_response_id": "goes on from a stored answer, and this server stores none; send the whole conversation",
     "conversation": "names a stored conversation, and this server stores none; send the whole conversation",
@@ -622,6 +624,49 @@ class StateBody(Body):
     """POST /set_internal_state: settings of the scheduler that may change at run time"""
 
     server_args: dict[Name, float | int | None]
+
+
+Version = Annotated[int, Field(ge=1, lt=2**53)] | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,14}$")]
+"""Of weights: a whole number, which rises. SGLang has it as text."""
+
+
+class WeightsBody(Body):
+    """What updates of the weights have in common. Without `mode`: wait, and in_place where the engine is paused."""
+
+    weight_version: Version | None = None  # above those there were; None: the next
+    mode: Literal["wait", "retract", "cancel", "in_place", "keep", "abort"] | None = None
+    abort_all_requests: bool = False  # SGLang's name for mode cancel
+
+
+class WeightsFromDiskBody(WeightsBody):
+    """POST /update_weights_from_disk"""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_format: Literal["auto", "safetensors"] | None = None
+
+
+class WeightsFromTensorBody(WeightsBody):
+    """POST /update_weights_from_tensor"""
+
+    shared_memory: Name  # NAME of /dev/shm/NAME, which holds a safetensors file; whoever made it removes it
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "load_format": ("auto", "safetensors"),
+        "serialized_named_tensors": (),
+    }
+
+
+class WeightsByNameBody(Body):
+    """POST /get_weights_by_name"""
+
+    name: Name
+    truncate_size: Annotated[int, Field(ge=1, lt=2**31)] = 100  # rows
+
+
+class MemoryBody(Body):
+    """POST /release_memory_occupation, /resume_memory_occupation"""
+
+    tags: Items[Literal["kv_cache", "weights"]] | None = None
 
 
 class SlowDownBody(Body):

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import Control, RequestArrived
 from lockstep.core.stats import Stats
+from lockstep.host.weights import WeightsRead
 
 PROTOCOL = 1
 OVER = -1
@@ -108,6 +109,14 @@ class Trace(ToEngine, frozen=True):
     options: dict[str, bool | int | tuple[str, ...]] | None
 
 
+class ReadWeights(ToEngine, frozen=True):
+    """What the first rows of a tensor hold. Answered by Answered of the same ticket."""
+
+    ticket: int
+    name: str
+    rows: int
+
+
 class WorkerGone(ToEngine, frozen=True):
     """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
 
@@ -116,7 +125,7 @@ class Stop(ToEngine, frozen=True):
     """From the launcher: end."""
 
 
-EngineMessage = Hello | Submit | Settled | Cancel | CancelLabel | Ask | Trace | WorkerGone | Stop
+EngineMessage = Hello | Submit | Settled | Cancel | CancelLabel | Ask | Trace | ReadWeights | WorkerGone | Stop
 
 
 # ------------------------------------------------------------------------------------------------------ to the router
@@ -212,9 +221,10 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     vector_size: int = 0  # of an embedding; 0: there are none
     matryoshka: tuple[int, ...] | None = None  # shorter embeddings that it was trained for; () any, None none
     logit_processors: tuple[str, ...] = ()  # that requests may ask for
-    able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile"
+    able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile", "read_weights"
     grammars: str = ""  # the library that keeps answers to grammars; "" for none,
     no_grammars: str = "this engine has no grammar backend; leave it out"  # and then why, with what to do
+    weights_version: int = 0  # when a worker was welcomed; later it is in Gauges
 
 
 RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -254,6 +264,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     batch_tokens: int = 0  # and their tokens
     pages_cached: int = 0  # held by nobody but the radix cache
     restarts: int = 0  # engines before this one
+    weights_version: int = 0
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -298,6 +309,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     queue_us: int = -1  # from its arrival at the engine to its admission; -1 where that is not known,
     prefill_us: int = -1  # from there to its first token,
     decode_us: int = -1  # and from there to its last
+    weights: tuple[tuple[int, int], ...] = ()  # (first output token, version of the weights) of each span
 
 
 class StepAnswers(ToWorker, frozen=True):
@@ -318,12 +330,13 @@ class StepAnswers(ToWorker, frozen=True):
 
 
 class Answered(ToWorker, frozen=True):
-    """Answers Ask."""
+    """Answers Ask, and whatever else has a ticket of the kind."""
 
     ticket: int
     ok: bool
     message: str = ""
     stats: Stats | None = None
+    weights: WeightsRead | None = None
 
 
 class EngineRestarting(ToWorker, frozen=True):

@@ -51,6 +51,10 @@ class Canary:
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.slots_verified = 0
 
+    def forget(self) -> None:
+        """Nothing that was written is there any more."""
+        self.tags.fill_(EMPTY)
+
     def take_row(self, row: int, namespace: str, tokens: NDArray[np.int32]) -> None:
         """A row changes hands: what its tags must be, as far as its tokens are known."""
         seed = int.from_bytes(blake2b(namespace.encode(), digest_size=8).digest(), "little", signed=True)

@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,9 +34,9 @@ RANDOM_STD = 0.02  # of random weights; what the papers of these models start tr
 
 
 class CheckpointError(ConfigError):
-    """A folder that cannot be loaded. `problems` are all that were found, one line each."""
+    """A folder, or what else tensors come from, that cannot be loaded. `problems` are all that were found, by line."""
 
-    def __init__(self, folder: Path, problems: Iterable[str], hint: str = "") -> None:
+    def __init__(self, folder: Path | str, problems: Iterable[str], hint: str = "") -> None:
         self.problems = tuple(problems)
         shown = [f"  {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
         if more := len(self.problems) - len(shown):
@@ -118,6 +118,44 @@ class Stored:
         return _shaped(self.shape, self.dtype)
 
 
+class TensorFile:
+    """One safetensors file. Raises: CheckpointError if it is none.
+
+    Args:
+        called: what errors say of where it is.
+    """
+
+    def __init__(self, path: Path, called: str) -> None:
+        self.folder = called
+        self._closing = contextlib.ExitStack()
+        try:
+            self._file: Any = self._closing.enter_context(safe_open(path, framework="pt"))
+            facts = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118, it is no mapping
+        except (OSError, SafetensorError) as error:
+            self.close()
+            raise CheckpointError(called, [str(error)], "write it with safetensors' `save_file`") from None
+        self.stored = {name: Stored(called, tuple(fact.get_shape()), fact.get_dtype()) for name, fact in facts.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._closing.close()
+
+    def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
+        """As `Checkpoint.read`."""
+        return _read_slice(self._file.get_slice(name), dim, part)
+
+
+def _read_slice(view: Any, dim: int | None, part: slice | None) -> Tensor:
+    tensor: Tensor = view[(slice(None),) * dim + (part,)] if dim is not None else view[:]
+    return tensor
+
+
 class Checkpoint:
     """An open folder. Tensors are read when asked for; headers were read at once.
 
@@ -151,9 +189,7 @@ class Checkpoint:
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
         """A stored tensor on the CPU, or `part` of it along `dim`: a view of the mapped file, read where it is used."""
-        view = self._open[self.stored[name].file].get_slice(name)
-        tensor: Tensor = view[(slice(None),) * dim + (part,)] if dim is not None else view[:]
-        return tensor
+        return _read_slice(self._open[self.stored[name].file].get_slice(name), dim, part)
 
     def _read_headers(self) -> None:
         placed, problems = self._files()
@@ -236,9 +272,24 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- filling
 
 
+class Tensors(Protocol):
+    """Something that tensors are read from."""
+
+    @property
+    def folder(self) -> Path | str:
+        """What it is called."""
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        """What there is, by name."""
+
+    def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
+        """A tensor, or `part` of it along `dim`."""
+
+
 def load(
     wanted: Iterable[Wanted],
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     *,
     rank: int = 0,
     ranks: int = 1,
@@ -251,26 +302,79 @@ def load(
     Raises: CheckpointError with every missing, surplus, wrongly shaped or wrongly typed tensor, before anything is
         read; or with every tensor whose values do not fit into the dtype of the model.
     """
-    by_name = {want.name: want for want in wanted}
-    problems = [problem for want in by_name.values() if (problem := _mismatch(want, checkpoint.stored.get(want.name)))]
-    problems += [
-        f"{name}: not a tensor of this model, found {stored}"
-        for name, stored in sorted(checkpoint.stored.items())
-        if name not in by_name and not surplus(name)
-    ]
-    if problems:
-        raise CheckpointError(checkpoint.folder, problems, "config.json and the tensors must be of one model")
-    for want in sorted(by_name.values(), key=lambda want: (checkpoint.stored[want.name].file, want.name)):
-        split = want.split
-        if split.dim is None:
-            tensor = checkpoint.read(want.name)
-        else:
-            tensor = checkpoint.read(want.name, split.dim, split.shard(want.shape[split.dim], rank, ranks))
+    found = _compared(wanted, checkpoint, surplus, partial=False)
+    problems: list[str] = []
+    for want in found:
+        tensor = _read_part(want, checkpoint, rank, ranks, problems)
         _place(tensor, want)
-        if want.into.dtype == torch.float16 and tensor.dtype != torch.float16 and not _fits_float16(tensor):
-            problems.append(f"{want.name}: holds values above 65,504, the largest of float16")
     if problems:
         raise CheckpointError(checkpoint.folder, problems, "load it as bfloat16 or float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Tensors that were read and are in no model yet, of the model's dtype, on the CPU."""
+
+    parts: list[tuple[Tensor, Wanted]]
+
+    def place(self) -> None:
+        """Put them where they belong. Nothing is read any more."""
+        for tensor, want in self.parts:
+            _place(tensor, want)
+
+
+def stage(
+    wanted: Iterable[Wanted],
+    source: Tensors,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    surplus: Callable[[str], bool] = lambda name: False,
+    partial: bool = False,
+) -> Staged:
+    """As `load`, except that the model is not touched before `Staged.place`.
+
+    Args:
+        partial: some of the tensors will do, at least one.
+    """
+    found = _compared(wanted, source, surplus, partial=partial)
+    problems: list[str] = []
+    parts = [(_read_part(want, source, rank, ranks, problems).to(want.into.dtype, copy=True), want) for want in found]
+    if problems:
+        raise CheckpointError(source.folder, problems, "start the engine with bfloat16 or float32")
+    return Staged(parts)
+
+
+def _compared(
+    wanted: Iterable[Wanted], source: Tensors, surplus: Callable[[str], bool], *, partial: bool
+) -> list[Wanted]:
+    """What is to be read, by file. Raises CheckpointError with everything that does not fit."""
+    by_name = {want.name: want for want in wanted}
+    there = source.stored
+    looked_at = [want for want in by_name.values() if not partial or want.name in there]
+    problems = [problem for want in looked_at if (problem := _mismatch(want, there.get(want.name)))]
+    problems += [
+        f"{name}: not a tensor of this model, found {stored}"
+        for name, stored in sorted(there.items())
+        if name not in by_name and not surplus(name)
+    ]
+    if not looked_at and not problems:
+        problems.append("there is no tensor in it")
+    if problems:
+        raise CheckpointError(source.folder, problems, "config.json and the tensors must be of one model")
+    return sorted(looked_at, key=lambda want: (there[want.name].file, want.name))
+
+
+def _read_part(want: Wanted, source: Tensors, rank: int, ranks: int, problems: list[str]) -> Tensor:
+    """This rank's part of a tensor; `problems` hears of values that do not fit."""
+    split = want.split
+    if split.dim is None:
+        tensor = source.read(want.name)
+    else:
+        tensor = source.read(want.name, split.dim, split.shard(want.shape[split.dim], rank, ranks))
+    if want.into.dtype == torch.float16 and tensor.dtype != torch.float16 and not _fits_float16(tensor):
+        problems.append(f"{want.name}: holds values above 65,504, the largest of float16")
+    return tensor
 
 
 def fill_randomly(wanted: Iterable[Wanted], seed: int, *, rank: int = 0, ranks: int = 1) -> None:

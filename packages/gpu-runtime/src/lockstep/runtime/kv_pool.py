@@ -29,6 +29,17 @@ class KvPool:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
+    def release(self) -> None:
+        """Give the memory back; what lay in it is gone."""
+        for tensor in (*self.keys, *self.values):
+            tensor.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Take memory again, of zeros."""
+        for tensor in (*self.keys, *self.values):
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.zero_()
+
     @property
     def scratch_page(self) -> int:
         """The page that nobody reads."""

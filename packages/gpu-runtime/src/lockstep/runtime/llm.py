@@ -29,7 +29,7 @@ from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import msgspec
 import numpy as np
@@ -38,8 +38,20 @@ from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig, refuse_simulated_only
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import GetState, Profile, RequestArrived, RequestKind, SamplingParams, TokenIds
+from lockstep.core.events import (
+    Control,
+    GetState,
+    Profile,
+    ReleaseMemory,
+    RequestArrived,
+    RequestKind,
+    ResumeMemory,
+    SamplingParams,
+    TokenIds,
+    UpdateWeights,
+)
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.maintenance import MEMORY_TAGS
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
@@ -51,6 +63,16 @@ from lockstep.host.grammars import BackendName, Kind, choose_backend, make_gramm
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.text import Message, StopTexts, Text
+from lockstep.host.weights import (
+    Folder,
+    Source,
+    WeightsLog,
+    WeightsRead,
+    check_lasting,
+    read_source,
+    stamp_of,
+    write_source,
+)
 from lockstep.runtime import watchdog
 from lockstep.runtime.assembly import assemble, choose_device, device_name
 from lockstep.runtime.attention.base import Numerics
@@ -59,11 +81,12 @@ from lockstep.runtime.graphs import (
     GraphMode,
     check_graph_mode,
 )
+from lockstep.runtime.live import LiveModel
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
-from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, RankGroup, check_split, end_hard_at_exit
+from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadModel, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
     check_allowed,
     check_sampling,
@@ -75,6 +98,7 @@ from lockstep.runtime.warmup import warm_up as run_warm_up
 log = logging.getLogger("lockstep.runtime")
 
 Prompt = str | Sequence[int]
+UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
 JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What a journal can hold."""
@@ -131,6 +155,9 @@ class Answer:
     prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by p: by token, likeliest first
     hidden_states: Float32s | None = None  # [positions, hidden]
     vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
+    weights: tuple[
+        tuple[int, int], ...
+    ] = ()  # (first output token, version of the weights that drew it and those behind)
     others: list[Answer] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
 
 
@@ -239,6 +266,9 @@ class LLM:
         self.pooling = choose_pooling(folder, pooling, normalize)
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+        weights = WeightsLog() if keeper is None else keeper.weights
+        if weights.version:
+            check_lasting(weights.version, read_source(weights.source))
         settings = RankSettings(
             model=str(folder.resolve()),
             dtype=dtype,
@@ -278,6 +308,8 @@ class LLM:
             executor = made.executor if self.group is None else self.group.lead(made.executor)
             if self.model.settings.generates and (where.type == "cuda" if warm_up is None else warm_up):
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
+            self._live = LiveModel(self.model, made.executor)
+            hands = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
                 host: dict[str, str | int | float] = {"kind": "runtime", "model": model_name(folder)}
@@ -291,6 +323,10 @@ class LLM:
                     assert journal is not None
                     self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
+            if weights.version:
+                hands.load_weights(weights.version, weights.source)
+            if released := engine.maintenance.released:
+                hands.switch_memory(released, released=True)
             self.host = RuntimeHost(
                 engine,
                 executor,
@@ -300,6 +336,9 @@ class LLM:
                 watch_text=self._watch if self.text is not None else None,
                 compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 profiler=self._profiler,
+                hands=hands,
+                weights=weights,
+                orders=() if keeper is None else keeper.orders,
                 observe=self._bubbles.fold,
             )
             if self.group is not None:
@@ -476,6 +515,48 @@ class LLM:
             raise ConfigError(answered.message)
         return list(self._profiler.files)
 
+    # ------------------------------------------------------------------------------------------- weights and memory
+
+    def update_weights(
+        self, source: str | Path | Source, *, version: int | None = None, mode: UpdateMode = "wait"
+    ) -> int:
+        """Put other weights in place while requests are there. Returns their version.
+
+        Args:
+            source: a folder of the same model; or tensors of it, see `lockstep.host.weights`.
+            version: above those there were; None: the next.
+            mode: what becomes of requests that run: wait for their end, retract (they go on with the new weights, their
+                KV computed again), cancel, or in_place (they go on with KV of both).
+        Raises: ConfigError with everything that does not fit; then the weights before are in place.
+        """
+        if isinstance(source, str | Path):
+            folder = Path(source).resolve()
+            source = Folder(str(folder), stamp_of(folder))
+        if version is None:
+            version = self.stats().engine.weights_version + 1
+        self._ordered(UpdateWeights(version, write_source(source), mode))
+        return version
+
+    def weights(self, name: str, rows: int = 100) -> WeightsRead:
+        """The first rows of a tensor, by the name it has in a checkpoint. Raises ConfigError."""
+        return self._live.read(name, rows)
+
+    def release_memory(self, *tags: str) -> None:
+        """Give the memory of kv_cache and weights back, or of what is named, once nothing runs. Requests wait then.
+
+        Raises: ConfigError.
+        """
+        self._ordered(ReleaseMemory(tags or MEMORY_TAGS))
+
+    def resume_memory(self, *tags: str) -> None:
+        """Take it again; requests go on. Raises ConfigError."""
+        self._ordered(ResumeMemory(tags or MEMORY_TAGS))
+
+    def _ordered(self, control: Control) -> None:
+        answered = self.host.ask(control).result()
+        if not answered.ok:
+            raise ConfigError(answered.message)
+
     def close(self) -> None:
         """End the engine; whoever waits is told."""
         self.host.stop()
@@ -490,6 +571,7 @@ class LLM:
             self.group.close(stuck=stuck)
         elif stuck:
             end_hard_at_exit("a thread of the engine")
+        self._live.close()
         if self._journal is not None and not stuck:
             self._journal.close()
 
@@ -700,6 +782,7 @@ class Asked:
             answer.hidden_states = np.stack([extras.hidden_states[p] for p in sorted(extras.hidden_states)])
         if extras.pooled is not None:
             answer.vector = extras.pooled.values
+        answer.weights = extras.weights
         self._end()
 
     def rejected(self, end: RejectRequest) -> None:

@@ -106,11 +106,34 @@ class Collect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """Take the oldest batch's results, and say what was drawn."""
 
 
+class Prepare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Read this rank's part of new weights. Nothing is in flight. This and the next three are answered by Done."""
+
+    source: str
+
+
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Put what was prepared in place."""
+
+    version: int
+
+
+class Discard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Forget what was prepared: another rank could not."""
+
+
+class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Give the memory behind tags back, or take it again."""
+
+    tags: tuple[str, ...]
+    released: bool
+
+
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """End."""
 
 
-ToWorker = Setup | Start | Launch | Mask | Sample | Collect | Stop
+ToWorker = Setup | Start | Launch | Mask | Sample | Collect | Prepare | Commit | Discard | Switch | Stop
 
 # --------------------------------------------------------------------------------------------------------- to rank 0
 
@@ -144,6 +167,13 @@ class Collected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tru
     drawn: bytes
 
 
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The worker did what it was told, or could not; then everything there is as it was."""
+
+    version: int  # of its weights
+    error: str = ""
+
+
 FailureKind = Literal["config", "collective", "other"]
 """collective: perhaps only because another rank ended."""
 
@@ -156,7 +186,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     trace: str
 
 
-ToLead = Doing | Chosen | Sized | Ready | Collected | Failed
+ToLead = Doing | Chosen | Sized | Ready | Collected | Done | Failed
 
 # --------------------------------------------------------------------------------------------------------- as bytes
 

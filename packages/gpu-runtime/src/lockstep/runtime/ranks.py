@@ -56,6 +56,7 @@ from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
+from lockstep.runtime.live import LiveModel
 from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
@@ -63,11 +64,15 @@ from lockstep.runtime.rank_wire import (
     Chosen,
     Collect,
     Collected,
+    Commit,
+    Discard,
     Doing,
+    Done,
     Failed,
     Mask,
     Order,
     PlanChain,
+    Prepare,
     RankSettings,
     Ready,
     Sample,
@@ -75,6 +80,7 @@ from lockstep.runtime.rank_wire import (
     Sized,
     Start,
     Stop,
+    Switch,
     ToLead,
     ToWorker,
     drawn_digest,
@@ -141,6 +147,7 @@ class _Worker:
     ready: bool = False
     launched: deque[BatchId] = field(default_factory=deque)  # and not answered
     drawn: dict[BatchId, bytes] = field(default_factory=dict)  # what it drew, where rank 0 has not said yet
+    done: Done | None = None  # its answer to the last change of weights or memory
     waited_s: float = 0.0  # spent waiting since it said something, or was told something
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -275,6 +282,27 @@ class RankGroup:
         """The same to every worker."""
         for worker in self._workers:
             self._send(worker, message)
+
+    def change(self, message: Prepare | Commit | Discard | Switch, what: str) -> None:
+        """Tell every worker to change weights or memory; `changed` has the answers."""
+        for worker in self._workers:
+            with self._lock:
+                worker.done, worker.doing = None, what
+            self._send(worker, message)
+
+    def changed(self, version: int) -> str:
+        """Wait for all answers. Returns the first error, or nothing.
+
+        Raises: RankLost, also where a rank has other weights than this version.
+        """
+        self._until(lambda worker: worker.done is not None, "to change its weights or its memory")
+        for worker in self._workers:
+            if worker.done is not None and worker.done.version != version:
+                has = worker.done.version
+                self._fail(f"{worker.described()} has weights {has}, and rank 0 has weights {version}")
+        self.check()
+        errors = [worker.done.error for worker in self._workers if worker.done is not None and worker.done.error]
+        return errors[0] if errors else ""
 
     def drew(self, result: BatchResult) -> None:
         """Compare what rank 0 drew with what the workers drew, or will have drawn."""
@@ -421,6 +449,8 @@ class RankGroup:
                     worker.sized = message
                 case Ready():
                     worker.ready, worker.doing = True, ""
+                case Done():
+                    worker.done, worker.doing = message, ""
                 case Collected(batch_id, drawn):
                     if batch_id in worker.launched:
                         worker.launched.remove(batch_id)
@@ -546,6 +576,43 @@ class LeadExecutor:
             yield
         except DeviceLost as error:
             raise self.group.explain(error) from error
+
+
+class LeadModel:
+    """The weights and the memory of all ranks: `lockstep.host.weights.Hands`. Either all change, or none."""
+
+    def __init__(self, live: LiveModel, group: RankGroup) -> None:
+        self.live, self.group = live, group
+
+    def load_weights(self, version: int, source: str) -> None:
+        """All ranks read; then all put it in place. Raises ConfigError where one cannot; RankLost."""
+        self.group.change(Prepare(source), "reading new weights")
+        error = ""
+        try:
+            self.live.prepare(source)
+        except ConfigError as raised:
+            error = str(raised)
+        theirs = self.group.changed(self.live.version)
+        if error or theirs:
+            self.live.discard()
+            self.group.change(Discard(), "forgetting weights")
+            self.group.changed(self.live.version)
+            raise ConfigError(error or theirs)
+        self.group.change(Commit(version), f"putting weights {version} in place")
+        self.live.commit(version)
+        self.group.changed(version)
+
+    def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
+        """On all ranks, or on none. Raises ConfigError where one cannot; RankLost."""
+        self.live.switch_memory(tags, released=released)
+        self.group.change(Switch(tags, released), "giving memory back" if released else "taking memory again")
+        error = self.group.changed(self.live.version)
+        if error:
+            self.live.switch_memory(tags, released=not released)
+            self.group.change(Switch(tags, not released), "undoing that")
+            if undone := self.group.changed(self.live.version):
+                raise RankLost(f"memory of {', '.join(tags)} could not be switched, nor that be undone: {undone}")
+            raise ConfigError(error)
 
 
 class ShownMasks:

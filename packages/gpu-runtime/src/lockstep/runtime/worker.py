@@ -39,24 +39,30 @@ from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed, Collectives
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
+from lockstep.runtime.live import LiveModel
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
     Channel,
     Chosen,
     Collect,
     Collected,
+    Commit,
+    Discard,
     Doing,
+    Done,
     Failed,
     FailureKind,
     Launch,
     Mask,
     PlanChain,
+    Prepare,
     Ready,
     Sample,
     Setup,
     Sized,
     Start,
     Stop,
+    Switch,
     ToWorker,
     drawn_digest,
     in_turn,
@@ -167,8 +173,8 @@ class LeadRank:
 class Follower:
     """Does what rank 0 says, with the executor of this rank."""
 
-    def __init__(self, executor: Executor, orders: Orders) -> None:
-        self.executor, self.orders, self.chain = executor, orders, PlanChain()
+    def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
+        self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
 
     def run(self) -> None:
         """Until told to stop. Raises what ends this rank."""
@@ -182,10 +188,29 @@ class Follower:
                 case Collect():
                     result = self.executor.collect()
                     self.orders.channel.send(Collected(result.plan.batch_id, drawn_digest(result)))
+                case Prepare() | Commit() | Discard() | Switch() as change:
+                    error = self._change(change)
+                    self.orders.channel.send(Done(self.live.version, error))
                 case Stop():
                     return
                 case other:
                     raise RankLost(f"rank 0 sent {type(other).__name__} to a rank that runs")
+
+    def _change(self, change: Prepare | Commit | Discard | Switch) -> str:
+        """Work on weights and memory; why it could not be, or nothing."""
+        try:
+            match change:
+                case Prepare(source):
+                    self.live.prepare(source)
+                case Commit(version):
+                    self.live.commit(version)
+                case Discard():
+                    self.live.discard()
+                case Switch(tags, released):
+                    self.live.switch_memory(tags, released=released)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 def follow(orders: Orders) -> None:
@@ -202,7 +227,7 @@ def follow(orders: Orders) -> None:
     send(Doing("loading the model"))
     assembled = assemble(setup.settings, device, HostClock(), LeadRank(orders, collectives))
     send(Ready())
-    Follower(assembled.executor, orders).run()
+    Follower(assembled.executor, orders, LiveModel(assembled.model, assembled.executor)).run()
 
 
 def main(arguments: Sequence[str]) -> None:

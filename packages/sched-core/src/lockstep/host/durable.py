@@ -27,6 +27,7 @@ from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, R
 from lockstep.core.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.support import samples_asked
+from lockstep.host.weights import WeightsLog
 
 Content = Literal["full", "digests"]
 LOOK_EVERY = 64  # events between two looks at the clock
@@ -44,6 +45,7 @@ class HostImage(msgspec.Struct, forbid_unknown_fields=True):
     suspects: dict[RequestId, int] = {}  # on probation, see recovery: output tokens each had when the engine died
     alone: dict[RequestId, int] = {}  # how often the engine was killed while this one was being tried
     strikes: dict[str, int] = {}  # by origin: how often the engine died of taking it in
+    weights: WeightsLog = msgspec.field(default_factory=WeightsLog)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -16,14 +16,23 @@ from typing import Any
 
 import msgspec
 
+from lockstep.core.commands import Command
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import EngineRestarted, RequestArrived, RequestId
+from lockstep.core.events import (
+    ControlRequested,
+    EngineRestarted,
+    RequestArrived,
+    RequestId,
+    UpdateWeights,
+    WeightsSwapped,
+)
 from lockstep.core.journal import Durability, JournalHeader, JournalWriter, find_journal, read_journal
 from lockstep.core.support import samples_asked
 from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
 from lockstep.host.recovery import Death, Recovered, Verdict, judge, recover
+from lockstep.host.weights import WeightsLog
 
 log = logging.getLogger("lockstep.host")
 
@@ -51,6 +60,8 @@ class Keeper:
     last_request_id: int = -1  # in a journal without content
     took_s: float = 0.0  # to recover
     journal: DurableJournal | None = None  # that goes on
+    orders: tuple[Command, ...] = ()  # what the restart asks of the host, for it to perform first
+    weights: WeightsLog = field(default_factory=WeightsLog)  # the host's, from now on
 
     def __post_init__(self) -> None:
         if not any((self.run / "journal").glob("*.log")):
@@ -66,6 +77,7 @@ class Keeper:
         self.before = header
         if self.content == "full":
             self.recovered = recover(folder)
+            self.weights = self.recovered.image.weights
             self.start_us = self.recovered.engine.now_us + max(0, round((time.time() - newest) * 1e6))
             for why in self.recovered.refused:
                 log.warning("recovery began at an older snapshot: %s", why)
@@ -110,7 +122,8 @@ class Keeper:
         if self.before is None:
             writer = JournalWriter.create(self.run, header, durability=self.durability)
             engine = Engine(header.config)
-            return engine, DurableJournal(writer, engine, self.retention)
+            image = HostImage(weights=self.weights)
+            return engine, DurableJournal(writer, engine, self.retention, image=image)
         if self.recovered is None:
             return self._begin_without_content(header)
         told = self.recovered
@@ -125,7 +138,7 @@ class Keeper:
         journal.append(event, step.digest)
         journal.flush()
         journal.begin_segment(expire=False)  # somebody may still ask for what ended
-        self.journal = journal
+        self.journal, self.orders = journal, tuple(step.commands)
         return engine, journal
 
     def settled(self) -> None:
@@ -134,18 +147,24 @@ class Keeper:
             self.journal.expire()
 
     def _read_ids(self, folder: Path) -> None:
-        """How far a journal without content went."""
+        """How far a journal without content went, and which weights it ended with."""
         for record in read_journal(folder, repair=True).events():
             self.start_us = record.event.time_us
-            if isinstance(record.event, RequestArrived):
-                self.last_request_id = record.event.request_id + samples_asked(record.event) - 1
+            match record.event:
+                case RequestArrived() as arrived:
+                    self.last_request_id = arrived.request_id + samples_asked(arrived) - 1
+                case ControlRequested(control=UpdateWeights(version, source)) if version > self.weights.version:
+                    self.weights.asked[version] = source
+                case WeightsSwapped(version=version, error="") if version > self.weights.version:
+                    self.weights = WeightsLog(version, self.weights.asked.get(version, ""))
 
     def _begin_without_content(self, header: JournalHeader) -> Started:
         """An empty engine behind a journal of digests; ids go on, so that none is used twice."""
         engine = Engine(header.config)
         engine.now_us, engine.last_request_id = self.start_us, self.last_request_id
+        engine.memory.weights_version = self.weights.version
         writer = JournalWriter.go_on(read_journal(self.run), durability=self.durability)
-        kept = DurableJournal(writer, engine, self.retention, image=HostImage())
+        kept = DurableJournal(writer, engine, self.retention, image=HostImage(weights=self.weights))
         event = EngineRestarted(engine.now_us, engine.generation + 1)
         kept.append(event, engine.step(event).digest)
         kept.flush()

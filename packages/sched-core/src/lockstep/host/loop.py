@@ -12,8 +12,8 @@ before anything that follows from it is performed.
 What may fail, and what becomes of it:
 
 - a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
-- an order for which this host has no hands (weights, adapters, media, grammars without a compiler): answered with the
-  error that the contract has for it;
+- an order for which this host has no hands (adapters, media; weights and grammars where none were given): answered with
+  the error that the contract has for it;
 - a lost device, a plan that cannot be, a journal that cannot be written, a mistake of host or core: `run` raises, every
   request still open is told so by its sink, and nothing is accepted any more. Nobody is left waiting.
 """
@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty
 from typing import Protocol
 
@@ -82,6 +83,7 @@ from lockstep.core.support import sample_of, samples_asked
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
+from lockstep.host.weights import Hands, WeightsLog
 
 log = logging.getLogger("lockstep.host")
 
@@ -152,6 +154,7 @@ class Extras:
     hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
     pooled: Pooled | None = None
     error: str = ""  # of the batch that failed, where the request ends with reason "error"
+    weights: tuple[tuple[int, int], ...] = ()  # at the end: (first output token, version of the weights) of each span
 
 
 class TextWatch(Protocol):
@@ -171,6 +174,7 @@ class Untold:
     tokens: list[int]
     logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]]  # by output number, from `offset` on
     end: FinishRequest | RejectRequest | None = None
+    weights: tuple[tuple[int, int], ...] = ()  # as in Extras, where there is an end
 
 
 @dataclass(slots=True)
@@ -267,6 +271,9 @@ class RuntimeHost:
         check_request: raises ConfigError for what this runtime cannot do for a request; it is rejected with that.
         watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
         compile_grammar: without it, a request under a grammar is rejected with that reason.
+        hands: change weights and give memory back; without them such orders are refused.
+        weights: of an engine that was there before; what this host learns of its weights goes there.
+        orders: performed first: what such an engine asked for when it was told of its restart.
         observe: called with each event and its Step, e.g. to fold metrics.
         performed: called when sinks were told something and nothing more comes of the same event, e.g. to send it.
     """
@@ -282,6 +289,9 @@ class RuntimeHost:
         watch_text: Callable[[RequestArrived], TextWatch] | None = None,
         compile_grammar: GrammarCompiler | None = None,
         profiler: Profiler | None = None,
+        hands: Hands | None = None,
+        weights: WeightsLog | None = None,
+        orders: Sequence[Command] = (),
         observe: Observer | None = None,
         performed: Callable[[], object] | None = None,
     ) -> None:
@@ -293,13 +303,18 @@ class RuntimeHost:
         self._watch_text = watch_text
         self._compile_grammar = compile_grammar
         self._profiler = profiler
+        self._hands = hands
+        self._hands_busy = False
+        self.weights = WeightsLog() if weights is None else weights
+        self._orders = tuple(orders)
         self.observe = observe
         self.performed = performed
         self._inbox: Inbox[_Submitted | _Cancel | _Ask | _Fact | None] = Inbox()
         self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end, and
         #                                whoever takes somebody out of `_open` or `_asked` tells them: nobody else does
         self._next_request_id = engine.last_request_id + 1
-        self._next_control_id = 0
+        waiting = [*engine.drains, *(job.control_id for job in engine.maintenance.jobs)]
+        self._next_control_id = max(waiting, default=-1) + 1  # nobody gets the answer to a question from before
         self._open: dict[RequestId, _Open] = {}
         self._asked: dict[int, Future[ControlAnswered]] = {}
         self._wake_at_us: int | None = None
@@ -341,6 +356,7 @@ class RuntimeHost:
             request = self.engine.requests.get(request_id)
             match untold.end:
                 case FinishRequest():
+                    opened.extras.weights = untold.weights
                     sink.finished(untold.end, opened.extras)
                 case RejectRequest():
                     sink.rejected(untold.end)
@@ -405,6 +421,9 @@ class RuntimeHost:
         over; after `until_idle` it may run again.
         """
         try:
+            orders, self._orders = self._orders, ()
+            for command in orders:
+                self._perform(command)
             while not self._stop.is_set():
                 self.turns += 1
                 self._take_in()
@@ -414,7 +433,7 @@ class RuntimeHost:
                     self._launch()
                 elif self.executor.in_flight:
                     self._await_result()
-                elif until_idle and not self.engine.requests and self._inbox.empty():
+                elif until_idle and not (self.engine.requests or self._hands_busy) and self._inbox.empty():
                     return
                 else:
                     self._sleep()
@@ -527,6 +546,8 @@ class RuntimeHost:
         except Exception:
             self.journal.append_unsealed(event)
             raise
+        if isinstance(event, ControlRequested | WeightsSwapped):
+            self.weights.fold(self.engine, event)
         self.journal.append(event, step.digest)
         if step.commands:
             self.journal.flush()
@@ -702,6 +723,7 @@ class RuntimeHost:
             case FinishRequest(request_id):
                 if (request := self._taken_out(request_id)) is not None:
                     _drop_behind_the_end(request.extras, command)
+                    request.extras.weights = self.weights.of(request_id)
                     try:
                         request.sink.finished(command, request.extras)
                     except Exception:
@@ -722,13 +744,8 @@ class RuntimeHost:
             case EncodeMedia(digest, _, generation):
                 error = "this runtime has no encoder"
                 self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
-            case SwapWeights(version, _, generation):
-                error = "this runtime cannot change its weights while it runs"
-                self._inbox.put(_Fact(lambda now: WeightsSwapped(now, version, error, generation)))
-            case ReleaseDeviceMemory(tags, generation) | ResumeDeviceMemory(tags, generation):
-                released = isinstance(command, ReleaseDeviceMemory)
-                error = "this runtime cannot give its memory back while it runs"
-                self._inbox.put(_Fact(lambda now: MemorySwitched(now, tags, released, error, generation)))
+            case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
+                self._maintain(command)
             case StartProfile() if self._profiler is not None:
                 self._profiler.start()
             case StopProfile() if self._profiler is not None:
@@ -741,6 +758,38 @@ class RuntimeHost:
             case _:
                 # Of features that the engine refuses by name, docs/contract.md: it never orders these.
                 raise ContractError(f"the engine ordered {type(command).__name__}, for which this host has no hands")
+
+    def _maintain(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
+        """Work on the device, in a thread of its own, so that requests can come and go. Nothing is launched then."""
+        hands = self._hands
+        if hands is None:
+            what = "change its weights" if isinstance(order, SwapWeights) else "give its memory back"
+            self._inbox.put(_Fact(partial(_answer_to, order, f"this runtime cannot {what} while it runs")))
+            return
+        self._hands_busy = True
+
+        def work() -> None:
+            error = ""
+            try:
+                match order:
+                    case SwapWeights(version, source):
+                        hands.load_weights(version, source)
+                    case ReleaseDeviceMemory(tags) | ResumeDeviceMemory(tags):
+                        hands.switch_memory(tags, released=isinstance(order, ReleaseDeviceMemory))
+            except ConfigError as raised:
+                error = str(raised).partition("\nhint: ")[0]
+            except BaseException as raised:  # nobody knows what the device holds
+                self._inbox.put(_Fact(partial(_raise, raised)))
+                return
+            self._inbox.put(_Fact(partial(self._worked, order, error)))
+
+        threading.Thread(target=work, name="lockstep-device", daemon=True).start()
+
+    def _worked(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
+        self._hands_busy = False
+        if error:
+            log.warning("%s failed: %s", type(order).__name__, error)
+        return _answer_to(order, error, now_us)
 
     def _context(self, taken: RowTaken) -> RowContext:
         """What the executor may want to know of who takes a row."""
@@ -785,6 +834,21 @@ class RuntimeHost:
             answer("this runtime was started without a grammar compiler")
         else:
             self._compile_grammar(command, answer)
+
+
+Answer = WeightsSwapped | MemorySwitched
+
+
+def _answer_to(order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
+    """What the engine is told of an order about the device."""
+    if isinstance(order, SwapWeights):
+        return WeightsSwapped(now_us, order.version, error, order.generation)
+    return MemorySwitched(now_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)
+
+
+def _raise(error: BaseException, now_us: int) -> ObservedEvent:
+    """What another thread met, in the host's."""
+    raise error
 
 
 def row_context(request: Request, kind: RequestKind) -> RowContext:

@@ -67,6 +67,7 @@ class Said:
     tokens: list[int]  # sent, or about to be when the engine died
     end: FinishRequest | RejectRequest | None = None
     logprobs: dict[int, Kept] = field(default_factory=dict)  # by output number, since the snapshot
+    weights: tuple[tuple[int, int], ...] = ()  # (first output token, version), once it has ended
 
 
 @dataclass(slots=True)
@@ -237,11 +238,12 @@ def _take(told: Recovered, record: EventRecord) -> None:
     if step.digest != record.digest:
         raise Divergence(told.header, record, step.digest, told.journal.folder)
     told.steps += 1
+    told.image.weights.fold(engine, event)
     for command in step.commands:
         if isinstance(command, StreamTokens):
             _note_tokens(told, command)
         elif isinstance(command, FinishRequest | RejectRequest) and (said := told.said.get(command.request_id)):
-            said.end = command
+            said.end, said.weights = command, told.image.weights.of(command.request_id)
 
 
 def _note_tokens(told: Recovered, command: StreamTokens) -> None:

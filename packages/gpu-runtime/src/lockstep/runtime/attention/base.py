@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.kv_pool import KvPool
 
 Numerics = Literal["fast", "invariant"]
 
@@ -15,6 +16,7 @@ class AttentionBackend(Protocol):
     """Causal attention of a pass's new tokens over the pages of their rows."""
 
     name: str
+    pool: KvPool
     graphs: bool  # whether `run` may be captured in a CUDA graph
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:

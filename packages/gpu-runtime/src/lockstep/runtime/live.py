@@ -1,0 +1,267 @@
+"""Other weights in a model that serves, and memory given back for a while: `lockstep.host.weights.Hands`.
+
+    prepare(source)   compare names, shapes and settings, read everything      on all ranks; the model is not touched
+    commit()          copy it over the weights before                          on all ranks, once all are prepared
+
+What is read waits in the CPU's memory, so a file that is cut short or does not fit changes nothing, and no two ranks
+have different weights. An update so needs the size of the weights once more in the CPU's memory.
+
+Memory: tensors keep their shapes and lose their storage. KV is void by then. Weights are kept meanwhile: those of a GPU
+in the CPU's memory, those of the CPU in a nameless file of the system's temporary folder. CUDA graphs hold addresses,
+so where there are any, a GPU's memory cannot be given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRead, check_stamp, named, read_source
+from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
+from lockstep.runtime.executor import Executor
+from lockstep.runtime.models import Decoder, ModelSettings, read_settings
+
+SHARED_MEMORY = Path("/dev/shm")  # where POSIX shared memory has its names on Linux
+MAY_DIFFER = frozenset({"dtype", "end_tokens", "context_tokens"})  # settings that are fixed when an engine begins
+VALUES_MAX = 1 << 20  # that are read of one tensor at a time
+
+
+class LiveModel:
+    """The weights and the memory of one rank, or of all of an engine."""
+
+    def __init__(self, model: Decoder, executor: Executor) -> None:
+        self.model, self.executor, self.pool = model, executor, executor.attention.pool
+        self.version = 0
+        self._wanted = list(model.tensors())  # views, which cannot be made while there is no memory
+        self._staged: Staged | None = None
+        self._kept: _Kept | None = None  # the weights, while their memory is given back
+        self._lock = threading.Lock()  # whoever reads weights does not see half of an update
+
+    # ------------------------------------------------------------------------------------------------------ weights
+
+    def load_weights(self, version: int, source: str) -> None:
+        """Both steps, where there is one rank."""
+        self.prepare(source)
+        self.commit(version)
+
+    def prepare(self, source: str) -> None:
+        """Read weights; those that there are stay in place. Raises ConfigError."""
+        self._staged = None
+        where = read_source(source)
+        parallel, model = self.model.parallel, self.model
+        with _opened(where, model.settings) as tensors, torch.no_grad():
+            bare = "embed_tokens.weight" in tensors.stored
+            wanted = [replace(want, name=want.name.removeprefix("model." if bare else "")) for want in self._wanted]
+            try:
+                self._staged = stage(
+                    wanted,
+                    tensors,
+                    rank=parallel.rank,
+                    ranks=parallel.ranks,
+                    surplus=model.surplus,
+                    partial=not isinstance(where, Folder),
+                )
+            except (OSError, MemoryError, RuntimeError) as error:
+                said = str(error).partition("\n")[0]
+                raise CheckpointError(tensors.folder, [f"{type(error).__name__}: {said}"]) from error
+
+    def commit(self, version: int) -> None:
+        """Put what was prepared in place."""
+        staged, self._staged = self._staged, None
+        assert staged is not None
+        lane = self.executor.lane
+        with self._lock, lane.stream(), torch.no_grad():
+            staged.place()
+            lane.check()  # all is there before anything is launched
+            self.version = version
+
+    def discard(self) -> None:
+        """Forget what was prepared."""
+        self._staged = None
+
+    def read(self, name: str, rows: int) -> WeightsRead:
+        """The first rows of a tensor, by the name that it has in a checkpoint. Raises ConfigError."""
+        if self.model.parallel.ranks > 1:
+            raise ConfigError("weights are split over the ranks, of which no one has all\nhint: read them without `tp`")
+        found = {want.name: want.into for want in self._wanted}
+        if name not in found:
+            raise ConfigError(
+                f"`name` is {name!r}, which is no tensor of this model\nhint: {', '.join(list(found)[:3])}"
+            )
+        tensor = found[name]
+        rows = min(rows, len(tensor))
+        values = rows * (tensor.numel() // max(len(tensor), 1))
+        if values > VALUES_MAX:
+            raise ConfigError(
+                f"{rows} rows of `{name}` are {values:,} values, at most {VALUES_MAX:,} are read"
+                "\nhint: a smaller truncate_size"
+            )
+        with self._lock:
+            if self._kept is not None:
+                raise ConfigError("the memory of the weights is released\nhint: resume it first")
+            some, dtype = tensor[:rows].float().cpu().tolist(), str(tensor.dtype).removeprefix("torch.")
+            return WeightsRead(name, self.version, tuple(tensor.shape), dtype, some)
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def switch_memory(self, tags: Sequence[str], *, released: bool) -> None:
+        """Give memory back, or take it again. Raises ConfigError."""
+        gpu = self.model.device.type == "cuda"
+        if released and gpu and self.executor.graphs is not None:
+            raise ConfigError(
+                "memory cannot be given back, as CUDA graphs hold its addresses\nhint: start with --cuda-graphs off"
+            )
+        lane = self.executor.lane
+        with self._lock, lane.stream(), torch.no_grad():
+            lane.check()
+            if "weights" in tags and released:
+                self._kept = _Kept(self.model.parameters())
+            elif "weights" in tags and self._kept is not None:
+                with _room("the weights"):
+                    self._kept.put_back()
+                self._kept = None
+            if "kv_cache" in tags:
+                if self.executor.canary is not None:
+                    self.executor.canary.forget()
+                if released:
+                    self.pool.release()
+                else:
+                    with _room("the KV cache"):
+                        self.pool.resume()
+            lane.check()
+        if released and gpu:
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Nobody takes the memory again."""
+        if self._kept is not None:
+            self._kept.close()
+
+
+# -------------------------------------------------------------------------------------------- where they come from
+
+
+@contextmanager
+def _opened(source: Source, running: ModelSettings) -> Iterator[Tensors]:
+    """What to read from. Raises ConfigError."""
+    opened: AbstractContextManager[Tensors]
+    match source:
+        case Folder(path):
+            check_stamp(source)
+            check_settings(Path(path), running)
+            opened = Checkpoint(Path(path))
+        case SharedMemory(name):
+            if Path(name).name != name or not (SHARED_MEMORY / name).is_file():
+                raise ConfigError(
+                    f"there is no shared memory called {name!r}\nhint: {SHARED_MEMORY}/NAME is there for it"
+                )
+            opened = TensorFile(SHARED_MEMORY / name, named(source))
+        case Group():
+            raise ConfigError("this engine has joined no group")
+    with opened as tensors:
+        yield tensors
+
+
+def check_settings(folder: Path, running: ModelSettings) -> None:
+    """Raise ConfigError, naming every setting, where the model of a folder is not the one that runs."""
+    there = read_settings(folder)
+    wrong = [
+        f"`{one.name}` is {getattr(there, one.name)}, and of the model that runs {getattr(running, one.name)}"
+        for one in fields(ModelSettings)
+        if one.name not in MAY_DIFFER and getattr(there, one.name) != getattr(running, one.name)
+    ]
+    if wrong:
+        raise CheckpointError(folder, wrong, "new weights must be of the same model")
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+class _Kept:
+    """Tensors whose memory was given back, and what lay in it. Raises ConfigError where there is no room for it."""
+
+    def __init__(self, tensors: Iterator[Tensor]) -> None:
+        by_address = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+        self._storages = list(by_address.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._copies: list[Tensor] = []
+        self._file: IO[bytes] | None = None
+        if self._storages[0].device.type == "cpu":
+            try:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as this
+                for storage in self._storages:
+                    self._file.write(_in_place(storage))
+                self._file.flush()
+            except OSError as error:
+                if self._file is not None:
+                    self._file.close()
+                raise ConfigError(
+                    f"the weights, {sum(self._sizes):,} bytes, cannot be kept in {tempfile.gettempdir()}: {error}\n"
+                    "hint: TMPDIR names another folder"
+                ) from error
+        else:
+            self._copies = [_bytes(storage).cpu() for storage in self._storages]
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def put_back(self) -> None:
+        """Everything as it was. Raises RuntimeError where there is no memory; then all of it is still kept."""
+        try:
+            for storage, size in zip(self._storages, self._sizes, strict=True):
+                storage.resize_(size)
+        except RuntimeError:
+            for storage in self._storages:
+                storage.resize_(0)
+            raise
+        for number, storage in enumerate(self._storages):
+            if self._file is None:
+                _bytes(storage).copy_(self._copies[number])
+        if self._file is not None:
+            self._file.seek(0)
+            for storage in self._storages:
+                view = _in_place(storage)
+                at = 0
+                while at < len(view):
+                    read = self._file.readinto(view[at:])  # type: ignore[attr-defined]
+                    if not read:
+                        raise OSError("the file in which the weights were kept is cut short")
+                    at += read
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        self._copies = []
+        if self._file is not None:
+            self._file.close()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _in_place(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a CPU's storage. One that was seen as a numpy array could never be resized again."""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+@contextmanager
+def _room(what: str) -> Iterator[None]:
+    """Raise ConfigError where there is no memory for something."""
+    try:
+        yield
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        raise ConfigError(f"there is no memory for {what} now\nhint: whoever has it must give it back first") from error
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise ConfigError(f"there is no memory for {what} now\nhint: whoever has it must give it back first") from error

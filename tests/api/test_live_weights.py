@@ -1,0 +1,147 @@
+"""Weights changed and memory given back below a live server: a real model on the CPU, and an emulated one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
+
+from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
+
+OPERATOR = "sk-a-key-of-an-operator"
+KEYS = f"[[keys]]\ntenant = 'operator'\nkey = '{OPERATOR}'\nadmin = true\n"
+
+
+class Operated:
+    """A server, and whoever may do everything."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server = server
+        self.client = httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {OPERATOR}"}, timeout=120)
+
+    def order(self, path: str, body: Any = None) -> tuple[int, Any]:
+        return ask_operator(self.server.log.parent / "admin", path, OPERATOR, body)
+
+    def ask(self, prompt: str, tokens: int = 12, **more: Any) -> Any:
+        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = self.client.post("/generate", json={"text": prompt, "sampling_params": params, **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def operated(folder: Path, *arguments: str) -> Iterator[Operated]:
+    (folder / "keys.toml").write_text(KEYS)
+    access = ("--api-keys", str(folder / "keys.toml"), "--admin-socket", str(folder / "admin"))
+    with serving(folder / "log", *access, "--shutdown-s", "1", *arguments) as server:
+        made = Operated(server)
+        yield made
+        made.client.close()
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    yield from operated(tmp_path_factory.mktemp("emulated"), *EMULATED)
+
+
+def test_an_emulated_engine_takes_as_long_as_its_weights_are_large(emulated: Operated) -> None:
+    before = emulated.ask("hello")
+    assert before["meta_info"]["weight_version"] == "0"
+    status, said = emulated.order("/update_weights_from_disk", {"model_path": "step-7", "weight_version": "7"})
+    assert (status, said["success"], said["weight_version"]) == (200, True, "7")
+    assert emulated.client.get("/get_model_info").json()["weight_version"] == "7"
+    assert emulated.order("/get_server_info")[1]["weight_version"] == "7"
+    after = emulated.ask("hello")
+    assert after["meta_info"]["weight_version"] == "7"
+    assert after["output_ids"] != before["output_ids"]
+    assert after["meta_info"]["cached_tokens"] == 0
+    for body, what in (
+        ({"model_path": "x", "weight_version": 7}, "must be above 7"),
+        ({"model_path": "x", "weight_version": "seven"}, "`weight_version`"),
+        ({"model_path": "x", "mode": "gently"}, "`mode`"),
+        ({"model_path": ""}, "`model_path`"),
+        ({}, "`model_path`"),
+    ):
+        status, said = emulated.order("/update_weights_from_disk", body)
+        assert status == 400, said
+        assert what in said["error"]["message"]
+    status, said = emulated.order("/update_weights_from_tensor", {"serialized_named_tensors": ["gAN9"]})
+    assert status == 400
+    assert "pickle" in said["error"]["message"] or "shared_memory" in said["error"]["message"]
+
+
+def test_requests_wait_while_memory_is_released(emulated: Operated) -> None:
+    wanted = emulated.ask("wait for me")["output_ids"]
+    assert emulated.order("/release_memory_occupation")[0] == 200
+    assert emulated.order("/get_server_info")[1]["state"]["memory_released"] == ["kv_cache", "weights"]
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(emulated.ask("wait for me")))
+    asking.start()
+    until(lambda: emulated.order("/get_server_info")[1]["state"]["waiting"] == 1)
+    assert emulated.order("/update_weights_from_disk", {"model_path": "x"})[0] == 400  # there is no room for them
+    assert emulated.order("/resume_memory_occupation", {"tags": ["weights"]})[0] == 200
+    assert not found
+    assert emulated.order("/wake_up")[0] == 200
+    asking.join(60)
+    assert found[0]["output_ids"] == wanted
+    status, said = emulated.order("/release_memory_occupation", {"tags": ["graphs"]})
+    assert (status, "tags" in said["error"]["message"]) == (400, True)
+    assert emulated.order("/sleep?level=2")[0] == 400
+
+
+# ------------------------------------------------------------------------------------------------------------- a model
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
+    from tests.support.weights import other_weights
+
+    return other_weights(tmp_path_factory.mktemp("weights") / "step-1", seed=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_model_has_the_weights_of_its_journal_after_a_kill(other: Path, tmp_path: Path) -> None:
+    journal = ("--journal", str(tmp_path / "run"))
+    for made in operated(tmp_path, "--device", "cpu", "--numerics", "invariant", *journal):
+        first = made.ask("def f(")
+        body = {"name": "model.norm.weight", "truncate_size": 2}
+        old = made.order("/get_weights_by_name", body)[1]
+        status, said = made.order("/update_weights_from_disk", {"model_path": str(other)})
+        assert (status, said.get("weight_version")) == (200, "1"), said
+        new = made.order("/get_weights_by_name", body)[1]
+        assert (new["version"], new["shape"], len(new["parameter"])) == ("1", old["shape"], 2)
+        assert new["parameter"] != old["parameter"]
+        second = made.ask("def f(")
+        assert second["output_ids"] != first["output_ids"]
+        said = made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()
+        assert said["choices"][0]["weight_version"] == "1"
+
+        found: list[Any] = []
+        asking = threading.Thread(target=lambda: found.append(made.ask("def f(", 200)))
+        asking.start()
+        until(lambda: made.order("/get_server_info")[1]["state"]["launches"] > 40, 60)
+        os.kill(made.server.children()["engine"], signal.SIGKILL)
+        asking.join(120)
+        assert found[0]["output_ids"][:12] == second["output_ids"]
+        assert (len(found[0]["output_ids"]), found[0]["meta_info"]["weight_version"]) == (200, "1")
+        assert made.ask("def f(")["output_ids"] == second["output_ids"]
+        assert made.client.get("/get_model_info").json()["weight_version"] == "1"
+
+        for path, what in ((tmp_path, "has no config.json"), (Path("here"), "must begin with /")):
+            status, said = made.order("/update_weights_from_disk", {"model_path": str(path)})
+            assert (status, what in said["error"]["message"]) == (400, True), said
+        bad = shutil.copytree(other, tmp_path / "bad")
+        (bad / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:5000])
+        status, said = made.order("/update_weights_from_disk", {"model_path": str(bad)})
+        assert (status, "model.safetensors" in said["error"]["message"]) == (400, True), said
+        assert made.ask("def f(")["output_ids"] == second["output_ids"]
