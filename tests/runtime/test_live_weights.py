@@ -235,10 +235,9 @@ class Doubles:
 
 def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path: Path) -> None:
     """And its answer does not reach whoever asks something new under the same number."""
-    from tests.support.small_runtime import small_config
-
     from lockstep.core.events import ControlRequested
     from lockstep.core.journal import JournalHeader
+    from tests.support.small_runtime import small_config
 
     header = JournalHeader(config=small_config())
     engine, journal = Keeper(tmp_path).begin(header)

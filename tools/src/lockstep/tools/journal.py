@@ -296,6 +296,8 @@ def verify_all(run: Path, until: int | None, as_json: bool) -> None:
         verify_run(engine, until, as_json)
     if until is None:
         _verify_router(run, as_json)
+        if (run / "decode").is_dir():  # requests were routed to a second engine too
+            _verify_router(run / "decode", as_json)
 
 
 def _verify_router(run: Path, as_json: bool) -> None:

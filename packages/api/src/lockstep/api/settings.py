@@ -200,6 +200,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"`speculative_method` is {method}, but what is served verifies no drafts yet\n"
                 "hint: leave it out; `lockstep simulate` says what it would bring"
             )
+        if (role := self.set.get("role", "mixed")) != "mixed":
+            raise ConfigError(
+                f"`role` is {role}, but what is served hands no requests over yet\n"
+                "hint: leave it out; `lockstep simulate --prefill-engines 1 --decode-engines 1` tells what it brings"
+            )
         for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
             if getattr(self, name) not in ("auto", "none", *formats):
                 known_formats = ", ".join(("auto", "none", *formats))

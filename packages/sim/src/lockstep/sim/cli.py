@@ -152,6 +152,13 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("speculative_min_chance", click.FLOAT, "drafts less likely to count are left out  [default: none is]"),
     ("speculative_max_batch_size", click.INT, "no drafts while more requests decode  [default: no limit]"),
     ("max_loras", _Or(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
+    ("role", click.STRING, "prefill or decode, of engines in a cluster; or mixed  [default: mixed]"),
+    ("transfer_allocation", click.STRING, "decode engines give pages early or prefill_complete  [default: early]"),
+    ("transfer_failure", click.STRING, "a request whose KV does not come: fail or recompute  [default: fail]"),
+    ("num_reserved_decode_tokens", click.INT, "left to each request that decodes when pages are given  [default: 512]"),
+    ("transfer_slots", _Or(click.INT, none=NONE), "metadata slots  [default: twice max-running-requests]"),
+    ("bootstrap_timeout_us", _Or(Duration(), none=NONE), "without a word of the other half  [default: 300s]"),
+    ("transfer_timeout_us", _Or(Duration(), none=NONE), "until a transfer has ended  [default: 300s]"),
 )
 
 
@@ -228,6 +235,12 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
             click.option("--replicas", type=click.INT, help="engines behind a router  [default: one, and no router]"),
             click.option(
                 "--engines", metavar="SPEC", help="engines of several kinds: 4xh100:tp=2,2xh200; docs/routing.md"
+            ),
+            click.option("--prefill-engines", type=click.INT, help="engines that compute prompts: docs/distributed.md"),
+            click.option("--decode-engines", type=click.INT, help="engines that go on from there"),
+            click.option("--link-bandwidth", "link_gbs", type=click.FLOAT, help="GB/s per GPU, each way  [default 40]"),
+            click.option(
+                "--link-latency", "link_latency_us", type=Duration(), help="from host to host  [default: 15us]"
             ),
         ]
     options += [
@@ -364,6 +377,10 @@ def simulate(
     gpu: str | None,
     replicas: int | None,
     engines: str | None,
+    prefill_engines: int | None,
+    decode_engines: int | None,
+    link_gbs: float | None,
+    link_latency_us: int | None,
     router: dict[str, Any],
     workloads: tuple[str, ...],
     slos: tuple[str, ...],
@@ -386,11 +403,22 @@ def simulate(
     """
     check_every = _parse_check(check)
     cut_short = False
-    clustered = replicas is not None or engines is not None or bool(router)
+    shared_out = prefill_engines is not None or decode_engines is not None
+    clustered = replicas is not None or engines is not None or shared_out or bool(router)
     if gpu is None and engines is None:
         raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
     if engines is not None and (gpu is not None or replicas is not None):
         raise click.UsageError("'--engines' says how many of which GPU: leave out '--gpu' and '--replicas'.")
+    if shared_out and (prefill_engines is None or decode_engines is None):
+        raise click.UsageError("'--prefill-engines' and '--decode-engines' need each other.")
+    if shared_out and (replicas is not None or engines is not None):
+        raise click.UsageError(
+            "'--prefill-engines' and '--decode-engines' say how many there are: leave out '--replicas' and '--engines'."
+        )
+    if not shared_out and "role=" not in (engines or ""):
+        for flag, value in (("--link-bandwidth", link_gbs), ("--link-latency", link_latency_us)):
+            if value is not None:
+                raise click.UsageError(f"'{flag}' is of links between prefill and decode engines; there are none.")
     with refusals():
         from lockstep.sim.intervals import intervals_of
         from lockstep.sim.metrics import Slo
@@ -408,6 +436,8 @@ def simulate(
                 scenario,
                 replicas=replicas,
                 engines=engines,
+                handing_over=(prefill_engines, decode_engines) if shared_out else None,
+                links={"link_gbs": link_gbs, "link_latency_us": link_latency_us},
                 router=router,
                 out=out,
                 overwrite=overwrite,

@@ -47,7 +47,9 @@ from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import balance, combine
 from lockstep.sim.cost import Calibration
+from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
+from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
@@ -70,6 +72,7 @@ from lockstep.sim.workload import Workload
 if TYPE_CHECKING:
     from lockstep.sim.intervals import Intervals
 
+DECODE = "decode"  # in a run folder, what the router of the decode engines decided
 LAYOUT = COUNTS[1:]  # of an engine, besides `tp`
 HOP_US_MAX = 60_000_000
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
@@ -157,6 +160,8 @@ class ClusterScenario:
     engines: tuple[EngineGroup, ...] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
     hop_us: int = 0  # from the router to an engine, and as long back
+    link_gbs: float = NETWORK_GBS.value  # of each GPU to other engines, each way; 1e9 bytes per second
+    link_latency_us: int = round(NETWORK_LATENCY_US.value)  # from one host to another
 
     def groups(self) -> tuple[EngineGroup, ...]:
         return self.engines or (EngineGroup(count=self.replicas, gpu=self.base.gpu),)
@@ -180,6 +185,10 @@ class ClusterScenario:
                 ]
         if self.hop_us:
             words += ["--router-hop", f"{self.hop_us}us"]
+        if self.link_gbs != NETWORK_GBS.value:
+            words += ["--link-bandwidth", number_word(self.link_gbs)]
+        if self.link_latency_us != round(NETWORK_LATENCY_US.value):
+            words += ["--link-latency", f"{self.link_latency_us}us"]
         return shlex.join(words)
 
 
@@ -203,8 +212,17 @@ class ClusterSetup:
         return sum(setup.split.gpus for setup in self.engines)
 
     @property
+    def hands_over(self) -> bool:
+        """Whether prompts are computed by some engines and continued by others."""
+        return self.engines[0].config.hands_over
+
+    def link_bytes_per_us(self, engine: Setup) -> float:
+        """What an engine can send to others at once, and receive."""
+        return self.scenario.link_gbs * 1e3 * engine.split.gpus
+
+    @property
     def title(self) -> str:
-        kinds = Counter(setup.hardware for setup in self.engines)
+        kinds = Counter(kind_of(setup) for setup in self.engines)
         on = " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
         return f"{self.engines[0].model.name} on {on}, {self.scenario.router.policy}"
 
@@ -216,9 +234,15 @@ class ClusterSetup:
             "command": self.scenario.command(),
             "router": msgspec.to_builtins(self.scenario.router),
             "hop_us": self.scenario.hop_us,
+            **(
+                {"link_gbs": self.scenario.link_gbs, "link_latency_us": self.scenario.link_latency_us}
+                if self.hands_over
+                else {}
+            ),
             "engines": [
                 {
                     "gpu": setup.gpu.name,
+                    **({"role": setup.config.role} if setup.config.hands_over else {}),
                     "tp": setup.scenario.tp,
                     **setup.split.describe(),
                     "weight": share.weight,
@@ -227,6 +251,14 @@ class ClusterSetup:
                 for setup, share in zip(self.engines, self.shares, strict=True)
             ],
         }
+
+    def shares_of(self, role: str) -> tuple[EngineShare, ...]:
+        """Of the engines that a router chooses from: of this role, or all where none is handed over."""
+        return tuple(
+            share
+            for share, engine in zip(self.shares, self.engines, strict=True)
+            if not self.hands_over or engine.config.role == role
+        )
 
     def slowed(self, factor: float) -> ClusterSetup:
         """The same with the time of every batch multiplied; routing weights stay what they were."""
@@ -265,6 +297,8 @@ def assemble_cluster(
         setup = assemble(one, workload=workload) if environ is None else assemble(one, environ, workload=workload)
         workload = setup.workload
         setups.append(setup)
+    if any(setup.config.hands_over for setup in setups):
+        _check_roles(scenario, setups)
     weights = _weights(groups, setups)
     engines = [setup for group, setup in zip(groups, setups, strict=True) for _ in range(group.count)]
     shares = [
@@ -273,6 +307,38 @@ def assemble_cluster(
         for _ in range(group.count)
     ]
     return ClusterSetup(scenario=scenario, engines=tuple(engines), shares=tuple(shares))
+
+
+def kind_of(setup: Setup) -> str:
+    """What an engine is called: its hardware, and its role if it has one."""
+    return f"{setup.config.role}: {setup.hardware}" if setup.config.hands_over else setup.hardware
+
+
+def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
+    """Raise ConfigError for engines that cannot hand requests over to each other, or for requests that they cannot."""
+    roles = [str(setup.config.role) if setup.config.hands_over else "mixed" for setup in setups]
+    if not set(roles) == {"prefill", "decode"}:
+        raise ConfigError(
+            f"`engines` has the roles {', '.join(sorted(set(roles)))}; prompts need prefill engines, and these need "
+            "decode engines behind them\nhint: 2xh200:role=prefill,2xh200:role=decode"
+        )
+    for name in ("transfer_allocation",):
+        values = {getattr(setup.config, name) for setup in setups}
+        if len(values) > 1:
+            raise ConfigError(f"`{name}` must be the same for all engines, got {', '.join(sorted(map(str, values)))}")
+    model, turns = setups[0].model, setups[0].workload.turns
+    if model.delta is not None:
+        raise ConfigError(f"`role`: {model.name} has linear-attention state, which is not handed over yet")
+    if (turns.output_tokens == 0).any():
+        raise ConfigError(
+            "`workload` has requests that want no output: there is nothing to hand over\nhint: leave out the roles"
+        )
+    if not 0.001 <= scenario.link_gbs <= 1e6:
+        raise ConfigError(f"`link_bandwidth` must be from 0.001 to 1,000,000 GB/s, got `{scenario.link_gbs:g}`")
+    if not 0 <= scenario.link_latency_us <= HOP_US_MAX:
+        raise ConfigError(
+            f"`link_latency` must be from 0 to {HOP_US_MAX // 10**6}s, got `{scenario.link_latency_us}us`"
+        )
 
 
 def _weights(groups: tuple[EngineGroup, ...], setups: list[Setup]) -> list[float]:
@@ -359,7 +425,7 @@ def simulate_cluster(
     folder: Path | None = None,
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
-    give_up: Callable[[Cluster], bool] | None = None,
+    give_up: Callable[[Any], bool] | None = None,
     eager: bool = False,
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
@@ -371,15 +437,29 @@ def simulate_cluster(
     with ExitStack() as stack:
         journals: list[JournalSink] = []
         router_journal: RouterJournal | NoRouterJournal = NoRouterJournal()
+        decode_router_journal: RouterJournal | NoRouterJournal = NoRouterJournal()
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for engine in range(len(setup.engines)):
                 journal = JournalWriter.create(folder / "engines" / str(engine), setup.header(engine))
                 journals.append(stack.enter_context(journal))
-            router_journal = stack.enter_context(RouterJournal(folder, setup.scenario.router, setup.shares))
+            router_journal = stack.enter_context(
+                RouterJournal(folder, setup.scenario.router, setup.shares_of("prefill"))
+            )
+            if setup.hands_over:
+                (folder / DECODE).mkdir(mode=0o700, exist_ok=True)
+                decode_journal = RouterJournal(folder / DECODE, DECODE_ROUTER, setup.shares_of("decode"))
+                decode_router_journal = stack.enter_context(decode_journal)
         else:
             journals = [NoJournal()] * len(setup.engines)
-        cluster = Cluster(setup, journals, router_journal, check_every=check_every, on_finish=on_finish, eager=eager)
+        cluster: Cluster | HandoverCluster
+        if setup.hands_over:
+            both = router_journal, decode_router_journal
+            cluster = HandoverCluster(setup, journals, both, check_every=check_every, on_finish=on_finish)
+        else:
+            cluster = Cluster(
+                setup, journals, router_journal, check_every=check_every, on_finish=on_finish, eager=eager
+            )
         began_s = time.process_time()
         with stopping_on_interrupt(cluster), collecting_seldom():
             stopped_early = cluster.run(give_up)
@@ -460,6 +540,11 @@ class Cluster:
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
+
+    @property
+    def client_metrics(self) -> list[MetricsFold]:
+        """Of the engines that clients hear of: all."""
+        return self.metrics
 
     @property
     def stop_requested(self) -> bool:

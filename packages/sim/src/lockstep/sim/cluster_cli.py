@@ -18,7 +18,9 @@ from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
     ClusterSetup,
+    EngineGroup,
     assemble_cluster,
+    kind_of,
     parse_engines,
     simulate_cluster,
     write_cluster_run,
@@ -36,6 +38,8 @@ def run_cluster(
     *,
     replicas: int | None,
     engines: str | None,
+    handing_over: tuple[int | None, int | None] | None,
+    links: Mapping[str, Any],
     router: Mapping[str, Any],
     out: Path | None,
     overwrite: bool,
@@ -61,9 +65,10 @@ def run_cluster(
     scenario = ClusterScenario(
         base=base,
         replicas=1 if replicas is None else replicas,
-        engines=parse_engines(engines, parse_setting) if engines is not None else (),
+        engines=_groups(base, engines, handing_over),
         router=config,
         hop_us=hop_us,
+        **{name: value for name, value in links.items() if value is not None},
     )
     if out is not None:
         prepare_folder(out, overwrite=overwrite)
@@ -80,10 +85,50 @@ def run_cluster(
     if not as_json:
         from rich.console import Console
 
-        Console(width=None if sys.stdout.isatty() else 120).print(engines_table(run))
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        console.print(engines_table(run))
+        if "transfers" in run.data.summary:
+            console.print(transfers_table(run.data.summary["transfers"]))
     if cut_short:
         say_no_intervals()
     return run, cut_short
+
+
+def _groups(
+    base: Scenario, engines: str | None, handing_over: tuple[int | None, int | None] | None
+) -> tuple[EngineGroup, ...]:
+    """The kinds of engines: as spelt out, or so many prefill and so many decode engines; none for replicas."""
+    if handing_over is None:
+        return parse_engines(engines, parse_setting) if engines is not None else ()
+    groups = []
+    for role, count in zip(("prefill", "decode"), handing_over, strict=True):
+        if count is None or count < 1:
+            raise ConfigError(f"`{role}_engines` must be at least 1, got `{count}`")
+        groups.append(EngineGroup(count=count, gpu=base.gpu, settings={"role": role}))
+    return tuple(groups)
+
+
+def transfers_table(summary: Mapping[str, Any]) -> Any:
+    """What moved between prefill and decode engines."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="Between prefill and decode engines", title_justify="left", box=box.SIMPLE_HEAD)
+    rows = {
+        "transfers": f"{summary['transfers']:,}",
+        "failed": f"{summary['transfers_failed']:,}",
+        "tokens sent": f"{summary['transferred_tokens']:,}",
+        "not sent": f"{summary['tokens_not_sent']:,}",
+        "GB": f"{summary['transferred_bytes'] / 1e9:,.1f}",
+        "wait for pages p99": show_us(summary["page_wait_us_p99"]),
+        "transfer p50": show_us(summary["transfer_us_p50"]),
+        "transfer p99": show_us(summary["transfer_us_p99"]),
+        "links busy": show_share(summary["link_busy_share"]),
+    }
+    for heading in rows:
+        table.add_column(heading, justify="right")
+    table.add_row(*rows.values())
+    return table
 
 
 def announce(setup: ClusterSetup, out: Path | None) -> None:
@@ -122,11 +167,12 @@ def engines_table(run: ClusterRun) -> Any:
     for heading in (["weight"] if weighted else []) + headings:
         # Where the terminal is narrow a unit moves below its number; no digit may be cut off.
         table.add_column(heading, justify="right", min_width=max(NUMBER_WIDTH, *map(len, heading.split())))
-    fair = run.data.summary["requests"]["arrived"] / sum(share.weight for share in run.setup.shares)
+    arrived = run.data.summary["requests"]["arrived"]
     for number, (one, share) in enumerate(zip(run.engines, run.setup.shares, strict=True)):
-        summary = one.data.summary
+        summary, role = one.data.summary, one.setup.config.role
+        fair = arrived / sum(other.weight for other in run.setup.shares_of(str(role)))
         table.add_row(
-            f"{number}: {one.setup.hardware}",
+            f"{number}: {kind_of(one.setup)}",
             *([f"{share.weight:g}"] if weighted else []),
             f"{summary['requests']['arrived']:,}",
             f"{summary['requests']['arrived'] / (share.weight * fair):.2f}x" if fair else NOTHING,

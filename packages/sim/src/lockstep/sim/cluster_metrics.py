@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,25 @@ def combine(datas: Sequence[RunData], *, hop_us: int, slos: Sequence[Slo]) -> Ru
     }
     packed = Packed.join([data.packed for data in datas])
     return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed)
+
+
+def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
+    """The same of prefill and decode engines, `decodes` by number: clients see what these stream, and nothing else.
+
+    Cache hits are those of the prefill engines, where prompts are computed.
+    """
+    whole = combine(datas, hop_us=hop_us, slos=slos)
+    answers = combine([datas[engine] for engine in decodes], hop_us=hop_us, slos=slos)
+    makers = [data for engine, data in enumerate(datas) if engine not in decodes]
+    summary = {
+        **whole.summary,
+        **{name: answers.summary[name] for name in ("requests", "latency", "throughput", "slos")},
+        "cache": _cache(makers),
+        "device": _device(datas, answers.requests),
+    }
+    streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
+    series = replace(whole.series, output_tokens_per_s=streamed)
+    return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed)
 
 
 def _requests(datas: Sequence[RunData], hop_us: int) -> Requests:

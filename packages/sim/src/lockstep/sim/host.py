@@ -32,6 +32,7 @@ from simpy import Environment, Event
 from lockstep.core.commands import (
     NO_ROWS,
     BatchPlan,
+    CancelTransfer,
     Command,
     CompileGrammar,
     FinishRequest,
@@ -40,6 +41,7 @@ from lockstep.core.commands import (
     LoadAdapter,
     RejectRequest,
     SampleBatch,
+    StartTransfer,
     Step,
     StreamTokens,
 )
@@ -61,6 +63,7 @@ from lockstep.core.events import (
     RequestId,
     RequestQueued,
     TokenRuns,
+    TransferAdvanced,
 )
 from lockstep.core.intake import ReceiveSkipper
 from lockstep.sim.cache_tiers import TierLinks
@@ -129,6 +132,24 @@ class RequestSource(Protocol):
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
         """A request was rejected, or its client left."""
+
+
+class TransferPort(Protocol):
+    """What moves KV between this engine and others, on a clock that they share; see `handover.Port`."""
+
+    next_us: int
+
+    def take(self, now_us: int) -> TransferAdvanced:
+        """The next fact, due at `next_us`."""
+
+    def perform(self, command: StartTransfer | CancelTransfer, now_us: int) -> None:
+        """Carry out an order."""
+
+    def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
+        """The result of a batch was taken in."""
+
+    def pause(self, next_us: int) -> Event:
+        """What to wait for until `next_us`, or until something comes before."""
 
 
 class Arrivals:
@@ -448,6 +469,7 @@ class EngineHost:
         receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
         speculation: how many drafts are right, and what they cost, of an engine whose config has a method.
         tiers: what carries KV between the tiers below the device; an engine with such tiers needs it.
+        port: of a prefill or a decode engine, where its KV goes and comes from.
     """
 
     def __init__(
@@ -473,6 +495,7 @@ class EngineHost:
         receive_interval: int = 1,
         speculation: Speculation | None = None,
         tiers: TierLinks | None = None,
+        port: TransferPort | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
@@ -483,6 +506,7 @@ class EngineHost:
         self.env = env
         self.engine = engine
         self.arrivals = arrivals
+        self.port = port
         self.cpu = cpu
         self.journal = journal
         self.metrics = metrics
@@ -548,6 +572,9 @@ class EngineHost:
                     self._wake()
                 elif next_us < settled_us:
                     now_us = max(now_us, next_us)
+                elif self.port is not None:
+                    yield self.port.pause(next_us)
+                    now_us = max(now_us, self._wake())
                 else:  # something may come before: the lane stays where it is, free, and looks again
                     yield env.timeout(max(settled_us - self._woke_us, 0))
                     self._wake()
@@ -574,6 +601,8 @@ class EngineHost:
                 self._fold(replace(self._loads.popleft(), time_us=now_us))
             elif self.tiers is not None and self.tiers.due and self.tiers.next_us <= now_us:
                 self._fold(self.tiers.take(now_us))
+            elif self.port is not None and self.port.next_us <= now_us:
+                self._fold(self.port.take(now_us))
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -591,6 +620,8 @@ class EngineHost:
             next_us = self._loads[0].time_us
         if self.tiers is not None and self.tiers.due and self.tiers.next_us < next_us:
             next_us = self.tiers.next_us
+        if self.port is not None and self.port.next_us < next_us:
+            next_us = self.port.next_us
         if self.wake_at_us is not None and self.wake_at_us < next_us:
             next_us = self.wake_at_us
         return next_us
@@ -625,6 +656,9 @@ class EngineHost:
             for command in step.commands:
                 if type(command) is SampleBatch:
                     self.device.sample(command.batch_id, done_us)
+        if self.port is not None:
+            self.port.collected(batch.batch_id, step, done_us)
+            self._others_us = self.env.peek()
         return done_us
 
     def _launch(self, now_us: int) -> int | None:
@@ -666,6 +700,8 @@ class EngineHost:
             until_us = min(until_us, self._loads[0].time_us)
         if self.tiers is not None and self.tiers.due:
             until_us = min(until_us, self.tiers.next_us)
+        if self.port is not None:
+            until_us = min(until_us, self.port.next_us)
         if until_us < worth_us:
             return None
         run = DecodeRun.begin(self.engine)
@@ -749,6 +785,9 @@ class EngineHost:
         elif type(command) is LoadAdapter:
             due_us, generation = now_us + self._adapter_load_us, self.engine.generation
             self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+        elif isinstance(command, StartTransfer | CancelTransfer) and self.port is not None:
+            self.port.perform(command, now_us)
+            self._others_us = self.env.peek()
         elif self.tiers is not None:
             held_us = self.tiers.begin(command, now_us)
             if held_us is not None:

@@ -734,8 +734,14 @@ def simulate(
     Args:
         check_every: check the core's invariants after every so many events; 0 is never.
         on_finish: called with the number of requests that ended, after each.
-    Raises: JournalError if the journal cannot be written; what was written is a valid journal.
+    Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
+        that one engine alone cannot have.
     """
+    if setup.config.hands_over:
+        raise ConfigError(
+            f"`role` is {setup.config.role}, but there is one engine, and nobody with the other role\n"
+            "hint: --prefill-engines 1 --decode-engines 1"
+        )
     if folder is None:
         return _run(setup, NoJournal(), check_every, on_finish)
     journal = JournalWriter.create(folder, setup.header())
@@ -854,6 +860,9 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
             path.unlink()
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
+    for decisions in folder.glob("decode/router.jsonl"):  # of a cluster that hands requests over
+        decisions.unlink()
+        decisions.parent.rmdir()
     for engine in folder.glob("engines/*"):
         for name in ("metrics.json", "trace.json.gz"):
             (engine / name).unlink(missing_ok=True)

@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.core.router import RouterConfig
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
+from lockstep.sim.handover import HandoverCluster
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.simulate import Scenario, open_load
@@ -220,9 +221,9 @@ class Lateness:
     slos: tuple[Slo, ...]
     requests: int  # that are measured, at most
 
-    def __call__(self, cluster: Cluster) -> bool:
+    def __call__(self, cluster: Cluster | HandoverCluster) -> bool:
         """Whether to give up now."""
-        late = [sum(counts) for counts in zip(*(fold.late(self.slos) for fold in cluster.metrics), strict=True)]
+        late = [sum(counts) for counts in zip(*(fold.late(self.slos) for fold in cluster.client_metrics), strict=True)]
         return any(count > self._may_be_late(slo) for slo, count in zip(self.slos, late, strict=True))
 
     def _may_be_late(self, slo: Slo) -> float:

@@ -1,0 +1,538 @@
+"""A simulated cluster of prefill and decode engines: who sends what to whom, and when it is there.
+
+Engines here meet in the middle of a request, not at the router only; so they share one clock. A request is routed twice
+at its arrival, to a prefill and to a decode engine. Its KV goes part by part over `Links`, as their hosts order:
+
+    decode   | pages  ...........................................  done | decode | decode | ...
+    prefill      accepted | chunk 1 | chunk 2 (last) |                  ^
+    link                            | part 1 |       | part 2 + first token
+             one way of `latency_us` for whatever one host tells another
+
+A part begins when the lane of the prefill engine has taken in the result of its batch, and both sides have pages. What
+clients see is what the decode engines stream: the first token comes with the end of the transfer.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from simpy import Environment, Event
+
+from lockstep.core import invariants
+from lockstep.core.commands import CancelTransfer, StartTransfer, Step, StreamTokens
+from lockstep.core.engine import Engine
+from lockstep.core.events import BatchId, RequestArrived, RequestCancelled, RequestId, TokenRuns, TransferAdvanced
+from lockstep.core.router import EngineShare, RequestEnded, RequestOffered, Router, RouterConfig, prefix_keys
+from lockstep.sim.cluster_metrics import combine_handover
+from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
+from lockstep.sim.metrics import MetricsFold
+from lockstep.sim.network import Flow, Links, later
+from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.simulate import FrontEnd, NoJournal, Run, arrivals_of
+from lockstep.sim.token_runs import prompt_ids
+from lockstep.sim.turns import Turn
+
+if TYPE_CHECKING:
+    from lockstep.host.router_journal import NoRouterJournal, RouterJournal
+    from lockstep.sim.cluster import ClusterRun, ClusterSetup
+
+DECODE_ROUTER = RouterConfig(policy="least_tokens")
+"""What a decode engine lacks first is memory, so requests go where the fewest tokens are."""
+
+GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
+
+
+@dataclass(eq=False)
+class Room:
+    """One transfer, as the network sees it. Its id is the request's, on both sides."""
+
+    request_id: RequestId
+    prefill: int
+    decode: int
+    prompt_tokens: int
+    arrived_us: int
+    parts: deque[StartTransfer] = field(default_factory=deque)  # not sent yet
+    ready: int = 0  # of these, how many may be
+    receive: StartTransfer | None = None
+    flow: Flow | None = None
+    first_token: int = 0
+    over: bool = False  # done or failed, so that nothing moves any more
+    given_us: int = 0  # when the decode engine gave pages
+    computed_us: int = 0  # when the last part could go
+
+
+class TransferTimes:
+    """What is said of transfers in metrics.json."""
+
+    def __init__(self) -> None:
+        self.wait_us: list[int] = []  # from arrival until pages were given
+        self.behind_us: list[int] = []  # from the last part computed to all of it there
+        self.tokens = 0
+        self.tokens_cached = 0  # of the prompts, on the decode engine already
+        self.failed = 0
+
+    def describe(self, links: Links, kv_bytes_per_token: int, makespan_us: int | None) -> dict[str, Any]:
+        """Everything; times in microseconds."""
+        return {
+            "transfers": len(self.behind_us),
+            "transfers_failed": self.failed,
+            "transferred_tokens": self.tokens,
+            "transferred_bytes": round(sum(links.sent_bytes)),
+            "tokens_not_sent": self.tokens_cached,
+            "kv_bytes_per_token": kv_bytes_per_token,
+            **_quantiles("page_wait", self.wait_us),
+            **_quantiles("transfer", self.behind_us),
+            "link_busy_share": round(links.busy_us / makespan_us, 6) if makespan_us else None,
+        }
+
+
+def _quantiles(name: str, values: Sequence[int]) -> dict[str, float | None]:
+    if not values:
+        return {f"{name}_us_{part}": None for part in ("mean", "p50", "p99")}
+    p50, p99 = np.percentile(values, [50, 99]).tolist()
+    return {f"{name}_us_mean": round(float(np.mean(values)), 3), f"{name}_us_p50": p50, f"{name}_us_p99": p99}
+
+
+class Fabric:
+    """Carries out what hosts order about transfers, and tells them what becomes of it."""
+
+    def __init__(self, env: Environment, links: Links, *, latency_us: int, kv_bytes_per_token: int) -> None:
+        self.env = env
+        self.links = links
+        self.times = TransferTimes()
+        self.ports: list[Port] = []
+        self.rooms: dict[RequestId, Room] = {}
+        self._latency_us = latency_us
+        self._bytes = kv_bytes_per_token
+        self._behind: dict[tuple[int, BatchId | None], list[Room]] = {}  # by engine and batch: whose part waits for it
+
+    def open(self, room: Room) -> None:
+        """A request was routed."""
+        self.rooms[room.request_id] = room
+
+    def perform(self, engine: int, command: StartTransfer | CancelTransfer, now_us: int) -> None:
+        """A host's engine ordered something."""
+        room = self.rooms.get(command.transfer_id)
+        if room is None or room.over:
+            return
+        if isinstance(command, CancelTransfer):
+            heard_us = now_us if engine == room.prefill else now_us + self._latency_us
+            self._at(heard_us, lambda: self._stop(room))
+        elif command.direction == "receive":
+            room.given_us = now_us
+            self.times.wait_us.append(now_us - room.arrived_us)
+            self._at(now_us + self._latency_us, lambda: self._accept(room, command))
+        else:
+            room.parts.append(command)
+            self._behind.setdefault((engine, command.after_batch), []).append(room)
+            if command.last:
+                self._at(now_us + self._latency_us, lambda: self._tell(room, room.decode, "offered"))
+
+    def collected(self, engine: int, batch_id: BatchId, step: Step, now_us: int) -> None:
+        """A host took in the result of a batch: the parts behind it may go from `now_us` on."""
+        rooms = self._behind.pop((engine, batch_id), ())
+        if not rooms:
+            return
+        tokens = {
+            request_id: token
+            for command in step.commands
+            if type(command) is StreamTokens
+            for request_id, token in zip(command.request_ids.tolist(), command.tokens.tolist(), strict=True)
+        }
+        for room in rooms:
+            room.first_token = tokens.get(room.request_id, room.first_token)
+        self._at(now_us, lambda: self._release(rooms))
+
+    def _release(self, rooms: Sequence[Room]) -> None:
+        for room in rooms:
+            room.ready += 1
+            if room.ready == len(room.parts) and room.parts[-1].last:
+                room.computed_us = int(self.env.now)
+            self._move(room)
+
+    def _accept(self, room: Room, command: StartTransfer) -> None:
+        room.receive = command
+        self._tell(room, room.prefill, "accepted", start_tokens=command.start_tokens)
+        self._move(room)
+
+    def _move(self, room: Room) -> None:
+        """Send the next part, if it may go and none is going."""
+        if room.over or room.receive is None or room.flow is not None or not room.ready:
+            return
+        part = room.parts[0]
+        tokens = part.stop_tokens - max(part.start_tokens, room.receive.start_tokens)
+        self.times.tokens += max(tokens, 0)
+        size = max(tokens, 0) * self._bytes
+        room.flow = self.links.start(room.prefill, room.decode, size, lambda: self._moved(room, part))
+
+    def _moved(self, room: Room, part: StartTransfer) -> None:
+        room.flow = None
+        room.parts.popleft()
+        room.ready -= 1
+        if not part.last:
+            self._move(room)
+            return
+        room.over = True
+        self._at(int(self.env.now) + self._latency_us, lambda: self._done(room, part))
+
+    def _done(self, room: Room, part: StartTransfer) -> None:
+        assert room.receive is not None
+        self.times.behind_us.append(int(self.env.now) - max(room.computed_us, room.given_us))
+        self.times.tokens_cached += room.receive.start_tokens
+        about = {"weights_version": part.weights_version, "cached_tokens": part.cached_tokens}
+        self._tell(room, room.prefill, "done", **about)
+        self._tell(room, room.decode, "done", first_token=room.first_token, **about)
+        del self.rooms[room.request_id]
+
+    def _stop(self, room: Room) -> None:
+        """The sender's host knows: nothing more is sent, and both sides are told."""
+        if room.over:
+            return
+        room.over = True
+        self.times.failed += 1
+        if room.flow is not None:
+            self.links.stop(room.flow)
+        self._tell(room, room.prefill, "failed")
+        self._at(int(self.env.now) + self._latency_us, lambda: self._tell(room, room.decode, "failed"))
+        del self.rooms[room.request_id]
+
+    def _tell(self, room: Room, engine: int, status: Any, **about: Any) -> None:
+        source = f"engine{room.decode if engine == room.prefill else room.prefill}"
+        self.ports[engine].hear(TransferAdvanced(0, room.request_id, source, 0, 0, status, **about))
+
+    def _at(self, time_us: int, act: Callable[[], None]) -> None:
+        later(self.env, time_us - int(self.env.now), act)
+
+
+class Port:
+    """One host's end of the fabric: what it has not heard yet."""
+
+    def __init__(self, fabric: Fabric, engine: int, feed: SharedFeed) -> None:
+        self._fabric = fabric
+        self._engine = engine
+        self._feed = feed
+        self._heard: deque[tuple[int, TransferAdvanced]] = deque()
+        self._seq = 0
+        self.next_us = NEVER_US
+        fabric.ports.append(self)
+
+    def hear(self, event: TransferAdvanced) -> None:
+        """A fact for this host, as of now."""
+        now_us = int(self._fabric.env.now)
+        self._heard.append((now_us, msgspec.structs.replace(event, seq=self._seq)))
+        self._seq += 1
+        self.next_us = self._heard[0][0]
+        self._feed.poke()
+
+    def take(self, now_us: int) -> TransferAdvanced:
+        """The next fact, due at `next_us`."""
+        _, event = self._heard.popleft()
+        self.next_us = self._heard[0][0] if self._heard else NEVER_US
+        return msgspec.structs.replace(event, time_us=now_us)
+
+    def pause(self, next_us: int) -> Event:
+        """Until then, or until something comes for this host."""
+        return self._feed.pause(self._fabric.env, next_us)
+
+    def perform(self, command: StartTransfer | CancelTransfer, now_us: int) -> None:
+        """Carry out an order."""
+        self._fabric.perform(self._engine, command, now_us)
+
+    def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
+        """The result of a batch was taken in."""
+        self._fabric.collected(self._engine, batch_id, step, now_us)
+
+
+class SharedFeed:
+    """The requests that were sent to one engine, on a clock that it shares with others."""
+
+    def __init__(self, env: Environment, ended: Callable[[RequestId, int, bool], None]) -> None:
+        self.open_turns: dict[RequestId, Turn] = {}
+        self.next_us = NEVER_US
+        self._env = env
+        self._ended = ended
+        self._line: deque[RequestArrived | RequestCancelled] = deque()
+        self._awaited: Event | None = None
+
+    def add(self, event: RequestArrived, turn: Turn) -> None:
+        """Send one more, not earlier than the one before."""
+        self.open_turns[event.request_id] = turn
+        self._line.append(event)
+        self.next_us = self._line[0].time_us
+        self.poke()
+
+    def take(self, _max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+        """The next fact, due at `next_us`."""
+        event = self._line.popleft()
+        self.next_us = self._line[0].time_us if self._line else NEVER_US
+        return event
+
+    @property
+    def settled_until_us(self) -> int:
+        """Others act then; what they do at this very instant may come before or after."""
+        return int(min(max(self._env.peek(), self._env.now + 1), NEVER_US))
+
+    def more(self, env: Environment) -> Event | None:
+        """Until somebody pokes."""
+        self._awaited = env.event()
+        return self._awaited
+
+    def pause(self, env: Environment, next_us: int) -> Event:
+        """Until then, or until somebody pokes."""
+        awaited = self._awaited = env.event()
+        later(env, next_us - int(env.now), lambda: _succeed(awaited))
+        return awaited
+
+    def poke(self) -> None:
+        """Something came: look."""
+        _succeed(self._awaited)
+        self._awaited = None
+
+    def answered(self, request_id: RequestId, now_us: int) -> None:
+        """An answer ended."""
+        del self.open_turns[request_id]
+        self._ended(request_id, now_us, True)
+
+    def broke_off(self, request_id: RequestId, now_us: int) -> None:
+        """A request was rejected, or its client left."""
+        del self.open_turns[request_id]
+        self._ended(request_id, now_us, False)
+
+
+def _succeed(event: Event | None) -> None:
+    if event is not None and not event.triggered:
+        event.succeed()
+
+
+class HandoverCluster:
+    """Prefill and decode engines behind two routers, on one clock."""
+
+    def __init__(
+        self,
+        setup: ClusterSetup,
+        journals: list[JournalSink],
+        router_journals: tuple[RouterJournal | NoRouterJournal, RouterJournal | NoRouterJournal],
+        *,
+        check_every: int = 0,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        scenario = setup.scenario.base
+        self.setup = setup
+        self.env = Environment()
+        self.arrivals = arrivals_of(setup.engines[0])
+        roles = [one.config.role for one in setup.engines]
+        self.engines_of = {role: [i for i, own in enumerate(roles) if own == role] for role in ("prefill", "decode")}
+        self.routers = {
+            "prefill": Router(setup.scenario.router, self._shares("prefill")),
+            "decode": Router(DECODE_ROUTER, self._shares("decode")),
+        }
+        self._journals = dict(zip(("prefill", "decode"), router_journals, strict=True))
+        self.routed_by_reason: Counter[str] = Counter()
+        self._hop_us = setup.scenario.hop_us
+        self._max_new_tokens = scenario.max_new_tokens
+        self._sessions: dict[int, str] = {}
+        self._ended_count = 0
+        self._on_finish = on_finish
+        self._stop_requested = False
+        self._changed: Event | None = None  # of what the arrivals know to come
+        speeds = [setup.link_bytes_per_us(one) for one in setup.engines]
+        links = Links(self.env, speeds, speeds)
+        first = setup.engines[0]
+        kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
+        latency_us = setup.scenario.link_latency_us
+        self.fabric = Fabric(self.env, links, latency_us=latency_us, kv_bytes_per_token=kv_bytes)
+        self.feeds: list[SharedFeed] = []
+        self.hosts: list[EngineHost] = []
+        self.metrics: list[MetricsFold] = []
+        for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
+            feed = SharedFeed(self.env, self._ends_at(roles[engine] == "decode"))
+            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
+            frontend_us = round(one.calibration.correction.frontend_us)
+            host = EngineHost(
+                self.env,
+                Engine(one.config, digests=not isinstance(journal, NoJournal)),
+                feed,
+                one.cost,
+                one.cpu,
+                journal,
+                FrontEnd(metrics, frontend_us) if frontend_us else metrics,
+                seed=scenario.seed,
+                name=f"engine{engine}",
+                max_new_tokens=scenario.max_new_tokens,
+                check=invariants.self_check if check_every else None,
+                check_every=check_every or 1,
+                grammar_compile_us=scenario.grammar_compile_us,
+                receive_interval=scenario.receive_interval,
+                device_type=device_type_of(one.cost),
+                speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
+                port=Port(self.fabric, engine, feed),
+            )
+            self.feeds.append(feed)
+            self.hosts.append(host)
+            self.metrics.append(metrics)
+
+    def _shares(self, role: str) -> tuple[EngineShare, ...]:
+        return tuple(self.setup.shares[engine] for engine in self.engines_of[role])
+
+    @property
+    def client_metrics(self) -> list[MetricsFold]:
+        """Of the engines that clients hear of."""
+        return [self.metrics[engine] for engine in self.engines_of["decode"]]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Set from a signal handler: every engine stops before its next fact."""
+        return self._stop_requested
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        self._stop_requested = value
+        for host in self.hosts:
+            host.stop_requested = value
+
+    def run(self, give_up: Callable[[HandoverCluster], bool] | None = None) -> bool:
+        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        stopped_early: list[bool] = []
+        for host in self.hosts:
+            self.env.process(host.run())
+        self.env.process(self._route_all(give_up, stopped_early))
+        self.env.run()
+        return bool(stopped_early)
+
+    def _route_all(
+        self, give_up: Callable[[HandoverCluster], bool] | None, stopped_early: list[bool]
+    ) -> Generator[Event, None, None]:
+        env, arrivals = self.env, self.arrivals
+        until_question = GIVE_UP_EVERY
+        while not self._stop_requested:
+            next_us = arrivals.next_us
+            if next_us == NEVER_US and not arrivals.awaits_answers:
+                return
+            if next_us > env.now:
+                changed = self._changed = env.event()
+                if next_us < NEVER_US:
+                    later(env, next_us - int(env.now), functools.partial(_succeed, changed))
+                yield changed
+                continue
+            self._route()
+            until_question -= 1
+            if give_up is not None and until_question <= 0:
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
+                if give_up(self):
+                    stopped_early.append(True)
+                    return
+
+    def _route(self) -> None:
+        event = self.arrivals.take(self._max_new_tokens)
+        assert type(event) is RequestArrived
+        turn = self.arrivals.open_turns[event.request_id]
+        engines = {role: self._routed(role, event, turn) for role in ("prefill", "decode")}
+        time_us = event.time_us + self._hop_us
+        prefill, decode = engines["prefill"], engines["decode"]
+        if turn.output_tokens:
+            self.fabric.open(Room(event.request_id, prefill, decode, turn.prompt_tokens, time_us))
+            event = msgspec.structs.replace(event, time_us=time_us, transfer_room=event.request_id)
+        for engine in (prefill, decode):
+            self._send(engine, event, turn, time_us)
+
+    def _send(self, engine: int, event: RequestArrived, turn: Turn, time_us: int) -> None:
+        later(self.env, time_us - int(self.env.now), lambda: self.feeds[engine].add(event, turn))
+
+    def _routed(self, role: str, event: RequestArrived, turn: Turn) -> int:
+        router = self.routers[role]
+        prefix: tuple[int, ...] = ()
+        if router.config.policy == "prefix_affinity":
+            assert type(event.prompt) is TokenRuns
+            prefix = prefix_keys(prompt_ids(event.prompt.runs), router.config.block_tokens, event.tenant)
+        session = ""
+        if router.config.policy == "session_sticky":
+            session = turn.label if turn.after is None else self._sessions[turn.after]
+            self._sessions[turn.index] = session
+        offered = RequestOffered(
+            time_us=event.time_us,
+            request_id=event.request_id,
+            prompt_tokens=turn.prompt_tokens,
+            prefix=prefix,
+            session=session,
+        )
+        routed = router.step(offered)
+        assert routed is not None
+        assert routed.engine is not None
+        self._journals[role].append(offered, routed, router.digest)
+        if role == "prefill":
+            self.routed_by_reason[routed.reason] += 1
+        return self.engines_of[role][routed.engine]
+
+    def _ends_at(self, decodes: bool) -> Callable[[RequestId, int, bool], None]:
+        """What is done when a request ends on a decode engine, which is when its client has it all; or on another."""
+
+        def ended(request_id: RequestId, now_us: int, answered: bool) -> None:
+            seen_us = now_us + self._hop_us
+            turn = self.arrivals.open_turns.get(request_id)
+            output_tokens = turn.output_tokens if turn is not None and answered and decodes else 0
+            role = "decode" if decodes else "prefill"
+            later(self.env, seen_us - int(self.env.now), lambda: self._tell_end(role, request_id, output_tokens))
+            if not decodes:
+                return
+            if answered:
+                self.arrivals.answered(request_id, seen_us)
+            else:
+                self.arrivals.broke_off(request_id, seen_us)
+            _succeed(self._changed)
+            self._ended_count += 1
+            if self._on_finish is not None:
+                self._on_finish(self._ended_count)
+
+        return ended
+
+    def _tell_end(self, role: str, request_id: RequestId, output_tokens: int) -> None:
+        fact = RequestEnded(time_us=int(self.env.now), request_id=request_id, output_tokens=output_tokens)
+        router = self.routers[role]
+        router.step(fact)
+        self._journals[role].append(fact, None, router.digest)
+
+    def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
+        """Measure it."""
+        from lockstep.sim.cluster import ClusterRun
+
+        slos = self.setup.scenario.base.slos
+        datas = [
+            with_stages(metrics.result(slos), host.device)
+            for metrics, host in zip(self.metrics, self.hosts, strict=True)
+        ]
+        data = combine_handover(datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos)
+        makespan_us = data.summary["throughput"]["makespan_us"]
+        first = self.setup.engines[0]
+        kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
+        data.summary["transfers"] = self.fabric.times.describe(self.fabric.links, kv_bytes, makespan_us)
+        cpu_s = time.process_time() - began_s
+        engines = tuple(
+            Run(
+                setup=one,
+                data=measured,
+                batches=host.batches,
+                clamped=host.clamped if one.config.role == "decode" else 0,
+                rejected=host.rejected,
+                never_sent=0,
+                interrupted=self._stop_requested,
+                cpu_s=cpu_s / len(self.hosts),
+            )
+            for one, measured, host in zip(self.setup.engines, datas, self.hosts, strict=True)
+        )
+        return ClusterRun(
+            setup=self.setup,
+            engines=engines,
+            data=data,
+            routed_by_reason=dict(sorted(self.routed_by_reason.items())),
+            never_sent=self.arrivals.never_sent,
+            interrupted=self._stop_requested,
+            stopped_early=stopped_early,
+            cpu_s=cpu_s,
+        )
