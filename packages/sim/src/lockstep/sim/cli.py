@@ -256,6 +256,10 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--moe-a2a", is_flag=True, help="rows go to their experts by all-to-all (DeepEP); needs ep = tp"
             ),
             click.option("--expert-cv", default=0.0, help="how unequally popular experts are: deviation over mean"),
+            click.option("--eplb", is_flag=True, help="place experts by their load; needs ep and --expert-cv"),
+            click.option("--redundant-experts", default=0, help="with --eplb: slots for further copies, of all ranks"),
+            click.option("--eplb-interval", default=1000, help="with --eplb: passes between two rebalancings"),
+            click.option("--expert-drift", default=0.0, help="with --eplb: share of experts that change meanwhile"),
         )
     ):
         command = option(command)

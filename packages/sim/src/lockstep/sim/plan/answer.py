@@ -30,7 +30,7 @@ DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 
 CONFIGURED = (
-    "tp", "ep", "attention_dp", "pp", "moe_a2a", "weights_dtype", "kv_dtype", "operators",
+    "tp", "ep", "attention_dp", "pp", "moe_a2a", "eplb", "redundant_experts", "weights_dtype", "kv_dtype", "operators",
 )  # fmt: skip
 """What a configuration may be besides settings of the scheduler."""
 

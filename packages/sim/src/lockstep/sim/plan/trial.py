@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.core.router import RouterConfig
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
+from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.simulate import Scenario, open_load
@@ -43,6 +44,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pp: int = 1
     moe_a2a: bool = False
     expert_cv: float = 0.0
+    eplb: bool = False
+    redundant_experts: int = 0
+    eplb_interval: int = EPLB_INTERVAL
+    expert_drift: float = 0.0
     mem_fraction: float = 0.9
     weights_dtype: WeightsDtype | None = None
     kv_dtype: KvDtype = "bf16"
@@ -80,6 +85,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             pp=self.pp,
             moe_a2a=self.moe_a2a,
             expert_cv=self.expert_cv,
+            eplb=self.eplb,
+            redundant_experts=self.redundant_experts,
+            eplb_interval=self.eplb_interval,
+            expert_drift=self.expert_drift,
             rate=self.rate,
             concurrency=self.concurrency,
             warm_up=self.warm_up,
