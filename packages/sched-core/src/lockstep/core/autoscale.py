@@ -8,9 +8,9 @@
      starting -> off                              not needed any more before it was ready
     draining -> up                               needed again: it takes requests at once
 
-`target_replicas` is the policy: load over what one replica should have. What surrounds it is taken from the Horizontal
-Pod Autoscaler of Kubernetes: a tolerance, within which nothing changes, and the largest answer of the last `cooldown_us`
-counts, so that replicas are added at once and taken away late. Who drains gets nothing new, and goes when its last
+`target_replicas` is the policy: load over what one replica should have. What surrounds it is as in the Horizontal Pod
+Autoscaler of Kubernetes: a tolerance, within which nothing changes, and the largest answer of the last `cooldown_us`
+counts, so that replicas come at once and leave late. Who drains gets nothing new, and goes when its last
 request has ended: nothing is ever cut off. Those with the fewest requests drain first, of equals the highest numbers.
 """
 

@@ -7,12 +7,13 @@
 Any fact may decide about several requests: one ends and two that waited go, or an engine is lost and all it had is sent
 again. At every moment a request is open on exactly one engine, waits here, or is over. Pure, as the router is.
 
-**Fair share.** Each tenant has a line, and a count of the tokens it was given per weight: prompts, and what answers
-are expected to have, put right when they end. While there is room, the waiting tenant with the least goes first, so
-nobody waits while there is room. A tenant that comes back does not bring what it did not use: its count begins no lower
-than where the last one stood that was sent. This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over
-the tokens of Virtual Token Counter (Sheng et al., OSDI 2024): of two tenants that wait all the time, what one is given
-per weight exceeds that of the other by no more than one request of each, corrections aside.
+**Fair share.** Each tenant has a line, and a count of the tokens it was given per weight: prompts, and what answers are
+expected to have; what that was off by, once they ended, is put on the tenant's next request or taken off it. While
+there is room, the waiting tenant with the least goes first, so nobody waits while there is room. A tenant that comes
+back does not bring what it did not use: its count begins no lower than where that of the last one stood that was sent.
+This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over the tokens of Virtual Token Counter (Sheng et
+al., OSDI 2024): of two tenants that wait all the time, what one is charged per weight exceeds what the other is by no
+more than one request of each.
 
 **Bounds.** All lines together hold `waiting_max`; when they are full, the newest request of the tenant that has most
 waiting per weight is refused, so that nobody can fill the line of others. What a lost engine had goes to the front of
@@ -85,7 +86,7 @@ class _Sent(msgspec.Struct):
     """A request that is open on an engine."""
 
     offered: RequestOffered
-    charged: float
+    expected: float  # tokens per weight
     sends: int
 
 
@@ -98,6 +99,7 @@ class Dispatcher:
         self.waiting = 0
         self.lines: dict[str, deque[RequestOffered]] = {}  # by tenant, of those that wait
         self.given: dict[str, float] = {}  # tokens per weight, by tenant
+        self._owed: dict[str, float] = {}  # the same, by which the next request is charged more or, below 0, less
         self._sent: dict[int, _Sent] = {}  # by request id: open on an engine
         self._sends: dict[int, int] = {}  # of those that wait to be sent again: how often they were
         self._waiting_ids: dict[int, str] = {}  # to the tenant
@@ -170,6 +172,7 @@ class Dispatcher:
         """Those who come back no different for it: nobody waits or is open, and others were given as much since."""
         active = {*self.lines, *(sent.offered.tenant for sent in self._sent.values())}
         self.given = {t: given for t, given in self.given.items() if t in active or given > self._stood}
+        self._owed = {t: owed for t, owed in self._owed.items() if t in self.given}
         self._forget_at = max(2 * len(self.given), TENANTS_REMEMBERED)
 
     def _weight(self, tenant: str) -> float:
@@ -225,10 +228,13 @@ class Dispatcher:
             if routed.engine is None:
                 continue
             room -= 1
-            charged = self.router.open[offered.request_id].tokens / self._weight(tenant)
-            self._sent[offered.request_id] = _Sent(offered, charged, sends)
+            expected = self.router.open[offered.request_id].tokens / self._weight(tenant)
+            self._sent[offered.request_id] = _Sent(offered, expected, sends)
             self._stood = max(self._stood, self.given[tenant])
-            self.given[tenant] += charged
+            cost = expected + self._owed.pop(tenant, 0.0)
+            self.given[tenant] += max(cost, 0.0)
+            if cost < 0.0:
+                self._owed[tenant] = cost
 
     # ----------------------------------------------------------------------------------------------- ends and changes
 
@@ -240,8 +246,12 @@ class Dispatcher:
         if sent is not None:
             tenant = sent.offered.tenant
             took = (sent.offered.prompt_tokens + fact.output_tokens) / self._weight(tenant)
-            self.given[tenant] += took - sent.charged
+            self._owe(tenant, took - sent.expected)
         self.router.step(fact)
+
+    def _owe(self, tenant: str, more: float) -> None:
+        if more:
+            self._owed[tenant] = self._owed.get(tenant, 0.0) + more
 
     def _change(self, fact: EngineChanged, out: list[RequestRouted]) -> None:
         router = self.router
@@ -252,7 +262,7 @@ class Dispatcher:
         self._probes[fact.engine], self._unwell[fact.engine] = 0, False
         for request_id in reversed(lost):
             sent = self._sent.pop(request_id)
-            self.given[sent.offered.tenant] -= sent.charged  # nobody pays for what was lost
+            self._owe(sent.offered.tenant, -sent.expected)  # nobody pays for what was lost
             if sent.sends > self.config.resends_max:
                 out.append(RequestRouted(request_id=request_id, engine=None, reason="lost"))
                 continue

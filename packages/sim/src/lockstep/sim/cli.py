@@ -219,6 +219,9 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
         names = {"router": "policy", "router_hop_us": "hop_us"} | {
             f"router_{name}": name for name, *_ in ROUTER_OPTIONS
         }
+        if engines:
+            names |= {"router_report_interval_us": "report_interval_us", "router_report_delay_us": "report_delay_us"}
+            names |= {"autoscale": "scaling", "admission": "admission"}
         given = {short: options.pop(name) for name, short in names.items()}
         return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
 
@@ -234,6 +237,23 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
         click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
         click.option("--router-hop", "router_hop_us", type=Duration(), help="router to engine, and back  [default: 0]"),
     ]
+    if engines:
+        options += [
+            click.option(
+                "--router-report-interval", "router_report_interval_us", type=Duration(),
+                help="under total_requests and total_tokens: between two reports of an engine  [default: none]",
+            ),
+            click.option(
+                "--router-report-delay", "router_report_delay_us", type=Duration(),
+                help="how old a report is when it comes  [default: 0]",
+            ),
+            click.option(
+                "--autoscale", metavar="SPEC", help="replicas come and go: open_requests=24,minimum=2; docs/routing.md"
+            ),
+            click.option(
+                "--admission", metavar="SPEC", help="requests wait at the router: open=64,share.a=2; docs/routing.md"
+            ),
+        ]  # fmt: skip
     for name, policy, kind, text in ROUTER_OPTIONS:
         flag, text = "--router-" + name.replace("_", "-"), f"under {policy}: {text}  [default: {defaults[name]}]"
         options.append(click.option(flag, f"router_{name}", type=kind, help=text))

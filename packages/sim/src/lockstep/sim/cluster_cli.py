@@ -19,7 +19,9 @@ from lockstep.sim.cluster import (
     ClusterScenario,
     ClusterSetup,
     assemble_cluster,
+    parse_admission,
     parse_engines,
+    parse_scaling,
     simulate_cluster,
     write_cluster_run,
 )
@@ -56,6 +58,8 @@ def run_cluster(
         )
     settings = dict(router)
     hop_us = settings.pop("hop_us", 0)
+    reports = {name: settings.pop(name, 0) for name in ("report_interval_us", "report_delay_us")}
+    scaling, admission = settings.pop("scaling", None), settings.pop("admission", None)
     config = RouterConfig(**settings)
     check_router_options(settings, [config.policy])
     scenario = ClusterScenario(
@@ -64,6 +68,9 @@ def run_cluster(
         engines=parse_engines(engines, parse_setting) if engines is not None else (),
         router=config,
         hop_us=hop_us,
+        **reports,
+        scaling=None if scaling is None else parse_scaling(scaling),
+        dispatch=None if admission is None else parse_admission(admission),
     )
     if out is not None:
         prepare_folder(out, overwrite=overwrite)
