@@ -176,6 +176,12 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         except ConfigError as error:
             raise ConfigError(f"`autoscale`: {error}") from error
 
+    def within(self, replicas: int) -> Scaling:
+        """The same where there are so few replicas that the minimum would be beyond them."""
+        if self.settings.get("minimum", 1) <= replicas:
+            return self
+        return Scaling(settings={**self.settings, "minimum": replicas})
+
     def __str__(self) -> str:
         """`open_requests=24,minimum=2,start=1min`."""
         left = dict(self.settings)

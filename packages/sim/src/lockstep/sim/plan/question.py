@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 from lockstep.sim.closed_loop import CONCURRENCY_MAX
+from lockstep.sim.cluster import parse_scaling
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.generate import PREFIX
@@ -25,7 +26,7 @@ from lockstep.sim.workload import Workload, open_workload
 CONFIGURATIONS_MAX = 2_000
 OWN_KEYS = (
     *COUNTS, "moe_a2a", "expert_cv", "eplb", "redundant_experts", "eplb_interval", "expert_drift", "mem_fraction",
-    "weights_dtype", "kv_dtype", "profile", "router",
+    "weights_dtype", "kv_dtype", "profile", "router", "autoscale",
 )  # fmt: skip
 """What can be searched besides the scheduler's settings."""
 
@@ -255,11 +256,22 @@ def _value(key: str, word: str) -> Any:
         if word not in ROUTER_POLICIES:
             raise ConfigError(f"`search`: `router` must be one of {', '.join(ROUTER_POLICIES)}, got `{word}`")
         return word
+    if key == "autoscale":
+        return scaling_of(word)
     if key in OWN_KEYS:
         return word
     if key in TIER_KEYS:
         return parse_tier(key, word)
     return parse_setting(key, word)[1]
+
+
+def scaling_of(word: str) -> str:
+    """A policy among several, in which `:` stands for `=` and `/` for `,`: none, open_requests:24/minimum:2."""
+    if word == "none":
+        return word
+    text = word.replace(":", "=").replace("/", ",")
+    parse_scaling(text)
+    return text
 
 
 def parse_prices(texts: tuple[str, ...]) -> dict[str, float]:
