@@ -117,6 +117,15 @@ def test_what_an_engine_lost_is_sent_again_first_and_not_for_ever() -> None:
     assert told.dispatcher.waiting == 1
 
 
+def test_nobody_pays_for_work_that_was_lost() -> None:
+    told = Told(open_max=1)
+    told.offer("unlucky", tokens=1_000)
+    charged = dict(told.dispatcher.given)
+    assert charged["unlucky"] > 1_000
+    assert told.change(0, "down") == [(0, 1, "policy")]
+    assert told.dispatcher.given == charged
+
+
 def test_with_nobody_up_requests_wait() -> None:
     told = Told(engines=1)
     told.change(0, "down")

@@ -896,13 +896,13 @@ def test_a_configurations_name_says_what_was_chosen() -> None:
 
 def test_a_plan_pays_for_replicas_that_come_and_go_only_while_they_are_there() -> None:
     scaling = "autoscale=none,open_requests:9/start:0s/interval:200ms/window:0s/cooldown:200ms"
-    asked = question(rate=24.0, search=parse_search((scaling,)), slos=(Slo.parse("ttft_p90=5s"),))
+    asked = question(rate=60.0, search=parse_search((scaling,)), slos=(Slo.parse("ttft_p90=5s"),))
     answer = planned(asked)
     fixed, scaled = answer.candidates
     assert fixed.best is not None
     assert scaled.best is not None
     assert fixed.best.paid_replicas == fixed.best.replicas
-    assert 1.0 <= scaled.best.paid_replicas <= scaled.best.replicas
+    assert 1.0 < scaled.best.paid_replicas < scaled.best.replicas == 2
     described = answer.describe()["configurations"]
     assert "replicas_mean" not in described[0]["best"]
     price = scaled.usd_per_hour(1)
