@@ -104,7 +104,7 @@ IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
     "MediaEncoded": (MediaEncoded(100, b"\1"), "media 01 were encoded, but nothing asked for that"),
     "media of a generation to come": (MediaEncoded(100, b"\1", generation=1), "generation 1, but this is generation 0"),
     "RanksAgreed": (RanksAgreed(100, 0, ()), "RanksAgreed belongs to a feature"),
-    "ExpertLoadMeasured": (ExpertLoadMeasured(100, 1, b""), "ExpertLoadMeasured belongs to a feature"),
+    "ExpertLoadMeasured": (ExpertLoadMeasured(100, 1, b""), r"0 bytes are no int64 \[1, experts\]"),
 }
 
 

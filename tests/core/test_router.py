@@ -14,12 +14,14 @@ from lockstep.core.router import (
     ROUTER_POLICIES,
     EngineChanged,
     EngineShare,
+    LoadReported,
     RequestEnded,
     RequestOffered,
     RequestRouted,
     Router,
     RouterConfig,
     RouterFact,
+    engine_of_room,
     prefix_keys,
 )
 
@@ -33,12 +35,17 @@ class Told:
         self.time_us = 0
         self.next_id = 0
 
-    def offer(self, prompt: str = "", tokens: int = 100, session: str = "") -> RequestRouted:
+    def offer(self, prompt: str = "", tokens: int = 100, session: str = "", **more: object) -> RequestRouted:
         """A prompt is spelt with a letter per block."""
         self.time_us += 1
         keys = tuple(int.from_bytes(prompt[:stop].encode(), "big") for stop in range(1, len(prompt) + 1))
         offered = RequestOffered(
-            time_us=self.time_us, request_id=self.next_id, prompt_tokens=tokens, prefix=keys, session=session
+            time_us=self.time_us,
+            request_id=self.next_id,
+            prompt_tokens=tokens,
+            prefix=keys,
+            session=session,
+            **more,  # type: ignore[arg-type]
         )
         self.next_id += 1
         routed = self.router.step(offered)
@@ -52,6 +59,12 @@ class Told:
         self.time_us += 1
         fact = RequestEnded(time_us=self.time_us, request_id=request_id, output_tokens=output_tokens)
         assert self.router.step(fact) is None
+
+    def report(self, engine: int, *, requests: int, measured_us: int, tokens: int = 0) -> None:
+        self.time_us += 1
+        self.router.step(
+            LoadReported(time_us=self.time_us, engine=engine, measured_us=measured_us, requests=requests, tokens=tokens)
+        )
 
     def change(self, engine: int, state: str) -> None:
         self.time_us += 1
@@ -143,6 +156,54 @@ def test_sessions_beyond_the_limit_are_forgotten_the_longest_silent_first() -> N
         told.offer(session=session)
     assert told.offer(session="a").reason == "session"
     assert told.offer(session="b").reason == "policy"
+
+
+def test_total_requests_goes_by_the_last_report_and_what_was_sent_since() -> None:
+    told = Told("total_requests", 2)
+    told.engines(2)  # without a report: open requests
+    told.report(0, requests=5, measured_us=told.time_us)
+    told.report(1, requests=3, measured_us=told.time_us)
+    assert told.engines(3) == [1, 1, 0]
+    told.report(1, requests=9, measured_us=told.time_us - 1)  # the last two offers are not in it
+    assert [told.router.load_requests(engine) for engine in (0, 1)] == [6, 9]
+    told.report(1, requests=0, measured_us=0)  # overtaken on its way: ignored
+    assert told.router.load_requests(1) == 9
+    told.end(0), told.end(1)  # an end is known when the engine says so, not before
+    assert [told.router.load_requests(engine) for engine in (0, 1)] == [6, 9]
+    told.change(1, "down")
+    told.change(1, "up")
+    assert told.router.load_requests(1) == 0
+
+
+def test_total_tokens_counts_reported_tokens_and_prompts_sent_since() -> None:
+    told = Told("total_tokens", 2)
+    told.report(0, requests=1, tokens=1_000, measured_us=0)
+    told.report(1, requests=50, tokens=100, measured_us=0)
+    assert told.engines(3, tokens=600) == [1, 1, 0]
+
+
+def test_a_named_engine_is_taken_whatever_the_policy_and_checked() -> None:
+    for policy in ROUTER_POLICIES:
+        told = Told(policy)
+        assert [told.offer(named=2).reason for _ in range(3)] == ["named"] * 3
+        assert told.router.open_requests == [0, 0, 3]
+        assert [(one.engine, one.reason) for one in (told.offer(named=3), told.offer(named=-1))] == [
+            (None, "unknown_engine")
+        ] * 2
+        told.change(2, "down")
+        assert (told.offer(named=2).engine, told.offer(named=2).reason) == (None, "engine_not_up")
+
+
+def test_a_room_leads_to_the_same_engine_from_both_sides() -> None:
+    prefill, decode = Told("follow_bootstrap_room"), Told("decode_round_robin")
+    rooms = [7, 8, 7, 2**63 + 5]
+    assert [prefill.offer(room=room).engine for room in rooms] == [engine_of_room(room, 3) for room in rooms]
+    assert [decode.offer(room=room, half="prefill").engine for room in rooms] == [1, 2, 1, (2**63 + 5) % 3]
+    assert [decode.offer(room=7, half="decode").engine for _ in range(4)] == [0, 1, 2, 0]
+    assert prefill.engines(3) == [0, 1, 2]  # without a room: in turn
+    prefill.change(1, "draining")
+    gone = prefill.offer(room=7)  # nobody else would be found there by the other half
+    assert (gone.engine, gone.reason) == (None, "engine_not_up")
 
 
 # -------------------------------------------------------------------------------------------------- engines come and go

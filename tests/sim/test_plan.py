@@ -889,3 +889,26 @@ def test_a_configurations_name_says_what_was_chosen() -> None:
     chosen = {"tp": 2, "radix_cache": False, "chunked_prefill_size": None, "mem_fraction": 0.85}
     name = Configuration(number=1, gpu="h200", chosen=chosen).name
     assert name == "h200 tp=2 radix_cache=no chunked_prefill_size=none mem_fraction=0.85"
+
+
+# ------------------------------------------------------------------------------------------- replicas that come and go
+
+
+def test_a_plan_pays_for_replicas_that_come_and_go_only_while_they_are_there() -> None:
+    scaling = "autoscale=none,open_requests:9/start:0s/interval:200ms/window:0s/cooldown:200ms"
+    asked = question(rate=60.0, search=parse_search((scaling,)), slos=(Slo.parse("ttft_p90=5s"),))
+    answer = planned(asked)
+    fixed, scaled = answer.candidates
+    assert fixed.best is not None
+    assert scaled.best is not None
+    assert fixed.best.paid_replicas == fixed.best.replicas
+    assert 1.0 < scaled.best.paid_replicas < scaled.best.replicas == 2
+    described = answer.describe()["configurations"]
+    assert "replicas_mean" not in described[0]["best"]
+    price = scaled.usd_per_hour(1)
+    assert price is not None
+    assert described[1]["usd_per_hour"] == pytest.approx(price * scaled.best.paid_replicas)
+    assert "--autoscale open_requests=9,start=0us" in scaled.best.first_trial.scenario().command()
+    assert scaled.best.first_trial.key != fixed.best.first_trial.key
+    with pytest.raises(ConfigError, match="`autoscale` names no policy"):
+        parse_search(("autoscale=minimum:2",))

@@ -55,6 +55,7 @@ from lockstep.core.events import (
     DecodeSkipped,
     DeferReason,
     EngineRestarted,
+    ExpertLoadMeasured,
     FinishReason,
     GrammarReady,
     HostCopyFinished,
@@ -78,6 +79,7 @@ from lockstep.core.events import (
     TransferAdvanced,
     WeightsSwapped,
 )
+from lockstep.core.expert_placement import ExpertLoads
 from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import EncoderCache, Placeholders
@@ -172,6 +174,7 @@ class Engine:
         self.ordering = Ordering(config)
         self.held: dict[RequestId, Request] = {}  # accepted, but something must happen before they may join the line
         self.grammars = grammars.Grammars()  # which of them are compiled, and who waits for them
+        self.expert_loads: ExpertLoads | None = None  # None: nobody reported any
         self.followers: dict[RequestId, list[Request]] = {}  # held samples, by the one whose prompt they wait for
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
         self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
@@ -250,6 +253,9 @@ class Engine:
             case HostCopyFinished() | PrefetchFinished() | StorageWritten() if self.memory.tiers is not None:
                 self._tier_answered(event, self.memory.tiers, step)
             case ClockAdvanced() | HostTimeClamped():
+                self.now_us = event.time_us
+            case ExpertLoadMeasured():
+                self.expert_loads = ExpertLoads.folded(self.expert_loads, event)
                 self.now_us = event.time_us
             case _:
                 raise ContractError(f"{type(event).__name__} belongs to a feature this engine does not have yet")

@@ -6,8 +6,12 @@
     router.step(RequestEnded(time_us=90_000, request_id=0, output_tokens=210))
 
 Facts go in one at a time, decisions come out; a simulated cluster and a server are two hosts of it. A router sees every
-request begin and every answer end, because both pass through it, so it counts and need not ask: no engine ever reports
-its queue. No clock, no randomness, nothing that a hash orders.
+request begin and every answer end, because both pass through it, so it counts and need not ask. Where several routers
+send to the same engines, nobody sees everything: then engines report, and `total_requests` and `total_tokens` go by the
+last report and by what was sent since. No clock, no randomness, nothing that a hash orders.
+
+**Who is told where to go.** A request may name its engine; it is checked, and then nothing else decides. The halves
+of a disaggregated request meet in a numbered room; both sides find the prefill engine by one rule, `engine_of_room`.
 
 **Load** is open requests per weight. Whoever has the most room takes what nothing else decides; of equals the one that
 was chosen longest ago.
@@ -28,6 +32,7 @@ the engine forgot. Below `load_floor` requests nobody is overloaded, and prefixe
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Literal, get_args
@@ -40,7 +45,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-RouterPolicy = Literal["round_robin", "least_requests", "least_tokens", "prefix_affinity", "session_sticky"]
+RouterPolicy = Literal[
+    "round_robin",
+    "least_requests",
+    "least_tokens",
+    "prefix_affinity",
+    "session_sticky",
+    "total_requests",
+    "total_tokens",
+    "follow_bootstrap_room",
+    "decode_round_robin",
+]
 ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 EngineState = Literal["up", "draining", "recovering", "down"]
@@ -48,9 +63,26 @@ EngineState = Literal["up", "draining", "recovering", "down"]
 sessions that it had; down has lost those as well.
 """
 
-RouteReason = Literal["policy", "session", "prefix", "bound", "no_engine"]
+Half = Literal["", "prefill", "decode"]
+"""Of a disaggregated request; empty for a whole one."""
+
+RouteReason = Literal[
+    "policy",
+    "session",
+    "prefix",
+    "bound",
+    "room",
+    "named",
+    "no_engine",
+    "unknown_engine",
+    "engine_not_up",
+    "waits",
+    "line_full",
+    "lost",
+]
 """Why this engine: the policy says so; it has the session; it has the longest prefix; who has a longer one is over the
-bound. Or why none: nobody takes requests.
+bound; its room says so; it was named. Or why none: nobody takes requests; there is none of that number; the one
+named, or that its room says, is not up; and of a `dispatch.Dispatcher`: it waits; too many do; it was lost too often.
 """
 
 ENGINES_MAX = 1024
@@ -103,6 +135,10 @@ class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_d
     prefix: tuple[int, ...] = ()  # `prefix_keys` of the prompt; only prefix_affinity looks
     session: str = ""  # only session_sticky looks
     only: int | None = None  # whatever the policy says: the engine that keeps what it goes on from
+    tenant: str = ""  # only a Dispatcher looks
+    named: int | None = None  # the engine that the client wants, whatever the policy
+    room: int | None = None  # where the halves of a disaggregated request meet
+    half: Half = ""
 
 
 class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -121,7 +157,17 @@ class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_de
     state: EngineState
 
 
-RouterFact = RequestOffered | RequestEnded | EngineChanged
+class LoadReported(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """What an engine said of itself a while ago. One that was overtaken by a later one is ignored."""
+
+    time_us: int
+    engine: int
+    measured_us: int  # what was sent after that is not in it
+    requests: int  # waiting and running
+    tokens: int  # of KV that they hold, and prompts that wait
+
+
+RouterFact = RequestOffered | RequestEnded | EngineChanged | LoadReported
 
 
 class RequestRouted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -138,6 +184,23 @@ class _Open(msgspec.Struct, frozen=True):
 
     engine: int
     tokens: int
+    sent_us: int
+    prompt_tokens: int
+
+
+class _Reported:
+    """The last report of one engine, and what was sent there since: when, and prompts' tokens."""
+
+    def __init__(self, measured_us: int, requests: int, tokens: int) -> None:
+        self.measured_us = measured_us
+        self.requests = requests
+        self.tokens = tokens
+        self.since: deque[tuple[int, int]] = deque()
+        self.since_tokens = 0
+
+    def add(self, sent_us: int, tokens: int) -> None:
+        self.since.append((sent_us, tokens))
+        self.since_tokens += tokens
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy
@@ -167,6 +230,7 @@ class Router:
         self._output_tokens = 0
         self._sessions: dict[str, int] = {}  # to the engine, the one heard of last at the end
         self._prefixes = PrefixHomes([share.cache_tokens // config.block_tokens for share in engines])
+        self._reported: list[_Reported | None] = [None] * len(engines)
 
     def step(self, fact: RouterFact) -> RequestRouted | None:
         """Take in one fact; for a request that is offered, return where it goes.
@@ -184,7 +248,18 @@ class Router:
                 self._forget_request(fact.request_id, fact.output_tokens)
             case EngineChanged():
                 self._change(fact)
+            case LoadReported():
+                self._learn(fact)
         return None
+
+    def place(self, fact: RequestOffered, now_us: int) -> RequestRouted:
+        """Route a request that waited or is sent again: its id need not increase, but must not be open."""
+        if fact.request_id in self.open:
+            raise ContractError(f"request {fact.request_id} is open on engine {self.open[fact.request_id].engine}")
+        if now_us < self.now_us:
+            raise ContractError(f"time ran backwards: {now_us} us after {self.now_us} us; the host must clamp")
+        self._last_request_id = max(self._last_request_id, fact.request_id)
+        return self._placed(fact, now_us)
 
     def bound(self, engine: int) -> int:
         """Requests that prefix_affinity lets an engine have open, with the one now to be routed among them."""
@@ -196,42 +271,87 @@ class Router:
     def _route(self, fact: RequestOffered) -> RequestRouted:
         if fact.request_id <= self._last_request_id:
             raise ContractError(f"request id {fact.request_id} does not increase after {self._last_request_id}")
-        self.now_us = fact.time_us
         self._last_request_id = fact.request_id
-        if fact.only is not None and not 0 <= fact.only < len(self.engines):
-            raise ContractError(f"there is no engine {fact.only}: the router has 0 to {len(self.engines) - 1}")
-        if self.state[fact.only] == "down" if fact.only is not None else not self._up:
-            return self._decided(RequestRouted(request_id=fact.request_id, engine=None, reason="no_engine"))
-        reason: RouteReason = "policy"
-        matched_tokens = 0
-        match self.config.policy:
-            case _ if fact.only is not None:
-                engine, reason = fact.only, "session"
-                self._prefixes.sent(fact.prefix, engine)
-            case "round_robin":
-                engine = self._in_turn()
-            case "least_requests":
-                engine = self._least(self.open_requests, 1)
-            case "least_tokens":
-                engine = self._least(self.open_tokens, fact.prompt_tokens + self._output_tokens_expected())
-            case "session_sticky":
-                engine, reason = self._by_session(fact.session)
-            case _:
-                engine, reason, matched_tokens = self._by_prefix(fact.prefix)
+        return self._placed(fact, fact.time_us)
+
+    def _placed(self, fact: RequestOffered, now_us: int) -> RequestRouted:
+        self.now_us = now_us
+        told = self._told(fact)
+        if told is None and not self._up:
+            told = None, "no_engine"
+        if told is None:
+            engine, reason, matched_tokens = self._chosen(fact)
+        elif told[0] is None:
+            return self._decided(RequestRouted(request_id=fact.request_id, engine=None, reason=told[1]))
+        else:
+            engine, reason, matched_tokens = told[0], told[1], 0
+            self._prefixes.sent(fact.prefix, engine)
         tokens = fact.prompt_tokens + self._output_tokens_expected()
-        self.open[fact.request_id] = _Open(engine, tokens)
+        self.open[fact.request_id] = _Open(engine, tokens, now_us, fact.prompt_tokens)
         self.open_requests[engine] += 1
         self.open_tokens[engine] += tokens
+        reported = self._reported[engine]
+        if reported is not None:
+            reported.add(now_us, fact.prompt_tokens)
         self._last_chosen[engine] = self._routed
         self._routed += 1
         routed = RequestRouted(request_id=fact.request_id, engine=engine, reason=reason, matched_tokens=matched_tokens)
         return self._decided(routed)
+
+    def _chosen(self, fact: RequestOffered) -> tuple[int, RouteReason, int]:
+        """The engine that the policy says, why, and how much of the prompt was sent there before."""
+        match self.config.policy:
+            case "least_requests":
+                return self._least(self.open_requests, 1), "policy", 0
+            case "least_tokens":
+                more = fact.prompt_tokens + self._output_tokens_expected()
+                return self._least(self.open_tokens, more), "policy", 0
+            case "total_requests":
+                return self._least([self.load_requests(e) for e in range(len(self.engines))], 1), "policy", 0
+            case "total_tokens":
+                loads = [self.load_tokens(e) for e in range(len(self.engines))]
+                return self._least(loads, fact.prompt_tokens), "policy", 0
+            case "session_sticky":
+                return *self._by_session(fact.session), 0
+            case "prefix_affinity":
+                return self._by_prefix(fact.prefix)
+            case _:  # in turn, whoever has no room that says where
+                return self._in_turn(), "policy", 0
 
     def _decided(self, routed: RequestRouted) -> RequestRouted:
         engine = -1 if routed.engine is None else routed.engine
         told = f"{routed.request_id} {engine} {routed.reason} {routed.matched_tokens}"
         self.digest = blake2b(self.digest + told.encode(), digest_size=16).digest()
         return routed
+
+    def _told(self, fact: RequestOffered) -> tuple[int | None, RouteReason] | None:
+        """Where a request says that it must go, or that it cannot; None if it says nothing of it."""
+        if fact.only is not None:
+            if not 0 <= fact.only < len(self.engines):
+                raise ContractError(f"there is no engine {fact.only}: the router has 0 to {len(self.engines) - 1}")
+            return (None, "no_engine") if self.state[fact.only] == "down" else (fact.only, "session")
+        reason: RouteReason = "named"
+        engine = fact.named
+        if engine is not None:
+            if not 0 <= engine < len(self.engines):
+                return None, "unknown_engine"
+        else:
+            policy, room = self.config.policy, fact.room
+            follows = policy == "follow_bootstrap_room" or (policy == "decode_round_robin" and fact.half == "prefill")
+            if not follows or room is None:
+                return None
+            engine, reason = engine_of_room(room, len(self.engines)), "room"
+        return (engine, reason) if self.state[engine] == "up" else (None, "engine_not_up")
+
+    def load_requests(self, engine: int) -> int:
+        """Requests on an engine, as far as is known: of its last report and sent since; without one, open here."""
+        reported = self._reported[engine]
+        return self.open_requests[engine] if reported is None else reported.requests + len(reported.since)
+
+    def load_tokens(self, engine: int) -> int:
+        """The same in tokens."""
+        reported = self._reported[engine]
+        return self.open_tokens[engine] if reported is None else reported.tokens + reported.since_tokens
 
     def _in_turn(self) -> int:
         """Smooth weighted round robin: everybody earns its weight, the richest is chosen and pays for all."""
@@ -278,7 +398,28 @@ class Router:
         """Of an answer to come: the mean of those that ended, starting from a guess."""
         return (self._output_tokens + OUTPUT_TOKENS_FIRST_GUESS) // (self._ended + 1)
 
-    # ------------------------------------------------------------------------------------------------ ends and changes
+    # --------------------------------------------------------------------------------------- reports, ends and changes
+
+    def _learn(self, fact: LoadReported) -> None:
+        engine = self._known(fact.engine)
+        self.now_us = fact.time_us
+        before = self._reported[engine]
+        if self.state[engine] == "down" or (before is not None and fact.measured_us < before.measured_us):
+            return
+        self._reported[engine] = now = _Reported(fact.measured_us, fact.requests, fact.tokens)
+        if before is not None:
+            sent = list(before.since)
+        else:
+            mine = [at for at in self.open.values() if at.engine == engine]
+            sent = [(at.sent_us, at.prompt_tokens) for at in mine]
+        for sent_us, tokens in sent:
+            if sent_us > fact.measured_us:
+                now.add(sent_us, tokens)
+
+    def _known(self, engine: int) -> int:
+        if not 0 <= engine < len(self.engines):
+            raise ContractError(f"there is no engine {engine}: the router has 0 to {len(self.engines) - 1}")
+        return engine
 
     def _forget_request(self, request_id: int, output_tokens: int) -> None:
         gone = self.open.pop(request_id, None)
@@ -290,9 +431,7 @@ class Router:
         self._output_tokens += output_tokens
 
     def _change(self, fact: EngineChanged) -> None:
-        engine = fact.engine
-        if not 0 <= engine < len(self.engines):
-            raise ContractError(f"there is no engine {engine}: the router has 0 to {len(self.engines) - 1}")
+        engine = self._known(fact.engine)
         self.now_us = fact.time_us
         self.state[engine] = fact.state
         self._up = [e for e, state in enumerate(self.state) if state == "up"]
@@ -303,7 +442,13 @@ class Router:
         if fact.state == "down":
             self.open = {request_id: at for request_id, at in self.open.items() if at.engine != engine}
             self.open_requests[engine] = self.open_tokens[engine] = 0
+            self._reported[engine] = None
             self._sessions = {session: home for session, home in self._sessions.items() if home != engine}
+
+
+def engine_of_room(room: int, engines: int) -> int:
+    """Which of so many engines has a room. Both halves of a request ask, so nothing else may decide; as in SGLang."""
+    return room % engines
 
 
 class PrefixHomes:

@@ -19,6 +19,7 @@ from lockstep.core.control import Pace
 from lockstep.core.disaggregation import TransfersImage
 from lockstep.core.engine import Engine
 from lockstep.core.events import DeferReason, Grammar, SamplingParams
+from lockstep.core.expert_placement import ExpertLoads
 from lockstep.core.grammars import Known
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
@@ -214,6 +215,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
     transfers: TransfersImage | None = None
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -295,8 +297,14 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         host=host,
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
         tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
+        expert_loads=_expert_loads_image(engine),
     )
     return _encode(image)
+
+
+def _expert_loads_image(engine: Engine) -> tuple[int, int, bytes] | msgspec.UnsetType:
+    loads = engine.expert_loads
+    return msgspec.UNSET if loads is None else (len(loads.counts), loads.reports, loads.counts.tobytes())
 
 
 def restore(data: bytes) -> Engine:
@@ -362,6 +370,9 @@ def restore(data: bytes) -> Engine:
     memory.weights_version = image.weights_version
     if memory.tiers is not None and image.tiers is not msgspec.UNSET:
         memory.tiers.load(image.tiers, nodes)
+    if isinstance(image.expert_loads, tuple):
+        layers, reports, counts = image.expert_loads
+        engine.expert_loads = ExpertLoads(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)
     engine.sessions.load(image.sessions, nodes)
     engine.sessions.uses = image.session_uses
     engine.sessions.unsettled = image.sessions_unsettled

@@ -3,6 +3,8 @@
     {"router":{...},"engines":[...],"format":1}
     {"fact":{"type":"RequestOffered",...},"routed":{...},"digest":"..."}
 
+With a line in front of the router the first line has `dispatch`, and others have `decided`, several decisions.
+
 `verify_router` replays it with a router made from the first line: equal facts give equal decisions. Facts that cross to
 an engine are found in its own journal: of a simulation under the same request id, of a server by the request's origin.
 
@@ -19,10 +21,11 @@ from typing import IO
 
 import msgspec
 
+from lockstep.core.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalError
-from lockstep.core.router import EngineShare, RequestRouted, Router, RouterConfig, RouterFact
+from lockstep.core.router import EngineShare, RequestRouted, Router, RouterConfig
 
 FILE = "router.jsonl"
 FORMAT = 1
@@ -34,13 +37,15 @@ class RouterHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     router: RouterConfig
     engines: tuple[EngineShare, ...]
     format: int = FORMAT
+    dispatch: DispatchConfig | msgspec.UnsetType = msgspec.UNSET
 
 
 class RouterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Every other line."""
 
-    fact: RouterFact
+    fact: DispatchFact
     routed: RequestRouted | None = None
+    decided: tuple[RequestRouted, ...] = ()  # by a Dispatcher
     digest: str = ""  # of all decisions so far, where there is one
 
 
@@ -49,7 +54,10 @@ class NoRouterJournal:
 
     size_bytes = 0
 
-    def append(self, fact: RouterFact, routed: RequestRouted | None, digest: bytes) -> None:
+    def append(self, fact: DispatchFact, routed: RequestRouted | None, digest: bytes) -> None:
+        """Forget."""
+
+    def append_decided(self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes) -> None:
         """Forget."""
 
     def close(self) -> None:
@@ -61,10 +69,17 @@ class RouterJournal:
 
     Args:
         live: every line is given to the system at once, so that it survives the process.
+        dispatch: of a line in front of the router, where there is one.
     """
 
     def __init__(
-        self, folder: Path, config: RouterConfig, engines: tuple[EngineShare, ...], *, live: bool = False
+        self,
+        folder: Path,
+        config: RouterConfig,
+        engines: tuple[EngineShare, ...],
+        dispatch: DispatchConfig | None = None,
+        *,
+        live: bool = False,
     ) -> None:
         self._encode = msgspec.json.Encoder().encode
         self.size_bytes = 0
@@ -73,9 +88,10 @@ class RouterJournal:
             raise JournalError(f"{path} is there already\nhint: choose another run folder")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=0 if live else -1)
-        self._write(RouterHeader(router=config, engines=engines))
+        line = msgspec.UNSET if dispatch is None else dispatch
+        self._write(RouterHeader(router=config, engines=engines, dispatch=line))
 
-    def append(self, fact: RouterFact, routed: RequestRouted | None, digest: bytes) -> None:
+    def append(self, fact: DispatchFact, routed: RequestRouted | None, digest: bytes) -> None:
         """Record one fact and what followed."""
         record = RouterRecord(fact=fact, routed=routed, digest=digest.hex() if routed is not None else "")
         self._write(record)
@@ -88,6 +104,10 @@ class RouterJournal:
     def close(self) -> None:
         """Nothing more comes."""
         self._file.close()
+
+    def append_decided(self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes) -> None:
+        """Record one fact and what a Dispatcher decided."""
+        self._write(RouterRecord(fact=fact, decided=decided, digest=digest.hex() if decided else ""))
 
     def __enter__(self) -> RouterJournal:
         return self
@@ -152,8 +172,19 @@ def _verify_file(path: Path) -> tuple[int, int]:
     try:
         header = msgspec.json.decode(lines[0], type=RouterHeader)
         router = Router(header.router, header.engines)
+        line_up = None
+        if not isinstance(header.dispatch, msgspec.UnsetType):
+            line_up = Dispatcher(header.dispatch, header.router, header.engines)
         for number, line in enumerate(lines[1:-1], 2):
             record = decode(line)
+            if line_up is not None:
+                decided = line_up.step(record.fact)
+                if decided != record.decided or (decided and line_up.digest.hex() != record.digest):
+                    raise RouterDivergence(f"{path}, line {number}: recorded {record.decided}, replayed {decided}")
+                decisions += len(decided)
+                continue
+            if isinstance(record.fact, ProbeAnswered):
+                raise JournalError(f"{path}, line {number}: a router without a line is told of no probes")
             routed = router.step(record.fact)
             if routed != record.routed or (routed is not None and router.digest.hex() != record.digest):
                 raise RouterDivergence(f"{path}, line {number}: recorded {record.routed}, replayed {routed}")

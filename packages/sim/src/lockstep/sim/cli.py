@@ -226,6 +226,9 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
         names = {"router": "policy", "router_hop_us": "hop_us"} | {
             f"router_{name}": name for name, *_ in ROUTER_OPTIONS
         }
+        if engines:
+            names |= {"router_report_interval_us": "report_interval_us", "router_report_delay_us": "report_delay_us"}
+            names |= {"autoscale": "scaling", "admission": "admission"}
         given = {short: options.pop(name) for name, short in names.items()}
         return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
 
@@ -247,6 +250,23 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
         click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
         click.option("--router-hop", "router_hop_us", type=Duration(), help="router to engine, and back  [default: 0]"),
     ]
+    if engines:
+        options += [
+            click.option(
+                "--router-report-interval", "router_report_interval_us", type=Duration(),
+                help="under total_requests and total_tokens: between two reports of an engine  [default: none]",
+            ),
+            click.option(
+                "--router-report-delay", "router_report_delay_us", type=Duration(),
+                help="how old a report is when it comes  [default: 0]",
+            ),
+            click.option(
+                "--autoscale", metavar="SPEC", help="replicas come and go: open_requests=24,minimum=2; docs/routing.md"
+            ),
+            click.option(
+                "--admission", metavar="SPEC", help="requests wait at the router: open=64,share.a=2; docs/routing.md"
+            ),
+        ]  # fmt: skip
     for name, policy, kind, text in ROUTER_OPTIONS:
         flag, text = "--router-" + name.replace("_", "-"), f"under {policy}: {text}  [default: {defaults[name]}]"
         options.append(click.option(flag, f"router_{name}", type=kind, help=text))
@@ -269,6 +289,10 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--moe-a2a", is_flag=True, help="rows go to their experts by all-to-all (DeepEP); needs ep = tp"
             ),
             click.option("--expert-cv", default=0.0, help="how unequally popular experts are: deviation over mean"),
+            click.option("--eplb", is_flag=True, help="place experts by their load; needs ep and --expert-cv"),
+            click.option("--redundant-experts", default=0, help="with --eplb: slots for further copies, of all ranks"),
+            click.option("--eplb-interval", default=1000, help="with --eplb: passes between two rebalancings"),
+            click.option("--expert-drift", default=0.0, help="with --eplb: share of experts that change meanwhile"),
         )
     ):
         command = option(command)

@@ -12,6 +12,10 @@
 A request comes to the router, is routed at that instant, and reaches its engine one hop later; a token takes one hop
 back. What the router knows at an instant are the requests it routed and the answers whose end has reached it by then:
 exactly what passed through it.
+
+Where replicas come and go (`scaling`), each has a lane from the beginning; while it is off nothing is sent to it, and
+it begins again with an empty cache. Where requests wait at the router (`dispatch`), that wait is part of their latency,
+and engines know them by the order in which they were sent: `sent` has their ids.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,27 +35,34 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lockstep.core import invariants
+from lockstep.core.autoscale import SCALING_POLICIES, Autoscaler, LoadObserved, ScalingConfig
+from lockstep.core.dispatch import WAITING_MAX, DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived, RequestId, TokenRuns
+from lockstep.core.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.router import (
+    EngineChanged,
     EngineShare,
+    LoadReported,
     RequestEnded,
     RequestOffered,
+    RequestRouted,
     Router,
     RouterConfig,
+    RouterFact,
     prefix_keys,
 )
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
-from lockstep.sim.cluster_metrics import balance, combine
+from lockstep.sim.cluster_metrics import Refused, balance, combine
 from lockstep.sim.cost import Calibration
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
+from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.simulate import (
@@ -67,6 +79,7 @@ from lockstep.sim.simulate import (
     stopping_on_interrupt,
 )
 from lockstep.sim.token_runs import prompt_ids
+from lockstep.sim.turns import Turn
 from lockstep.sim.workload import Workload
 
 if TYPE_CHECKING:
@@ -151,6 +164,108 @@ def _parse_weight(head: str, text: str) -> float:
     raise ConfigError(f"`engines`: `weight` of `{head}` must be a number from {low:g} to {high:g}, got `{text}`")
 
 
+DURATIONS = ("start", "interval", "window", "cooldown")  # of Scaling, in its spec with a unit
+
+
+class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An autoscaling policy as it is asked for; the replicas that there are bound it. See autoscale.ScalingConfig."""
+
+    settings: dict[str, Any]  # of ScalingConfig, `maximum` aside
+
+    def config(self, replicas: int) -> ScalingConfig:
+        """For so many replicas at most. Raises ConfigError for what cannot work."""
+        try:
+            return ScalingConfig(maximum=replicas, **self.settings)
+        except ConfigError as error:
+            raise ConfigError(f"`autoscale`: {error}") from error
+
+    def within(self, replicas: int) -> Scaling:
+        """The same where there are so few replicas that the minimum would be beyond them."""
+        if self.settings.get("minimum", 1) <= replicas:
+            return self
+        return Scaling(settings={**self.settings, "minimum": replicas})
+
+    def __str__(self) -> str:
+        """`open_requests=24,minimum=2,start=1min`."""
+        left = dict(self.settings)
+        words = [f"{left.pop('policy')}={number_word(float(left.pop('target')))}"]
+        for name, value in left.items():
+            is_time = name.removesuffix("_us") in DURATIONS
+            words.append(f"{name.removesuffix('_us')}={value}{'us' if is_time else ''}")
+        return ",".join(words)
+
+
+def parse_scaling(text: str) -> Scaling:
+    """Read `open_requests=24,minimum=2,start=60s`: the policy with its target, then settings. Raises ConfigError."""
+    settings: dict[str, Any] = {}
+    for name, value in _pairs("autoscale", text):
+        try:
+            if name in SCALING_POLICIES and "policy" not in settings:
+                settings |= {"policy": name, "target": float(value)}
+            elif name in DURATIONS:
+                settings[f"{name}_us"] = parse_duration_us(value)
+            elif name == "minimum":
+                settings[name] = int(value)
+            elif name == "tolerance":
+                settings[name] = float(value)
+            else:
+                known = ", ".join((*SCALING_POLICIES, "minimum", *DURATIONS, "tolerance"))
+                raise ConfigError(f"`autoscale` has `{name}={value}`, expected one policy and any of {known}")
+        except ValueError as error:
+            raise ConfigError(f"`autoscale`: `{name}` cannot be `{value}`: {error}") from error
+    if "policy" not in settings:
+        raise ConfigError(
+            f"`autoscale` names no policy, got `{text}`\nhint: one of {', '.join(SCALING_POLICIES)}, with what one "
+            "replica should have: open_requests=24"
+        )
+    scaling = Scaling(settings=settings)
+    scaling.config(max(settings.get("minimum", 1), 1))
+    return scaling
+
+
+ADMISSION_COUNTS = {"open": "open_max", "waiting": "waiting_max"}
+SHARE = "share."
+
+
+def parse_admission(text: str) -> DispatchConfig:
+    """Read `open=64,waiting=1000,share.TENANT=2`. Raises ConfigError."""
+    settings: dict[str, Any] = {}
+    weights: dict[str, float] = {}
+    for name, value in _pairs("admission", text):
+        try:
+            if name in ADMISSION_COUNTS:
+                settings[ADMISSION_COUNTS[name]] = int(value)
+            elif name.startswith(SHARE):
+                weights[name.removeprefix(SHARE)] = float(value)
+            else:
+                raise ConfigError(f"`admission` has `{name}={value}`, expected open, waiting or share.TENANT")
+        except ValueError as error:
+            raise ConfigError(f"`admission`: `{name}` cannot be `{value}`: {error}") from error
+    if "open_max" not in settings:
+        raise ConfigError(f"`admission` has no limit, got `{text}`\nhint: open=64, requests open per engine")
+    return DispatchConfig(**settings, tenant_weights=weights)
+
+
+def admission_word(config: DispatchConfig) -> str:
+    """As `parse_admission` reads it."""
+    words = [f"open={config.open_max}"]
+    words += [f"waiting={config.waiting_max}"] if config.waiting_max != WAITING_MAX else []
+    words += [f"{SHARE}{tenant}={number_word(weight)}" for tenant, weight in config.tenant_weights.items()]
+    return ",".join(words)
+
+
+def _pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
+    """NAME=VALUE, separated by commas; each once."""
+    seen: set[str] = set()
+    for item in text.split(","):
+        name, equals, value = item.strip().partition("=")
+        if not equals or not value or name in seen:
+            problem = "twice" if equals and value else "without a value"
+            raise ConfigError(f"`{option}` has `{item.strip()}` {problem}\nhint: write NAME=VALUE once for each")
+        seen.add(name)
+        yield name, value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterScenario:
     """What to simulate. `base` says what holds for every engine, and what comes; its `gpu` where no group names one."""
@@ -162,6 +277,11 @@ class ClusterScenario:
     hop_us: int = 0  # from the router to an engine, and as long back
     link_gbs: float = NETWORK_GBS.value  # of each GPU to other engines, each way; 1e9 bytes per second
     link_latency_us: int = round(NETWORK_LATENCY_US.value)  # from one host to another
+
+    report_interval_us: int = 0  # between two reports of each engine; 0: none, the router counts itself
+    report_delay_us: int = 0  # before the router has one
+    scaling: Scaling | None = None  # None: all replicas are up all the time
+    dispatch: DispatchConfig | None = None  # None: nobody waits at the router
 
     def groups(self) -> tuple[EngineGroup, ...]:
         return self.engines or (EngineGroup(count=self.replicas, gpu=self.base.gpu),)
@@ -189,6 +309,15 @@ class ClusterScenario:
             words += ["--link-bandwidth", number_word(self.link_gbs)]
         if self.link_latency_us != round(NETWORK_LATENCY_US.value):
             words += ["--link-latency", f"{self.link_latency_us}us"]
+
+        if self.report_interval_us:
+            words += ["--router-report-interval", f"{self.report_interval_us}us"]
+        if self.report_delay_us:
+            words += ["--router-report-delay", f"{self.report_delay_us}us"]
+        if self.scaling is not None:
+            words += ["--autoscale", str(self.scaling)]
+        if self.dispatch is not None:
+            words += ["--admission", admission_word(self.dispatch)]
         return shlex.join(words)
 
 
@@ -239,6 +368,7 @@ class ClusterSetup:
                 if self.hands_over
                 else {}
             ),
+            **self._about_options(),
             "engines": [
                 {
                     "gpu": setup.gpu.name,
@@ -259,6 +389,18 @@ class ClusterSetup:
             for share, engine in zip(self.shares, self.engines, strict=True)
             if not self.hands_over or engine.config.role == role
         )
+
+    def _about_options(self) -> dict[str, Any]:
+        """What is there only where it was asked for."""
+        scenario = self.scenario
+        found: dict[str, Any] = {}
+        if scenario.report_interval_us:
+            found["reports"] = {"interval_us": scenario.report_interval_us, "delay_us": scenario.report_delay_us}
+        if scenario.scaling is not None:
+            found["autoscale"] = msgspec.to_builtins(scenario.scaling.config(len(self.engines)))
+        if scenario.dispatch is not None:
+            found["admission"] = msgspec.to_builtins(scenario.dispatch)
+        return found
 
     def slowed(self, factor: float) -> ClusterSetup:
         """The same with the time of every batch multiplied; routing weights stay what they were."""
@@ -282,6 +424,7 @@ def assemble_cluster(
     if not 1 <= count <= REPLICAS_MAX:
         name = "engines" if scenario.engines else "replicas"
         raise ConfigError(f"`{name}` must be from 1 to {REPLICAS_MAX}, got `{count}`")
+    _check_options(scenario, groups, count)
     base = scenario.base
     setups: list[Setup] = []
     for group in groups:
@@ -326,6 +469,16 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
         values = {getattr(setup.config, name) for setup in setups}
         if len(values) > 1:
             raise ConfigError(f"`{name}` must be the same for all engines, got {', '.join(sorted(map(str, values)))}")
+    options = {
+        "router_report_interval": scenario.report_interval_us,
+        "autoscale": scenario.scaling,
+        "admission": scenario.dispatch,
+    }
+    for name, value in options.items():
+        if value:
+            raise ConfigError(
+                f"`{name}` is for engines that all do the same, not yet for roles\nhint: drop one of them"
+            )
     model, turns = setups[0].model, setups[0].workload.turns
     if model.delta is not None:
         raise ConfigError(f"`role`: {model.name} has linear-attention state, which is not handed over yet")
@@ -339,6 +492,23 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
         raise ConfigError(
             f"`link_latency` must be from 0 to {HOP_US_MAX // 10**6}s, got `{scenario.link_latency_us}us`"
         )
+
+
+def _check_options(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], count: int) -> None:
+    if scenario.report_interval_us < 0 or scenario.report_delay_us < 0:
+        raise ConfigError("`router_report_interval` and `router_report_delay` must be at least 0")
+    reporting = ("total_requests", "total_tokens")
+    if scenario.report_interval_us and scenario.router.policy not in reporting:
+        raise ConfigError(
+            f"`router_report_interval` is a setting of {' and '.join(reporting)}, got one under "
+            f"{scenario.router.policy}\nhint: --router total_requests, or leave it out"
+        )
+    if scenario.report_delay_us and not scenario.report_interval_us:
+        raise ConfigError("`router_report_delay` needs reports\nhint: --router-report-interval 1s, or leave it out")
+    if scenario.scaling is not None:
+        if len(groups) > 1:
+            raise ConfigError("`autoscale` is for equal engines, got several kinds\nhint: --gpu and --replicas")
+        scenario.scaling.config(count)
 
 
 def _weights(groups: tuple[EngineGroup, ...], setups: list[Setup]) -> list[float]:
@@ -369,6 +539,8 @@ class ClusterRun:
     stopped_early: bool  # by `give_up`
     cpu_s: float
     intervals: Intervals | None = None  # see intervals_of
+    autoscale: Mapping[str, Any] | None = None  # see Cluster.describe_scaling
+    admission: Mapping[str, Any] | None = None  # see Cluster.describe_admission
 
     @property
     def calibration(self) -> Calibration:
@@ -385,6 +557,8 @@ class ClusterRun:
             **self.data.summary,
             **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
             "router": {"routed_by_reason": dict(self.routed_by_reason)},
+            **({} if self.autoscale is None else {"autoscale": dict(self.autoscale)}),
+            **({} if self.admission is None else {"admission": dict(self.admission)}),
             "balance": self.balance(),
             "engines": [run.data.summary for run in self.engines],
         }
@@ -416,7 +590,18 @@ class ClusterRun:
             interrupted=self.interrupted,
             cpu_s=self.cpu_s,
         )
-        return together.remarks()
+        lines = together.remarks()
+        if self.autoscale is not None:
+            lines.append(
+                "autoscale: {replica_hours:.2f} replica-hours ({gpu_hours:.2f} GPU-hours); all of them all the time "
+                "would be {replica_hours_fixed:.2f}; {replicas_mean:.2f} replicas on average, at most {replicas_max}, "
+                "{starts} started".format(**self.autoscale)
+            )
+        if self.admission is not None:
+            lines.append(
+                "admission: {waited} requests waited at the router, {refused} were refused".format(**self.admission)
+            )
+        return lines
 
 
 def simulate_cluster(
@@ -443,8 +628,9 @@ def simulate_cluster(
             for engine in range(len(setup.engines)):
                 journal = JournalWriter.create(folder / "engines" / str(engine), setup.header(engine))
                 journals.append(stack.enter_context(journal))
+            scenario = setup.scenario
             router_journal = stack.enter_context(
-                RouterJournal(folder, setup.scenario.router, setup.shares_of("prefill"))
+                RouterJournal(folder, scenario.router, setup.shares_of("prefill"), scenario.dispatch)
             )
             if setup.hands_over:
                 (folder / DECODE).mkdir(mode=0o700, exist_ok=True)
@@ -490,7 +676,9 @@ class Cluster:
         self.setup = setup
         self.now_us = 0
         self.arrivals = arrivals_of(setup.engines[0])
-        self.router = Router(setup.scenario.router, setup.shares)
+        line = setup.scenario.dispatch
+        self._dispatcher = None if line is None else Dispatcher(line, setup.scenario.router, setup.shares)
+        self.router = Router(setup.scenario.router, setup.shares) if line is None else self._line.router
         self.lanes: list[Lane] = []
         self.metrics: list[MetricsFold] = []
         self.routed_by_reason: Counter[str] = Counter()
@@ -498,6 +686,8 @@ class Cluster:
         self._hop_us = setup.scenario.hop_us
         self._max_new_tokens = scenario.max_new_tokens
         self._by_prefix = setup.scenario.router.policy == "prefix_affinity"
+        self._by_room = setup.scenario.router.policy == "follow_bootstrap_room"
+        self._seed = scenario.seed
         self._by_session = setup.scenario.router.policy == "session_sticky"
         self._sessions: dict[int, str] = {}  # by index of a turn: the label of the first of its session
         self._ended: list[
@@ -507,6 +697,19 @@ class Cluster:
         self._on_finish = on_finish
         self._eager = eager
         self._stop_requested = False
+        self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
+        self.waited_us: dict[RequestId, int] = {}
+        self.sent: list[RequestId] = []  # by the number under which an engine knows a request, where some may wait
+        self._sent_turns: dict[RequestId, Turn] = {}  # the same of those that are open
+        self.refused: list[Refused] = []
+        self._report_interval_us = setup.scenario.report_interval_us
+        self._report_us = self._report_interval_us or NEVER_US  # when engines report next
+        self._reports: deque[LoadReported] = deque()  # on their way
+        self._last_end_us = 0
+        scaling = setup.scenario.scaling
+        self._scaler = None if scaling is None else Autoscaler(scaling.config(len(setup.engines)))
+        self._flushes = 0
+        self._turns_on: list[tuple[int, int]] = []  # when, and how many replicas were paid for from then on
         turns = setup.workload.turns
         thinking = turns.think_us[turns.after >= 0]
         # In a closed loop the next session begins where one ends.
@@ -514,7 +717,8 @@ class Cluster:
         self._think_us_min = int(thinking.min()) if len(thinking) and not closed else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             clock = LaneClock()
-            feed = Feed(engine, self.arrivals.open_turns, self._on_end, clock)
+            open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
+            feed = Feed(engine, open_turns, self._on_end, clock)
             metrics = MetricsFold(
                 kv_pages=one.config.pages, warm_up=scenario.warm_up, host_page_bytes=one.host_page_bytes
             )
@@ -540,6 +744,15 @@ class Cluster:
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
+        if self._scaler is not None:
+            for replica, state in enumerate(self._scaler.state):
+                if state == "off":
+                    self._decide(EngineChanged(time_us=0, engine=replica, state="down"))
+
+    @property
+    def _line(self) -> Dispatcher:
+        assert self._dispatcher is not None
+        return self._dispatcher
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
@@ -562,11 +775,12 @@ class Cluster:
         arrivals, lanes, hop_us = self.arrivals, self.lanes, self._hop_us
         until_question = GIVE_UP_EVERY
         while not self._stop_requested:
-            now_us = arrivals.next_us
-            if arrivals.awaits_answers:
+            now_us = self._next_us()
+            if arrivals.awaits_answers or self._held:
                 # A turn to come is not known yet: none comes before the first answer ends and its reader has thought.
+                # And who waits at the router goes as soon as somebody ends.
                 first_us = min(lane.quiet_until_us for lane in lanes)
-                sure_us = first_us + hop_us + self._think_us_min
+                sure_us = first_us + hop_us + (0 if self._held else self._think_us_min)
                 if sure_us < now_us:
                     self._advance(max(sure_us, first_us + 1))
                     continue
@@ -576,7 +790,8 @@ class Cluster:
                 self._advance_all(now_us)
             else:
                 self._catch_up(now_us)
-            self._tell_ends(now_us)
+            self._tell_ends(now_us + 1 if self._held else now_us)
+            self._look_after(now_us)
             while arrivals.next_us == now_us:
                 self._route()
                 until_question -= 1
@@ -592,7 +807,7 @@ class Cluster:
     def _advance(self, until_us: float) -> None:
         """Bring every engine that may have an answer to end before `until_us` there, or to the turn that follows."""
         for lane in self.lanes:
-            until_us = min(until_us, self.arrivals.next_us)
+            until_us = min(until_us, self._next_us())
             if lane.quiet_until_us < until_us or self._eager:
                 lane.advance(until_us)
 
@@ -626,26 +841,124 @@ class Cluster:
             prompt_tokens=turn.prompt_tokens,
             prefix=prefix,
             session=session,
+            tenant=event.tenant if self._dispatcher is not None else "",
+            room=room_of(self._seed, event.request_id) if self._by_room else None,
         )
-        routed = self.router.step(offered)
-        assert routed is not None
-        assert routed.engine is not None  # engines of a simulated cluster do not go down
-        self._journal.append(offered, routed, self.router.digest)
+        self._held[event.request_id] = event
+        self._decide(offered)
+
+    def _decide(self, fact: RouterFact) -> None:
+        """Tell the router a fact, write it down, and do what it decided."""
+        if self._dispatcher is None:
+            routed = self.router.step(fact)
+            self._journal.append(fact, routed, self.router.digest)
+            if routed is not None:
+                self._carry_out(routed, fact.time_us)
+        else:
+            decided = self._dispatcher.step(fact)
+            self._journal.append_decided(fact, decided, self._dispatcher.digest)
+            for each in decided:
+                self._carry_out(each, fact.time_us)
+
+    def _carry_out(self, routed: RequestRouted, now_us: int) -> None:
+        """Send a request where it was routed, or turn it away; nothing if it waits."""
+        if routed.reason == "waits":
+            return
+        event = self._held.pop(routed.request_id)
         self.routed_by_reason[routed.reason] += 1
-        if self._hop_us:
-            event = msgspec.structs.replace(event, time_us=event.time_us + self._hop_us)
+        waited_us = now_us - event.time_us
+        if routed.engine is None:
+            turn = self.arrivals.open_turns[event.request_id]
+            self.refused.append(
+                Refused(event.request_id, event.time_us, now_us, turn.prompt_tokens, turn.label, event.tenant)
+            )
+            self.arrivals.broke_off(event.request_id, now_us)
+            return
+        if waited_us:
+            self.waited_us[event.request_id] = waited_us
+        if self._dispatcher is not None:
+            event = self._numbered(event)
+        if waited_us or self._hop_us:
+            event = msgspec.structs.replace(event, time_us=now_us + self._hop_us)
         self.lanes[routed.engine].send(event)
+
+    def _numbered(self, event: RequestArrived) -> RequestArrived:
+        """The request under a number that increases in the order of sending, as engines want it."""
+        number = len(self.sent)
+        self.sent.append(event.request_id)
+        self._sent_turns[number] = self.arrivals.open_turns[event.request_id]
+        return msgspec.structs.replace(event, request_id=number)
+
+    # ------------------------------------------------------------------------------------ what happens beside arrivals
+
+    def _next_us(self) -> int:
+        """When the router is told something next, as far as is known: ends only where they make somebody go."""
+        next_us = self.arrivals.next_us
+        if self._held and self._ended:
+            next_us = min(next_us, self._ended[0][0])
+        if self._scaler is None and not self._report_interval_us:
+            return next_us
+        if next_us == NEVER_US and not self.router.open and not self._held:
+            return NEVER_US
+        if self._scaler is not None:
+            next_us = min(next_us, self._scaler.next_us)
+        if self._reports:
+            next_us = min(next_us, self._reports[0].time_us)
+        return min(next_us, self._report_us)
+
+    def _look_after(self, now_us: int) -> None:
+        """Reports and replicas that are due. Before any request that comes at the same instant."""
+        if now_us == self._report_us:
+            self._report_us += self._report_interval_us
+            self._advance_all(now_us)  # what they have done by then, and nothing later
+            self._tell_ends(now_us)
+            due_us = now_us + self.setup.scenario.report_delay_us
+            self._reports.extend(
+                _report(engine, lane.host.engine, now_us, due_us)
+                for engine, lane in enumerate(self.lanes)
+                if self.router.state[engine] != "down"
+            )
+        while self._reports and self._reports[0].time_us <= now_us:
+            self._decide(self._reports.popleft())
+        if self._scaler is not None and self._scaler.next_us <= now_us:
+            self._scale(self._scaler, now_us)
+
+    def _scale(self, scaler: Autoscaler, now_us: int) -> None:
+        """Let the autoscaler look at the load, and do what it says."""
+        router = self.router
+        waiting = [event for event in self._held.values() if event.request_id not in router.open]
+        observed = LoadObserved(
+            time_us=now_us,
+            open=tuple(router.open_requests),
+            open_tokens=sum(router.open_tokens)
+            + sum(self.arrivals.open_turns[event.request_id].prompt_tokens for event in waiting),
+            arrived=self.arrivals.arrived,
+            waiting=len(waiting),
+        )
+        for changed in scaler.step(observed):
+            engine = changed.engine
+            if changed.state == "up" and router.state[engine] == "down" and self.lanes[engine].host.ended:
+                self._flushes += 1  # another machine, whose cache is empty
+                self.lanes[engine].send(ControlRequested(now_us, self._flushes, Flush()))
+            self._decide(changed)
+        paid = sum(state != "off" for state in scaler.state)
+        if not self._turns_on or self._turns_on[-1][1] != paid:
+            self._turns_on.append((now_us, paid))
 
     def _on_end(self, engine: int, request_id: RequestId, now_us: int, answered: bool) -> None:
         """A lane says that a request ended. The router and the client learn of it one hop later."""
         seen_us = now_us + self._hop_us
+        if self._dispatcher is not None:
+            del self._sent_turns[request_id]
+            request_id = self.sent[request_id]
         turn = self.arrivals.open_turns[request_id]  # which it leaves now
         heappush(self._ended, (seen_us, engine, request_id, turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
         else:
             self.arrivals.broke_off(request_id, seen_us)
-        self.lanes[engine].hold_at(self.arrivals.next_us + self._hop_us)
+        held_us = seen_us if self._held else NEVER_US  # somebody goes then
+        self.lanes[engine].hold_at(min(self.arrivals.next_us, held_us) + self._hop_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)
@@ -654,9 +967,43 @@ class Cluster:
         """Tell the router what it has seen end before a moment."""
         while self._ended and self._ended[0][0] < before_us:
             time_us, _, request_id, output_tokens = heappop(self._ended)
-            fact = RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens)
-            self.router.step(fact)
-            self._journal.append(fact, None, self.router.digest)
+            at = self.router.open.get(request_id)
+            self._last_end_us = time_us
+            self._decide(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))
+            scaler = self._scaler
+            if scaler is not None and at is not None and scaler.state[at.engine] == "draining":
+                if not self.router.open_requests[at.engine]:
+                    self._scale(scaler, time_us)
+
+    def describe_scaling(self) -> dict[str, Any] | None:
+        """What replicas cost: paid for from their start until they were given back, or until the last answer."""
+        scaler, setup = self._scaler, self.setup
+        if scaler is None:
+            return None
+        until_us = max(self._last_end_us, scaler.now_us)
+        paid_us, gpus = scaler.paid_us(until_us), setup.engines[0].split.gpus
+        hour_us = 3_600e6
+        return {
+            "replica_hours": round(paid_us / hour_us, 6),
+            "gpu_hours": round(paid_us / hour_us * gpus, 6),
+            "replica_hours_fixed": round(until_us * len(setup.engines) / hour_us, 6),
+            "replicas_mean": round(paid_us / until_us, 6) if until_us else float(scaler.config.minimum),
+            "replicas_max": scaler.most,
+            "starts": scaler.starts,
+            "replicas_by_time": [list(pair) for pair in self._turns_on],
+        }
+
+    def describe_admission(self) -> dict[str, Any] | None:
+        """Who waited at the router, and for how long."""
+        if self._dispatcher is None:
+            return None
+        waits_us = sorted(self.waited_us.values())
+        return {
+            "waited": len(waits_us),
+            "refused": len(self.refused),
+            "wait_us_max": waits_us[-1] if waits_us else 0,
+            "wait_us_mean": round(sum(waits_us) / len(waits_us), 3) if waits_us else None,
+        }
 
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
         """Measure it."""
@@ -665,7 +1012,9 @@ class Cluster:
             with_stages(metrics.result(slos), lane.host.device)
             for metrics, lane in zip(self.metrics, self.lanes, strict=True)
         ]
-        data = combine(datas, hop_us=self._hop_us, slos=slos)
+        data = combine(
+            datas, hop_us=self._hop_us, slos=slos, waited_us=self.waited_us, refused=self.refused, sent=self.sent
+        )
         cpu_s = time.process_time() - began_s
         return ClusterRun(
             setup=self.setup,
@@ -688,7 +1037,25 @@ class Cluster:
             interrupted=self._stop_requested,
             stopped_early=stopped_early,
             cpu_s=cpu_s,
+            autoscale=self.describe_scaling(),
+            admission=self.describe_admission(),
         )
+
+
+def room_of(seed: int, request_id: RequestId) -> int:
+    """The room a router in front of prefill and decode engines draws for a request: 63 bits, as in SGLang's."""
+    return int.from_bytes(blake2b(f"{seed} {request_id}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _report(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadReported:
+    """What an engine says of itself: requests it has, KV that they hold, and prompts that wait for theirs."""
+    memory = core.memory
+    cached = memory.radix.evictable_pages if memory.radix is not None else 0
+    held = (core.config.pages - memory.pool.free_count - cached) * core.config.page_size
+    waiting = sum(request.prompt_tokens for request in core.waiting)
+    return LoadReported(
+        time_us=due_us, engine=engine, measured_us=measured_us, requests=len(core.requests), tokens=held + waiting
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the run folder

@@ -21,7 +21,9 @@ from lockstep.sim.cluster import (
     EngineGroup,
     assemble_cluster,
     kind_of,
+    parse_admission,
     parse_engines,
+    parse_scaling,
     simulate_cluster,
     write_cluster_run,
 )
@@ -60,6 +62,8 @@ def run_cluster(
         )
     settings = dict(router)
     hop_us = settings.pop("hop_us", 0)
+    reports = {name: settings.pop(name, 0) for name in ("report_interval_us", "report_delay_us")}
+    scaling, admission = settings.pop("scaling", None), settings.pop("admission", None)
     config = RouterConfig(**settings)
     check_router_options(settings, [config.policy])
     scenario = ClusterScenario(
@@ -69,6 +73,9 @@ def run_cluster(
         router=config,
         hop_us=hop_us,
         **{name: value for name, value in links.items() if value is not None},
+        **reports,
+        scaling=None if scaling is None else parse_scaling(scaling),
+        dispatch=None if admission is None else parse_admission(admission),
     )
     if out is not None:
         prepare_folder(out, overwrite=overwrite)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 from simpy import Environment, Event
 
-from lockstep.core.events import RequestArrived, RequestCancelled, RequestId
+from lockstep.core.events import ControlRequested, RequestArrived, RequestCancelled, RequestId
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host import NEVER_US, EngineHost
@@ -27,6 +27,8 @@ from lockstep.sim.turns import Turn
 
 LEAST_SHARE = 0.5  # of a decode of one row: no launch takes less
 LATER_SHARE = 0.9  # of the last decode: no later one of the same requests takes less, tables being bumpy
+
+Sent = RequestArrived | RequestCancelled | ControlRequested
 
 Ended = Callable[[int, RequestId, int, bool], None]
 """Told of every request that ends: engine, request, when, and whether it was answered."""
@@ -56,10 +58,10 @@ class Feed:
         self._engine = engine
         self._ended = ended
         self._clock = clock
-        self._line: deque[RequestArrived | RequestCancelled] = deque()
+        self._line: deque[Sent] = deque()
         self._awaited: Event | None = None
 
-    def add(self, event: RequestArrived | RequestCancelled) -> None:
+    def add(self, event: Sent) -> None:
         """Send one more, not earlier than the one before."""
         self._line.append(event)
         self.next_us = self._line[0].time_us
@@ -67,7 +69,7 @@ class Feed:
             self._awaited.succeed()
             self._awaited = None
 
-    def take(self, _max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+    def take(self, _max_new_tokens: int | None) -> Sent:
         """The next fact, due at `next_us`; its limit was set where it came from."""
         event = self._line.popleft()
         self.next_us = self._line[0].time_us if self._line else NEVER_US
@@ -116,8 +118,8 @@ class Lane:
         clock.process(host.run())
         clock.horizon_us = 0
 
-    def send(self, event: RequestArrived | RequestCancelled) -> None:
-        """Another request, or its client's leaving, for this engine."""
+    def send(self, event: Sent) -> None:
+        """Another request, its client's leaving, or an operator's wish, for this engine."""
         self.feed.add(event)
         self.quiet_until_us = self._quiet_until_us()
 

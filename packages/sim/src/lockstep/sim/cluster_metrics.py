@@ -8,9 +8,9 @@ sum would be a moment that never was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +37,42 @@ LEVELS = ("waiting", "running", "kv_used_pages", "kv_cached_pages")
 AMOUNTS = ("prefill_tokens", "decode_tokens")
 
 
-def combine(datas: Sequence[RunData], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
-    """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat."""
-    requests = _requests(datas, hop_us)
+class Refused(NamedTuple):
+    """A request that a router turned away."""
+
+    request_id: int
+    arrival_us: int
+    ended_us: int
+    prompt_tokens: int
+    label: str
+    tenant: str
+
+
+NOT_REFUSED: Sequence[Refused] = ()
+
+
+def combine(
+    datas: Sequence[RunData],
+    *,
+    hop_us: int,
+    slos: Sequence[Slo],
+    waited_us: Mapping[int, int] | None = None,
+    refused: Sequence[Refused] = NOT_REFUSED,
+    sent: Sequence[int] = (),
+) -> RunData:
+    """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat.
+
+    Args:
+        waited_us: how long requests waited at the router, by id, where they did.
+        refused: those that no engine ever saw.
+        sent: ids by the numbers that engines knew requests by, where these are others.
+    """
+    requests = _requests(datas, hop_us, waited_us or {}, refused, sent)
     itl_us = ValueCounts.join([data.itl_us for data in datas])
     begun = [data.span_us for data in datas if data.summary["requests"]["arrived"]]
     span_us = (min((s for s, _ in begun), default=0) - (hop_us if begun else 0), max((s for _, s in begun), default=0))
     summary = {
-        "requests": _added([data.summary["requests"] for data in datas]),
+        "requests": _counts(datas, len(refused)),
         "latency": describe_latency(requests, itl_us),
         "throughput": describe_throughput(requests, slos),
         "cache": _cache(datas),
@@ -77,11 +105,27 @@ def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us
     return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed)
 
 
-def _requests(datas: Sequence[RunData], hop_us: int) -> Requests:
+def _counts(datas: Sequence[RunData], refused: int) -> Summary:
+    out = _added([data.summary["requests"] for data in datas])
+    if refused:
+        for name in ("arrived", "failed", "rejected"):
+            out[name] += refused
+        out["by_reject_reason"] = dict(sorted((Counter(out["by_reject_reason"]) + Counter(queue_full=refused)).items()))
+    return out
+
+
+def _requests(
+    datas: Sequence[RunData],
+    hop_us: int,
+    waited_us: Mapping[int, int],
+    refused: Sequence[Refused],
+    sent: Sequence[int],
+) -> Requests:
     """All requests by id, which is by arrival."""
-    columns: dict[str, NDArray[Any]] = {
-        name: np.concatenate([getattr(data.requests, name) for data in datas]) for name in datas[0].requests.columns()
-    }
+    parts = [data.requests.columns() for data in datas]
+    columns: dict[str, NDArray[Any]] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if sent:
+        columns["request_id"] = np.array(sent, np.int64)[columns["request_id"]]
     order = np.argsort(columns["request_id"], kind="stable")
     columns = {name: column[order] for name, column in columns.items()}
     if hop_us:
@@ -89,7 +133,27 @@ def _requests(datas: Sequence[RunData], hop_us: int) -> Requests:
         for name, hops in (("queue_us", 1), ("ttft_us", 2), ("e2e_us", 2)):
             columns[name] = np.where(columns[name] < 0, columns[name], columns[name] + hops * hop_us)
         columns["ended_us"] = np.where(columns["ended_us"] < 0, columns["ended_us"], columns["ended_us"] + hop_us)
+    if waited_us:
+        longer_us = np.array([waited_us.get(request_id, 0) for request_id in columns["request_id"].tolist()], np.int64)
+        columns["arrival_us"] = columns["arrival_us"] - longer_us
+        for name in ("queue_us", "ttft_us", "e2e_us"):
+            columns[name] = np.where(columns[name] < 0, columns[name], columns[name] + longer_us)
+    if refused:
+        columns = _with_refused(columns, refused)
     return Requests(**columns)
+
+
+def _with_refused(columns: dict[str, NDArray[Any]], refused: Sequence[Refused]) -> dict[str, NDArray[Any]]:
+    known: dict[str, list[Any]] = {name: [getattr(one, name) for one in refused] for name in Refused._fields}
+    known["finish_reason"] = ["rejected_queue_full"] * len(refused)
+    known["output_tokens"] = known["retractions"] = [0] * len(refused)
+    out = {}
+    for name, column in columns.items():
+        missing = np.nan if column.dtype.kind == "f" else -1
+        values = known.get(name, [missing] * len(refused))
+        out[name] = np.concatenate([column, np.array(values, column.dtype)])
+    order = np.argsort(out["request_id"], kind="stable")
+    return {name: column[order] for name, column in out.items()}
 
 
 def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:

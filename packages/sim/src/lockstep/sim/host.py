@@ -54,6 +54,7 @@ from lockstep.core.events import (
     BatchFinished,
     BatchId,
     ClockAdvanced,
+    ControlRequested,
     Grammar,
     GrammarReady,
     LaneReady,
@@ -117,7 +118,7 @@ class RequestSource(Protocol):
     def open_turns(self) -> Mapping[RequestId, Turn]:
         """Those that arrived and have not ended."""
 
-    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled | ControlRequested:
         """The next fact, due at `next_us`."""
 
     @property

@@ -1,4 +1,4 @@
-"""The network between engines: every engine has a way out and a way in, which all that it sends or receives share fairly.
+"""The network between engines: each has a way out and a way in, which all that it sends or receives share fairly.
 
     links = Links(env, out_bytes_per_us=[50e3, 50e3], in_bytes_per_us=[50e3, 50e3])
     links.start(0, 1, size_bytes, done)          done is called when the last byte has left

@@ -57,8 +57,9 @@ from lockstep.sim.cost import (
     WeightsDtype,
     kv_capacity,
 )
+from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.models import check_split, checked_weights_dtype
-from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
@@ -98,6 +99,10 @@ class Scenario:
     pp: int = 1
     moe_a2a: bool = False
     expert_cv: float = 0.0
+    eplb: bool = False  # these four, too
+    redundant_experts: int = 0
+    eplb_interval: int = EPLB_INTERVAL
+    expert_drift: float = 0.0
     rate: float | None = None  # arrivals per second; None: as recorded, or as the generator says
     rate_scale: float = 1.0
     time_window: str | None = None  # FROM..TO, by the workload's own clock
@@ -141,6 +146,9 @@ class Scenario:
             "attention_dp",
             "pp",
             "expert_cv",
+            "redundant_experts",
+            "eplb_interval",
+            "expert_drift",
             "rate",
             "rate_scale",
             "time_window",
@@ -169,6 +177,8 @@ class Scenario:
             words += ["--receive-interval", str(self.receive_interval)]
         if self.moe_a2a:
             words.append("--moe-a2a")
+        if self.eplb:
+            words.append("--eplb")
         if self.skip_bad_rows:
             words.append("--skip-bad-rows")
         for name, value in (*self.settings.items(), *self.tiers.items()):
@@ -308,6 +318,12 @@ class Setup:
             )
         if split.ep > 1 and not split.expert_cv:
             lines.append(f"ep {split.ep}: routing is even (--expert-cv 0), so ranks differ by chance alone")
+        if split.eplb and self.model.experts is not None:
+            spread = spread_of(self.model.experts, split)
+            lines.append(
+                f"eplb: in the long run the fullest rank has {spread.long_run:.2f} times its share, "
+                f"{spread.unbalanced:.2f} times without"
+            )
         if split.pp > 1:
             depth = self.config.overlap_depth
             lines.append(

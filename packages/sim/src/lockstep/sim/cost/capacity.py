@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.sim.cost.errors import CapacityError
+from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
 from lockstep.sim.cost.hardware import GpuSpec, all_reduce_of
 from lockstep.sim.cost.models import (
@@ -191,7 +192,8 @@ def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int,
         e = model.experts
         rows = float(chunk_tokens * e.per_token)
         if split.moe_a2a:
-            rows = expected_max_load(chunk_tokens * e.per_token, split.ep, e.count // split.ep, split.expert_cv)
+            spread = spread_of(e, split)
+            rows = expected_max_load(chunk_tokens * e.per_token, split.ep, spread.slots // split.ep, spread.load_cv)
         routed = rows * (3 * e.ffn / split.expert_tp + model.hidden)
         shared = ceil_div(own, heads_tp) * 3 * e.shared_ffn if split.moe_a2a else chunk_tokens * 3 * e.shared_ffn // tp
         peak = max(peak, int(routed) + shared)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
 from lockstep.sim.cost.hardware import GpuSpec, all_gather_of
 from lockstep.sim.cost.models import ACTIVATION_BYTES, ModelSpec, ceil_div
@@ -118,9 +119,10 @@ class Exchange:
         experts, split = self._experts, self._split
         assert experts is not None
         row_bytes = self._dispatch_bytes if name == "dispatch" else float(self._row_bytes)
-        own = experts.count // split.ep
+        spread = spread_of(experts, split)
+        own = spread.slots // split.ep
         assignments = tokens * experts.per_token
-        skew = expected_max_load(assignments, split.ep, own, split.expert_cv)
+        skew = expected_max_load(assignments, split.ep, own, spread.load_cv)
         skew /= expected_max_load(assignments, split.ep, own)
         elsewhere = (split.ep - 1) * (1.0 - (1.0 - 1.0 / split.ep) ** experts.per_token)
         (latency, rate), (low_latency, low_rate) = self._lines_of[name]

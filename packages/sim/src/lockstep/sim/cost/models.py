@@ -190,7 +190,10 @@ class ModelSpec:
             found.append(Matrix("down", ceil_div(self.ffn, tp), hidden, self.dense_layers))
         if self.experts is not None:
             e = self.experts
-            ffn, total = ceil_div(e.ffn, split.expert_tp), self.moe_layers * (e.count // split.ep)
+            ffn, total = (
+                ceil_div(e.ffn, split.expert_tp),
+                self.moe_layers * ((e.count + split.redundant_experts) // split.ep),
+            )
             found.append(Matrix("router", hidden, e.count, self.moe_layers, "plain"))
             found.append(Matrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
             found.append(Matrix("expert_down", ffn, hidden, total, "expert"))
@@ -231,7 +234,7 @@ class ModelSpec:
         split, e = parallelism_of(tp), self.experts
         if e is None or split.ep == 1:
             return self.vector_params
-        elsewhere = e.count - e.count // split.ep
+        elsewhere = e.count - (e.count + split.redundant_experts) // split.ep
         return self.vector_params - self.moe_layers * elsewhere * (2 * e.ffn + self.hidden) * e.bias
 
     @property
@@ -318,7 +321,7 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
         raise CapacityError(f"pp {split.pp} is more than the {model.layers} layers of {model.name}\nhint: lower --pp")
     experts = model.experts
     if experts is None:
-        for name in ("ep", "moe_a2a", "expert_cv"):
+        for name in ("ep", "moe_a2a", "expert_cv", "eplb"):
             if name in split.describe():
                 raise CapacityError(
                     f"`{name}` is for models with experts, {model.name} has none; got `{getattr(split, name)}`\n"
@@ -328,6 +331,11 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
         more = "is more than" if split.ep > experts.count else "does not divide"
         fits = ", ".join(str(n) for n in divisors(experts.count) if n <= split.tp and split.tp % n == 0)
         raise CapacityError(f"ep {split.ep} {more} the {experts.count} experts of {model.name}\nhint: --ep {fits}")
+    elif split.redundant_experts % split.ep or split.redundant_experts > experts.count * (split.ep - 1):
+        raise CapacityError(
+            f"`redundant_experts` must be a multiple of ep {split.ep}, and every expert at most once on each rank, "
+            f"got `{split.redundant_experts}`\nhint: such as --redundant-experts {4 * split.ep}"
+        )
 
 
 # --- reading a config.json ------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from typing import Any
 
 from lockstep.sim.cost.errors import CapacityError
 
+EPLB_INTERVAL = 1000  # SGLang's eplb_rebalance_num_iterations
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
@@ -27,6 +29,10 @@ class Parallelism:
     pp: int = 1  # stages that the layers are divided among
     moe_a2a: bool = False  # rows go to their experts by all-to-all instead of all-gather; needs ep = tp
     expert_cv: float = 0.0  # standard deviation of the experts' popularity over its mean; 0: routing is even
+    eplb: bool = False  # experts are placed by their load, and moved as it changes; see `expert_balance.py`
+    redundant_experts: int = 0  # slots of a layer for further copies, all ranks together; with eplb
+    eplb_interval: int = EPLB_INTERVAL  # passes between two rebalancings
+    expert_drift: float = 0.0  # share of the experts whose popularity is another one in the next interval
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -49,6 +55,27 @@ class Parallelism:
         if not 0.0 <= self.expert_cv <= EXPERT_CV_MAX:
             raise CapacityError(
                 f"`expert_cv` must be from 0 to {EXPERT_CV_MAX:g}, got `{self.expert_cv}`\nhint: 0 is even routing"
+            )
+        self._check_eplb()
+
+    def _check_eplb(self) -> None:
+        if self.redundant_experts < 0:
+            raise CapacityError(f"`redundant_experts` must be at least 0, got `{self.redundant_experts}`")
+        if self.eplb_interval < 1:
+            raise CapacityError(f"`eplb_interval` must be at least 1 pass, got `{self.eplb_interval}`")
+        if not 0.0 <= self.expert_drift <= 1.0:
+            raise CapacityError(f"`expert_drift` must be from 0 to 1, got `{self.expert_drift}`")
+        if not self.eplb:
+            usual = {"redundant_experts": 0, "eplb_interval": EPLB_INTERVAL, "expert_drift": 0.0}
+            for name, meaningless in usual.items():
+                value = getattr(self, name)
+                if value != meaningless:
+                    option = f"--{name.replace('_', '-')}"
+                    raise CapacityError(f"`{name}` is for --eplb, got `{value}` without it\nhint: leave out {option}")
+        elif self.ep == 1 or not self.expert_cv:
+            raise CapacityError(
+                f"`eplb` has nothing to balance with ep {self.ep} and expert_cv {self.expert_cv:g}\n"
+                "hint: --ep above 1 and --expert-cv above 0, or leave out --eplb"
             )
 
     @property

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.exchange import Exchange
+from lockstep.sim.cost.expert_balance import Spread, spread_of
 from lockstep.sim.cost.experts import expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import AllReduce, Constant, GpuSpec, achieved, all_reduce_of
 from lockstep.sim.cost.model import BatchShape, Duration
@@ -92,6 +93,8 @@ class RooflineModel:
             fp8 = weights_dtype == "fp8" and gpu.has_fp8
             self.exchange = Exchange(model, gpu, split, fp8=fp8, rate=self._rate, all_reduce_us=self.all_reduce_us)
             self.collectives = self.exchange.calls
+        self.spread: Spread | None = None if model.experts is None else spread_of(model.experts, split)
+        self._moves_us = self._rebalancing_us() if split.eplb else 0.0  # once an interval
         self._even = split.ep == 1 and not split.expert_cv and self.exchange is None
         self._prepare_gemms()
         self._prepare_small()
@@ -211,6 +214,14 @@ class RooflineModel:
         }
         if self.all_reduce is not None:
             described["all_reduce"] = asdict(self.all_reduce)
+        if self.split.eplb and self.spread is not None:
+            described["eplb"] = {
+                "slots": self.spread.slots,
+                "fullest_rank": round(self.spread.long_run, 4),
+                "fullest_rank_unbalanced": round(self.spread.unbalanced, 4),
+                "moved_bytes_per_gpu": round(self.moved_bytes),
+                "rebalancing_us": round(self._moves_us, 1),
+            }
         if self.exchange is not None:
             described["all_gather"] = {str(gpus): asdict(line) for gpus, line in self.exchange.lines.items()}
         return described
@@ -385,19 +396,40 @@ class RooflineModel:
         terms["small_kernels"] = self._small_kernels * self._small_us
         terms["small_kernels"] += own_tokens * self._small_own_us + tokens * self._small_dense_us
         if e is not None:
-            load = expected_max_load(tokens * e.per_token, split.ep, e.count // split.ep, split.expert_cv)
-            touched = expected_max_touched(tokens, e.per_token, e.count, split.ep, split.expert_cv)
+            assert self.spread is not None
+            slots, load_cv, slot_cv = self.spread.slots, self.spread.load_cv, self.spread.slot_cv
+            load = expected_max_load(tokens * e.per_token, split.ep, slots // split.ep, load_cv)
+            touched = expected_max_touched(tokens, e.per_token, slots, split.ep, slot_cv)
             seen_by_all = load / e.per_token  # the fullest rank is as busy as all together are with so many tokens
             terms["experts"] = self.model.moe_layers * sum(
                 self._expert_latency_us + max(seen_by_all * compute, touched * weights + seen_by_all * memory)
                 for compute, weights, memory in self._expert_gemms
             )
             terms["small_kernels"] += self._small_experts_us(tokens, rows, load)
+            if self._moves_us:
+                terms["expert_moves"] = self._moves_us / split.eplb_interval
         if self.exchange is not None:
             terms |= self.exchange.terms_us(tokens, own_tokens)
         elif self.all_reduce is not None:
             terms["all_reduce"] = self.collectives_us(tokens)
         return terms
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of the weights of one expert of one layer, on one of the GPUs that share its width."""
+        e = self.model.experts
+        assert e is not None
+        width = ceil_div(e.ffn, self.split.expert_tp)
+        return 3.0 * self.model.hidden * width * WEIGHT_BYTES[self.weights_dtype]["expert"]
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that the GPU with the most of them fetches at a rebalancing, all layers together; 0 without EPLB."""
+        return self.spread.fetched * self.model.moe_layers * self.expert_bytes if self.spread is not None else 0.0
+
+    def _rebalancing_us(self) -> float:
+        """Fetching experts between two passes: nothing else runs meanwhile, and senders are taken as not in the way."""
+        return self.moved_bytes / self._us_rate("send_gbs", 1e3)
 
     def all_reduce_bytes(self, tokens: int) -> int:
         """Return the size of one all-reduce for a batch of so many tokens."""

@@ -22,7 +22,7 @@ from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
 from lockstep.sim.plan.trial import Trial, TrialResult
 from lockstep.sim.results import NOTHING, show_rate, show_us
-from lockstep.sim.simulate import code_commit, code_version, option_of
+from lockstep.sim.simulate import code_commit, code_version, number_word, option_of
 
 KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for
 DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
@@ -30,7 +30,7 @@ DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 
 CONFIGURED = (
-    "tp", "ep", "attention_dp", "pp", "moe_a2a", "weights_dtype", "kv_dtype", "operators",
+    "tp", "ep", "attention_dp", "pp", "moe_a2a", "eplb", "redundant_experts", "weights_dtype", "kv_dtype", "operators",
 )  # fmt: skip
 """What a configuration may be besides settings of the scheduler."""
 
@@ -54,8 +54,8 @@ def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate 
     def preference(candidate: Candidate) -> tuple[float, ...]:
         best = candidate.best
         assert best is not None
-        cost = candidate.cost_per_hour(best.replicas)
-        gpus = float(best.replicas * candidate.gpus)
+        cost = candidate.cost_per_hour(best.paid_replicas)
+        gpus = best.paid_replicas * candidate.gpus
         slack = max(_strain(candidate, best))
         if question.wanted is not None:
             return cost, gpus, slack
@@ -76,7 +76,7 @@ def usd_per_million(candidate: Candidate) -> float | None:
     """Dollars per million output tokens, at the rate that was found."""
     best = candidate.best
     assert best is not None
-    usd, tokens_per_s = candidate.usd_per_hour(best.replicas), best.mean("throughput", "output_tokens_per_s")
+    usd, tokens_per_s = candidate.usd_per_hour(best.paid_replicas), best.mean("throughput", "output_tokens_per_s")
     return None if usd is None or not tokens_per_s else usd / (tokens_per_s * 3600) * 1e6
 
 
@@ -85,7 +85,7 @@ def gpu_hours_per_million(candidate: Candidate) -> float | None:
     best = candidate.best
     assert best is not None
     tokens_per_s = best.mean("throughput", "output_tokens_per_s")
-    return None if not tokens_per_s else best.replicas * candidate.gpus / (tokens_per_s * 3600) * 1e6
+    return None if not tokens_per_s else best.paid_replicas * candidate.gpus / (tokens_per_s * 3600) * 1e6
 
 
 def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozenset[int]:
@@ -98,7 +98,7 @@ def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozens
         if candidate.best is None:
             continue
         if question.wanted is not None:
-            cost = candidate.cost_per_hour(candidate.best.replicas)
+            cost = candidate.cost_per_hour(candidate.best.paid_replicas)
         else:
             cost = usd_per_million(candidate) or gpu_hours_per_million(candidate) or math.inf
         points[candidate.configuration.number] = (cost, *(interval.value for interval in candidate.best.intervals))
@@ -225,7 +225,7 @@ class Answer:
         best = winner.best
         assert best is not None
         gpus = best.replicas * winner.gpus
-        usd = winner.usd_per_hour(best.replicas)
+        usd = winner.usd_per_hour(best.paid_replicas)
         cost = "" if usd is None else f", {usd:.2f} $/h"
         on = f"{gpus} GPU{'s' if gpus > 1 else ''}: {best.replicas} x ({winner.configuration.name})"
         if self.question.wanted is not None:
@@ -310,14 +310,16 @@ class Answer:
                 empty = [NOTHING] * (len(headings) + len(question.slos))
                 table.add_row(f"{mark}{number}", name, *empty, why_not(candidate))
                 continue
-            usd, million = candidate.usd_per_hour(best.replicas), usd_per_million(candidate)
+            usd, million = candidate.usd_per_hour(best.paid_replicas), usd_per_million(candidate)
             gpus = best.replicas * candidate.gpus
+            paid = number_word(float(f"{best.paid_replicas * candidate.gpus:.3g}"))
             gpu_hours = gpu_hours_per_million(candidate)
             table.add_row(
                 f"{mark}{number}",
                 name,
-                f"{gpus}" if best.replicas == 1 else f"{best.replicas}x{candidate.gpus}",
-                f"{usd:.2f}" if usd is not None else f"{gpus}",
+                (f"{gpus}" if best.replicas == 1 else f"{best.replicas}x{candidate.gpus}")
+                + (f" (mean {paid})" if best.paid_replicas != best.replicas else ""),
+                f"{usd:.2f}" if usd is not None else paid,
                 (f"{million:.2f}" if million is not None else NOTHING)
                 if priced
                 else (f"{gpu_hours:.3g}" if gpu_hours else NOTHING),
@@ -370,7 +372,7 @@ class Answer:
             "pareto": pareto,
             "limited_by": limit_of(candidate) or None,
             "estimated_load_max": None if estimate is None else round(candidate.estimated_load, 4),
-            "usd_per_hour": None if best is None else candidate.usd_per_hour(best.replicas),
+            "usd_per_hour": None if best is None else candidate.usd_per_hour(best.paid_replicas),
             "usd_per_million_output_tokens": None if best is None else usd_per_million(candidate),
             "gpu_hours_per_million_output_tokens": None if best is None else gpu_hours_per_million(candidate),
             "best": _describe_evaluation(self.question, best),
@@ -443,6 +445,7 @@ def _describe_evaluation(question: Question, evaluation: Evaluation | None) -> d
     return {
         "rate" if question.load == "rate" else "sessions": evaluation.load,
         "replicas": evaluation.replicas,
+        **({"replicas_mean": round(paid, 6)} if (paid := evaluation.paid_replicas) != evaluation.replicas else {}),
         "status": evaluation.status,
         "replications": len(evaluation.results),
         "goodput_requests_per_s": evaluation.mean("throughput", "goodput_requests_per_s"),

@@ -71,6 +71,7 @@ EXIT_NONE_FOUND = 3
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--operators", metavar="DIR", help="operator tables instead of the roofline's kernels")
+@click.option("--autoscale", metavar="SPEC", default="none", help="replicas come and go: docs/routing.md")
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @cluster_options(engines=False)
 @drafting_options
@@ -110,6 +111,7 @@ def plan(
     with refusals():
         from lockstep.core.errors import ConfigError
         from lockstep.core.router import RouterConfig
+        from lockstep.sim.cluster import parse_scaling
         from lockstep.sim.metrics import Slo
         from lockstep.sim.plan.answer import Answer
         from lockstep.sim.plan.ledger import Ledger
@@ -122,6 +124,8 @@ def plan(
             raise ConfigError(f"`jobs` must be at least 1, got `{jobs}`")
         if requests is not None and requests < 10:
             raise ConfigError(f"`requests` must be at least 10, got `{requests}`")
+        if options["autoscale"] != "none":
+            parse_scaling(options["autoscale"])
         bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)
         searched = parse_search(search)

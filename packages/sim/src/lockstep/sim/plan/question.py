@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 from lockstep.sim.closed_loop import CONCURRENCY_MAX
+from lockstep.sim.cluster import parse_scaling
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.generate import PREFIX
@@ -23,7 +24,10 @@ from lockstep.sim.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
-OWN_KEYS = (*COUNTS, "moe_a2a", "expert_cv", "mem_fraction", "weights_dtype", "kv_dtype", "profile", "router")
+OWN_KEYS = (
+    *COUNTS, "moe_a2a", "expert_cv", "eplb", "redundant_experts", "eplb_interval", "expert_drift", "mem_fraction",
+    "weights_dtype", "kv_dtype", "profile", "router", "autoscale",
+)  # fmt: skip
 """What can be searched besides the scheduler's settings."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
@@ -233,15 +237,16 @@ def _words(key: str, part: str) -> list[str]:
 
 
 def _value(key: str, word: str) -> Any:
-    if key in COUNTS:
-        if not word.isascii() or not word.isdigit() or int(word) < 1:
-            raise ConfigError(f"`search`: `{key}` must be a whole number of at least 1, got `{word}`")
+    if key in COUNTS or key in ("redundant_experts", "eplb_interval"):
+        least = 0 if key == "redundant_experts" else 1
+        if not word.isascii() or not word.isdigit() or int(word) < least:
+            raise ConfigError(f"`search`: `{key}` must be a whole number of at least {least}, got `{word}`")
         return int(word)
-    if key == "moe_a2a":
+    if key in ("moe_a2a", "eplb"):
         if word not in YES_NO:
-            raise ConfigError(f"`search`: `moe_a2a` must be yes or no, got `{word}`")
+            raise ConfigError(f"`search`: `{key}` must be yes or no, got `{word}`")
         return YES_NO[word]
-    if key in ("mem_fraction", "expert_cv"):
+    if key in ("mem_fraction", "expert_cv", "expert_drift"):
         try:
             return float(word)
         except ValueError:
@@ -251,11 +256,22 @@ def _value(key: str, word: str) -> Any:
         if word not in ROUTER_POLICIES:
             raise ConfigError(f"`search`: `router` must be one of {', '.join(ROUTER_POLICIES)}, got `{word}`")
         return word
+    if key == "autoscale":
+        return scaling_of(word)
     if key in OWN_KEYS:
         return word
     if key in TIER_KEYS:
         return parse_tier(key, word)
     return parse_setting(key, word)[1]
+
+
+def scaling_of(word: str) -> str:
+    """A policy among several, in which `:` stands for `=` and `/` for `,`: none, open_requests:24/minimum:2."""
+    if word == "none":
+        return word
+    text = word.replace(":", "=").replace("/", ",")
+    parse_scaling(text)
+    return text
 
 
 def parse_prices(texts: tuple[str, ...]) -> dict[str, float]:

@@ -92,6 +92,12 @@ class Evaluation:
     first_trial: Trial  # what the first of the results came of
 
     @property
+    def paid_replicas(self) -> float:
+        """Replicas that cost something, on average: fewer than there may be where they come and go."""
+        known = [result.replicas_mean for result in self.results if result.replicas_mean is not None]
+        return math.fsum(known) / len(known) if known else self.replicas
+
+    @property
     def met(self) -> bool:
         return self.status == "met"
 
@@ -176,10 +182,10 @@ class Candidate:
         chosen, common = self.configuration.chosen, self.question.common
         return math.prod(int(chosen.get(name, common.get(name, 1))) for name in ("tp", "pp"))
 
-    def usd_per_hour(self, replicas: int) -> float | None:
+    def usd_per_hour(self, replicas: float) -> float | None:
         return None if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour * replicas * self.gpus
 
-    def cost_per_hour(self, replicas: int) -> float:
+    def cost_per_hour(self, replicas: float) -> float:
         """What is minimised: dollars, or GPUs where some GPU has no price."""
         usd = self.usd_per_hour(replicas)
         return float(replicas * self.gpus) if usd is None else usd
@@ -546,7 +552,7 @@ def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[
             continue
         if wanted is not None:
             least_cost = candidate.cost_per_hour(_replica_bounds(candidate, wanted)[0])
-            worse = any(c.cost_per_hour(_best(c).replicas) < least_cost for c in confirmed)
+            worse = any(c.cost_per_hour(_best(c).paid_replicas) < least_cost for c in confirmed)
         else:
             most = candidate.narrow_missed
             assert most is not None  # or it would not have been left out

@@ -17,13 +17,16 @@ import msgspec
 import numpy as np
 
 from lockstep.core.router import RouterConfig
-from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, parse_scaling, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
+from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.handover import HandoverCluster
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.simulate import Scenario, open_load
 from lockstep.sim.workload import Workload
+
+NO_SCALING = "none"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +47,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pp: int = 1
     moe_a2a: bool = False
     expert_cv: float = 0.0
+    eplb: bool = False
+    redundant_experts: int = 0
+    eplb_interval: int = EPLB_INTERVAL
+    expert_drift: float = 0.0
     mem_fraction: float = 0.9
     weights_dtype: WeightsDtype | None = None
     kv_dtype: KvDtype = "bf16"
@@ -58,6 +65,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     draft_model: str | None = None
     router: RouterConfig = RouterConfig()
     hop_us: int = 0
+    autoscale: str = NO_SCALING  # as `parse_scaling` reads it; `replicas` are the most
     slos: tuple[str, ...] = ()
     factor: float = 1.0  # multiplies the time of every batch: a draw of the calibration's systematic error
     resample: bool = False  # draw blocks again, for intervals of a recorded trace
@@ -81,6 +89,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             pp=self.pp,
             moe_a2a=self.moe_a2a,
             expert_cv=self.expert_cv,
+            eplb=self.eplb,
+            redundant_experts=self.redundant_experts,
+            eplb_interval=self.eplb_interval,
+            expert_drift=self.expert_drift,
             rate=self.rate,
             concurrency=self.concurrency,
             warm_up=self.warm_up,
@@ -101,7 +113,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             slos=tuple(map(Slo.parse, self.slos)),
             tiers={} if self.tiers is msgspec.UNSET else self.tiers,
         )
-        return ClusterScenario(base=base, replicas=self.replicas, router=self.router, hop_us=self.hop_us)
+        return ClusterScenario(
+            base=base,
+            replicas=self.replicas,
+            router=self.router,
+            hop_us=self.hop_us,
+            scaling=None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas),
+        )
 
 
 class SloResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +144,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     extend_share: float | None = None  # of the device's busy time, in batches that extend
     summary: dict[str, Any] = {}
+    replicas_mean: float | None = None  # paid for, where they come and go
     cpu_s: float = 0.0  # never part of an answer
     interrupted: bool = False
 
@@ -143,6 +162,7 @@ def run_trial(trial: Trial) -> TrialResult:
         requests=data.summary["requests"]["arrived"],
         extend_share=_extend_share(data),
         summary=_kept(data.summary),
+        replicas_mean=None if run.autoscale is None else run.autoscale["replicas_mean"],
         cpu_s=run.cpu_s,
     )
 
