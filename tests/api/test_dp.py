@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 from collections import Counter
@@ -14,17 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
 openai = pytest.importorskip("openai", reason="the official client is not installed")
+zmq = pytest.importorskip("zmq", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.api.routing import Dispatcher, session_key  # noqa: E402
+from lockstep.api.routing import Dispatcher, RouterThread, session_key  # noqa: E402
 from lockstep.api.serve import serve  # noqa: E402
 from lockstep.api.settings import read_settings  # noqa: E402
+from lockstep.api.sockets import fresh_folder, router_address, writer  # noqa: E402
 from lockstep.api.wire import (  # noqa: E402
     Drained,
     EngineHere,
@@ -36,7 +40,13 @@ from lockstep.api.wire import (  # noqa: E402
     WorkerLost,
 )
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.router import EngineChanged, RequestOffered, RouterConfig, RouterPolicy  # noqa: E402
+from lockstep.core.router import (  # noqa: E402
+    ROUTER_POLICIES,
+    EngineChanged,
+    RequestOffered,
+    RouterConfig,
+    RouterPolicy,
+)
 from lockstep.host.router_journal import verify_router  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402
@@ -157,6 +167,63 @@ def test_where_everybody_drains_somebody_says_so() -> None:
     assert {board.offer() for _ in range(2)} == {0, 1}
 
 
+@pytest.mark.parametrize("policy", ROUTER_POLICIES)
+def test_whatever_comes_in_whatever_order_is_counted_and_decided_again(policy: RouterPolicy, tmp_path: Path) -> None:
+    """Requests, ends, sessions, engines and workers that come and go: nothing is lost, and nothing is left over."""
+    rng = random.Random(policy)
+    board = Board(policy, run=tmp_path).both()
+    lives, up, offered, ended = [0, 0], {0, 1}, set[tuple[int, int]](), set[tuple[int, int]]()
+    for _ in range(600):
+        match rng.randrange(8):
+            case 0 | 1 | 2 | 3:
+                worker = rng.randrange(2)
+                prefix = tuple(range(rng.randrange(4)))
+                engine = board.offer(worker, prefix=prefix, session=rng.choice(("", "a", "b")))
+                assert (engine in up) if up else engine is None
+                offered.add((worker, board.number))
+            case 4 | 5 if offered - ended:
+                one = rng.choice(sorted(offered - ended))
+                board.tell(Over(*one, rng.randrange(50)))
+                ended.add(one)
+            case 6:
+                engine = rng.randrange(2)
+                if engine in up:
+                    lives[engine] += 1
+                    board.tell(EngineLost(engine, lives[engine]))
+                    up.remove(engine)
+                else:
+                    board.tell(EngineHere(engine, lives[engine], 1000, (), False))
+                    up.add(engine)
+            case 7 if rng.random() < 0.1:
+                board.tell(WorkerLost(1))
+                ended |= {one for one in offered if one[0] == 1}
+    for engine in {0, 1} - up:
+        board.tell(EngineHere(engine, lives[engine], 1000, (), False))
+    assert board.dispatcher.router is not None
+    assert sum(board.dispatcher.router.open_requests) == len(offered - ended)
+    answered = Counter((answer.worker, answer.number) for answer in board.answers)
+    assert set(answered.values()) == {1}
+    assert offered - ended <= set(answered)
+    board.dispatcher.close()
+    assert verify_router(tmp_path)[1] >= len(answered)
+
+
+def test_a_router_that_cannot_read_what_it_is_told_says_so() -> None:
+    folder, failed = fresh_folder(), list[Exception]()
+    try:
+        thread = RouterThread(folder, lambda answer: Dispatcher(2, RouterConfig(), answer), failed.append)
+        context: zmq.Context[Any] = zmq.Context()
+        to_router = writer(context, router_address(folder))
+        to_router.send(b"nonsense")
+        until(lambda: failed)
+        assert "the router got 8 bytes that are no message" in str(failed[0])
+        to_router.close()
+        context.term()
+        thread.join(5)
+    finally:
+        shutil.rmtree(folder)
+
+
 def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path) -> None:
     board = Board("least_requests", run=tmp_path, bytes_max=16 * 2000).both()
     board.offer()
@@ -187,6 +254,13 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
 def test_what_cannot_be_is_one_clear_error(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_settings(None, given)
+
+
+def test_what_an_engine_writes_goes_into_a_folder_of_its_own(tmp_path: Path) -> None:
+    settings = read_settings(None, {"dp": 2, "journal": "run", "profile_dir": str(tmp_path)})
+    one = settings.of_engine(1)
+    assert (one.journal, one.profile_dir) == ("run/engines/1", f"{tmp_path}/engines/1")
+    assert msgspec.structs.replace(one, journal="run", profile_dir=str(tmp_path)) == settings
 
 
 def test_dry_run_says_how_many_and_a_journal_of_another_number_is_refused(tmp_path: Path) -> None:

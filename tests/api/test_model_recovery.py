@@ -112,9 +112,9 @@ def test_logprobs_that_were_written_and_not_sent_are_sent_by_the_next_engine(
 
 
 def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: Found, tmp_path: Path) -> None:
-    """The demo model behind a router: a different engine for every other request, and half of them restarted."""
+    """The demo model behind a router: each has some of the requests, and one is restarted."""
     run = tmp_path / "run"
-    two = ("--dp", "2", "--router", "round_robin", "--journal", str(run))
+    two = ("--dp", "2", "--router", "least_tokens", "--journal", str(run))
     with serving(tmp_path / "log", *SETTINGS, *two) as server:
         reader = Reader(server)
         until(lambda: reader.tokens > 12, 120)
@@ -124,7 +124,8 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
         assert "engine 0, life" not in server.text()
         about = httpx2.get(f"{server.url}/get_model_info").json()
         assert about["device"] == "2 engines on cpu"
-    assert [record.routed.engine for record in facts(run) if record.routed is not None] == [0, 1, 0, 1]
+    homes = [record.routed.engine for record in facts(run) if record.routed is not None]
+    assert (len(homes), set(homes)) == (4, {0, 1})
     for engine in (0, 1):
         assert replay(run / "engines" / str(engine)).batches > 0
     assert verify_router(run)[1] == 4

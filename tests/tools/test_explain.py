@@ -271,6 +271,11 @@ def test_nothing_asked_unknown_request_and_cluster_are_refused_with_a_hint(crowd
     (tmp_path / "engines/0/journal").symlink_to(crowd / "journal")
     assert "name one of them, such as" in run_explain(tmp_path, "--step", 0).stderr
     assert run_explain(tmp_path / "engines/0", "--step", 0).exit_code == 0
+    assert run_explain(tmp_path, "--request", "r0").stdout == run_explain(crowd, "--request", "r0").stdout
+    assert "got `nobody`" in run_explain(tmp_path, "--request", "nobody").stderr
+    (tmp_path / "engines/1").mkdir()
+    (tmp_path / "engines/1/journal").symlink_to(crowd / "journal")
+    assert "is the name of a request of each of the engines 0, 1" in run_explain(tmp_path, "--request", "r0").stderr
     assert run_explain(tmp_path / "nothing", "--step", 0).exit_code == 2
 
 

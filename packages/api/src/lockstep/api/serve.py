@@ -52,7 +52,11 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("journal_age_s", float, "What is older expires.")
 @_option("durability", click.Choice(["none", "interval", "group", "every"]), "When it is on disk: docs/journal.md.")
 @_option("snapshot_s", float, "Between two snapshots, from which an engine is picked up.")
-@_option("restarts", int, "Of the engine within --restart-window-s; 0: when it ends, so does the server.")
+@_option(
+    "restarts",
+    int,
+    "Of the engine within --restart-window-s; 0: when it ends, so does the server; of several, the last.",
+)
 @_option("restart_window_s", float, "In which so many restarts are too many.")
 @_option("batch_timeout_s", float, "An engine that gets nothing done for so long is restarted; 0: never.")
 @_option("seed", int, "Of requests without one of their own.")
