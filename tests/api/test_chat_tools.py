@@ -148,6 +148,19 @@ def test_a_stream_says_the_same_as_its_client_puts_it_together(client: Any) -> N
     )
 
 
+def test_samples_are_read_apart(client: Any) -> None:
+    chunks = client.chat.completions.create(**asked("Weather and time?"), tools=TOOLS, n=3, stream=True)
+    arguments: dict[tuple[int, int], str] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                place = choice.index, call.index
+                arguments[place] = arguments.get(place, "") + call.function.arguments
+    assert {place: json.loads(text) for place, text in arguments.items()} == {
+        (sample, number): (PARIS, {})[number] for sample in range(3) for number in range(2)
+    }
+
+
 def test_a_conversation_goes_on_behind_a_call(client: Any) -> None:
     first = client.chat.completions.create(**asked("Weather and time?"), tools=TOOLS).choices[0].message
     told = [
