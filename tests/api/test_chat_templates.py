@@ -123,8 +123,8 @@ WRITTEN = {
     "deepseek_v3": (
         (
             "{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>"  # noqa: RUF001
-            "{{ f.arguments | tojson }}<｜tool▁call▁end｜>{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}"
-        ),  # noqa: RUF001
+            "{{ f.arguments | tojson }}<｜tool▁call▁end｜>{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}"  # noqa: RUF001
+        ),
         "",
     ),
     "pythonic": (
