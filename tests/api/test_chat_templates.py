@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ import pytest
 pytest.importorskip("tokenizers", reason="the tokenizer is not installed")
 pytest.importorskip("jinja2", reason="templates are not installed")
 
+from lockstep.api.answer_text import AnswerText
+from lockstep.api.chat_formats.driver import Answer, AnswerParser
+from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS, choose, opening, with_thoughts
 from lockstep.core.errors import ConfigError
 from lockstep.host.text import StopTexts, Text
+from tests.api.test_chat_formats import RENDER, TOOLS
 from tests.support.words import word_tokenizer
 
 
@@ -76,8 +81,6 @@ def test_special_tokens_of_a_format_are_text_and_others_are_not(tmp_path: Path) 
 
 
 def test_any_tokens_in_a_stream_are_the_text_of_all(tmp_path: Path) -> None:
-    import random
-
     text = text_of(tmp_path, special=("[TOOL_CALLS]", "[ARGS]", "<eos>"))
     text.keep(("[TOOL_CALLS]", "[ARGS]"))
     size: Any = text.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -92,14 +95,89 @@ def test_any_tokens_in_a_stream_are_the_text_of_all(tmp_path: Path) -> None:
         assert sum(told.count(one) for one in ("[TOOL_CALLS]", "[ARGS]")) == len(kept)
 
 
+TURN = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content or '' }}{% if m.tool_calls %}CALLS{% endif %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+EACH = "{% for c in m.tool_calls %}{% set f = c.function %}WRITTEN{% if not loop.last %}SEP{% endif %}{% endfor %}"
+WRITTEN = {
+    "hermes": ('\n<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>', ""),
+    "llama3_json": ('{# <|python_tag|> #}{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "; "),
+    "mistral": ("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", ""),
+    "qwen3_coder": (
+        (
+            "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}<parameter={{ k }}>\n"
+            "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+        ),
+        "\n",
+    ),
+    "glm45": (
+        (
+            "<tool_call>{{ f.name }}\n{% for k, v in f.arguments | items %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+            "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+        ),
+        "\n",
+    ),
+    "deepseek_v3": (
+        (
+            "{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>"  # noqa: RUF001
+            "{{ f.arguments | tojson }}<｜tool▁call▁end｜>{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}"  # noqa: RUF001
+        ),
+        "",
+    ),
+    "pythonic": (
+        (
+            "{# func_name1(params_name1=1) #}{% if loop.first %}[{% endif %}{{ f.name }}("
+            "{% for k, v in f.arguments | items %}"
+            "{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if loop.last %}]{% endif %}"
+        ),
+        ", ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_template_writes_is_read_back_in_the_format_that_it_teaches(name: str, tmp_path: Path) -> None:
+    written, between = WRITTEN[name]
+    each = EACH.replace("WRITTEN", written).replace("SEP", between)
+    text = text_of(tmp_path, TURN.replace("CALLS", each))
+    formats = choose("auto", "auto", text.chat_template)
+    assert formats.names() == (name, "qwen3")
+    assert formats.tools is not None
+    assert formats.thoughts is not None
+    calls = [("now", {}), ("get_weather", {"text": 'in "Zürich"', "number": -2.5, "list": [{"a": None}, True]})]
+    functions = [{"type": "function", "function": {"name": one, "arguments": given}} for one, given in calls]
+    content = "" if not formats.tools.marked else "I look."
+    told: dict[str, Any] = {"content": content, "reasoning_content": "So be it.", "tool_calls": functions}
+    user = {"role": "user", "content": "?"}
+    whole = text.chat([user, {"role": "assistant", **told}], add_generation_prompt=False)
+    for options, how in (({}, "unsaid"), ({"enable_thinking": True}, "open"), ({"enable_thinking": False}, "closed")):
+        prompt = text.chat([user], **options)
+        assert opening(formats.thoughts, prompt) == how
+        answer = whole.removeprefix(text.chat([user])).removesuffix("<end>")
+        if how != "unsaid":  # the template begins or skips what the answer would begin with
+            answer = answer.removeprefix("<think>\n") if how == "open" else answer.partition("</think>\n\n")[2]
+        parser = AnswerParser(with_thoughts(formats.tools, formats.thoughts, how), tools=TOOLS, make_id=str)
+        read = Answer.of(parser.feed(answer) + parser.finish())
+        assert [(one.name, json.loads(one.arguments)) for one in read.calls] == calls
+        assert (read.content, read.thought) == (content, "" if how == "closed" else "So be it.")
+
+
+def test_formats_are_named_or_found_or_none() -> None:
+    assert choose("none", "none", "<tool_call> </think>").names() == ("none", "none")
+    assert choose("auto", "auto", None).names() == ("none", "none")
+    assert choose("mistral", "deepseek_r1", "<tool_call> <think> </think>").names() == ("mistral", "deepseek_r1")
+    # A template that cuts thoughts off and never writes where they begin: the model begins within them.
+    assert choose("auto", "auto", "{{ content.split('</think>')[-1] }}").names() == ("none", "deepseek_r1")
+    begun = "<user>?<assistant><think>\nSo"
+    assert opening(THOUGHTS["qwen3"], begun) == "unsaid"
+    assert opening(THOUGHTS["qwen3"], begun, going_on=True) == "open"
+    assert opening(THOUGHTS["qwen3"], begun + "</think> is", going_on=True) == "closed"
+
+
 def test_calls_are_read_from_tokens_whatever_stands_between_them(tmp_path: Path) -> None:
-    import random
-
-    from lockstep.api.answer_text import AnswerText
-    from lockstep.api.chat_formats.driver import Answer, AnswerParser
-    from lockstep.api.chat_formats.tables import TOOL_FORMATS
-    from tests.api.test_chat_formats import RENDER, TOOLS
-
     draw = random.Random(5)
     arguments = {"text": 'Zürich "HB" \U0001f600', "number": 2, "list": [{"a": None}]}
     for name, form in TOOL_FORMATS.items():

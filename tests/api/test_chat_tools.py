@@ -45,7 +45,9 @@ CALL = f"""<tool_call>
 {json.dumps({"name": "get_weather", "arguments": PARIS}, ensure_ascii=False)}
 </tool_call>"""
 SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+LONG = "Llanfairpwllgwyngyll " * 100
 ANSWERS = {
+    "A long one": f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps({"city": LONG})}}}</tool_call>',
     "Weather and time?": f"<think>\nTwo of them.\n</think>\n\nI look.\n{CALL}\n{SECOND}",
     "it is sunny": "It is sunny.",
     "Just think": "<think>\nHm.\n</think>\n\nDone.",
@@ -140,12 +142,33 @@ def test_a_stream_says_the_same_as_its_client_puts_it_together(client: Any) -> N
                     pieces += 1
         final = stream.get_final_completion()
     assert heads == [(0, "get_weather"), (1, "now")]
-    assert pieces > 2  # arguments come as they are said; a busy machine joins pieces
+    assert pieces >= 2
     assert plain(final.choices[0].message) | {"reasoning": thoughts} == plain(whole.choices[0].message)
     assert final.choices[0].finish_reason == "tool_calls"
     assert final.usage.completion_tokens_details.reasoning_tokens == (
         whole.usage.completion_tokens_details.reasoning_tokens
     )
+
+
+def test_arguments_come_while_they_are_said(client: Any) -> None:
+    chunks = client.chat.completions.create(**asked("A long one"), tools=TOOLS, stream=True)
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    pieces = [call.function.arguments for call in calls[1:]]
+    assert "".join(pieces) == json.dumps({"city": LONG})
+    assert len(pieces) > 3  # of thousands of tokens, however busy the machine is
+
+
+def test_samples_are_read_apart(client: Any) -> None:
+    chunks = client.chat.completions.create(**asked("Weather and time?"), tools=TOOLS, n=3, stream=True)
+    arguments: dict[tuple[int, int], str] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                place = choice.index, call.index
+                arguments[place] = arguments.get(place, "") + call.function.arguments
+    assert {place: json.loads(text) for place, text in arguments.items()} == {
+        (sample, number): (PARIS, {})[number] for sample in range(3) for number in range(2)
+    }
 
 
 def test_a_conversation_goes_on_behind_a_call(client: Any) -> None:

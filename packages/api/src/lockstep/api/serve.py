@@ -168,10 +168,11 @@ def try_folders(settings: ServeSettings, *, make: bool) -> None:
 
 def describe(settings: ServeSettings) -> str:
     """What would run: the settings, the engine, its memory, the processes. The engine is built, and not started."""
-    from lockstep.api.engines import build_engine
+    from lockstep.api.engines import build_engine, formats_of, text_of
 
     check(settings)
     try_folders(settings, make=False)
+    calls, thoughts = formats_of(settings, text_of(settings)).names()
     unit = build_engine(msgspec.structs.replace(settings, journal=None))
     about = unit.about
     unit.close()
@@ -184,6 +185,7 @@ def describe(settings: ServeSettings) -> str:
     indented = unit.memory.replace("\n", "\n  ")
     lines = [
         f"model      {model} ({about.kind}) on {where}",
+        f"chats      calls of tools are read as {calls}, thoughts as {thoughts}",
         f"context    {about.request_tokens_max:,} tokens, prompt and output together",
         f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"

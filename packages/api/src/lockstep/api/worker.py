@@ -58,6 +58,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     )
     server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage)
     server.told.append(lambda: children.say_ready(folder, number))
+    log.info("calls of tools are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else Spans(settings.otlp_endpoint, lambda: server.models()[0])
     if spans is not None:
         server.watchers.append(spans.add)
