@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -79,6 +80,23 @@ def test_an_emulated_engine_takes_as_long_as_its_weights_are_large(emulated: Ope
     assert "pickle" in said["error"]["message"] or "shared_memory" in said["error"]["message"]
 
 
+def test_the_example_of_the_guide_runs_as_printed(emulated: Operated, tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "features.md"
+    section = page.read_text("utf-8").partition("\n## Live weights\n")[2]
+    source = section.partition("```python\n")[2].partition("```")[0]
+    for printed, here in (
+        ("http://127.0.0.1:8000", emulated.server.url),
+        ("admin.sock", str(emulated.server.log.parent / "admin")),
+        ("sk-operator-of-this-server", OPERATOR),
+    ):
+        assert printed in source
+        source = source.replace(printed, here)
+    (tmp_path / "example.py").write_text(source, "utf-8")
+    done = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, timeout=120)
+    before, after, told = done.stdout.split()
+    assert int(after) == int(before) + 1 == int(told), done.stdout + done.stderr
+
+
 def test_requests_wait_while_memory_is_released(emulated: Operated) -> None:
     wanted = emulated.ask("wait for me")["output_ids"]
     assert emulated.order("/release_memory_occupation")[0] == 200
@@ -109,39 +127,44 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return other_weights(tmp_path_factory.mktemp("weights") / "step-1", seed=1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_model_has_the_weights_of_its_journal_after_a_kill(other: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Operated]:
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
     journal = ("--journal", str(tmp_path / "run"))
-    for made in operated(tmp_path, "--device", "cpu", "--numerics", "invariant", *journal):
-        first = made.ask("def f(")
-        body = {"name": "model.norm.weight", "truncate_size": 2}
-        old = made.order("/get_weights_by_name", body)[1]
-        status, said = made.order("/update_weights_from_disk", {"model_path": str(other)})
-        assert (status, said.get("weight_version")) == (200, "1"), said
-        new = made.order("/get_weights_by_name", body)[1]
-        assert (new["version"], new["shape"], len(new["parameter"])) == ("1", old["shape"], 2)
-        assert new["parameter"] != old["parameter"]
-        second = made.ask("def f(")
-        assert second["output_ids"] != first["output_ids"]
-        said = made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()
-        assert said["choices"][0]["weight_version"] == "1"
+    yield from operated(tmp_path, "--device", "cpu", "--numerics", "invariant", *journal)
 
-        found: list[Any] = []
-        asking = threading.Thread(target=lambda: found.append(made.ask("def f(", 200)))
-        asking.start()
-        until(lambda: made.order("/get_server_info")[1]["state"]["launches"] > 40, 60)
-        os.kill(made.server.children()["engine"], signal.SIGKILL)
-        asking.join(120)
-        assert found[0]["output_ids"][:12] == second["output_ids"]
-        assert (len(found[0]["output_ids"]), found[0]["meta_info"]["weight_version"]) == (200, "1")
-        assert made.ask("def f(")["output_ids"] == second["output_ids"]
-        assert made.client.get("/get_model_info").json()["weight_version"] == "1"
 
-        for path, what in ((tmp_path, "has no config.json"), (Path("here"), "must begin with /")):
-            status, said = made.order("/update_weights_from_disk", {"model_path": str(path)})
-            assert (status, what in said["error"]["message"]) == (400, True), said
-        bad = shutil.copytree(other, tmp_path / "bad")
-        (bad / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:5000])
-        status, said = made.order("/update_weights_from_disk", {"model_path": str(bad)})
-        assert (status, "model.safetensors" in said["error"]["message"]) == (400, True), said
-        assert made.ask("def f(")["output_ids"] == second["output_ids"]
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_model_has_the_weights_of_its_journal_after_a_kill(model: Operated, other: Path, tmp_path: Path) -> None:
+    first = model.ask("def f(")
+    body = {"name": "model.norm.weight", "truncate_size": 2}
+    old = model.order("/get_weights_by_name", body)[1]
+    status, said = model.order("/update_weights_from_disk", {"model_path": str(other)})
+    assert (status, said.get("weight_version")) == (200, "1"), said
+    new = model.order("/get_weights_by_name", body)[1]
+    assert (new["version"], new["shape"], len(new["parameter"])) == ("1", old["shape"], 2)
+    assert new["parameter"] != old["parameter"]
+    second = model.ask("def f(")
+    assert second["output_ids"] != first["output_ids"]
+    said = model.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()
+    assert said["choices"][0]["weight_version"] == "1"
+
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(model.ask("def f(", 200)))
+    asking.start()
+    until(lambda: model.order("/get_server_info")[1]["state"]["launches"] > 40, 60)
+    os.kill(model.server.children()["engine"], signal.SIGKILL)
+    asking.join(120)
+    assert found[0]["output_ids"][:12] == second["output_ids"]
+    assert (len(found[0]["output_ids"]), found[0]["meta_info"]["weight_version"]) == (200, "1")
+    assert model.ask("def f(")["output_ids"] == second["output_ids"]
+    assert model.client.get("/get_model_info").json()["weight_version"] == "1"
+
+    for path, what in ((tmp_path, "has no config.json"), (Path("here"), "must begin with /")):
+        status, said = model.order("/update_weights_from_disk", {"model_path": str(path)})
+        assert (status, what in said["error"]["message"]) == (400, True), said
+    bad = shutil.copytree(other, tmp_path / "bad")
+    (bad / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:5000])
+    status, said = model.order("/update_weights_from_disk", {"model_path": str(bad)})
+    assert (status, "model.safetensors" in said["error"]["message"]) == (400, True), said
+    assert model.ask("def f(")["output_ids"] == second["output_ids"]

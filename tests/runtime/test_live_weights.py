@@ -7,7 +7,9 @@ that stands before it, or, as sums of a CPU depend on the batch in their last bi
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +23,8 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from safetensors.torch import load_file, save, save_file  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import UpdateWeights, WeightsSwapped  # noqa: E402
+from lockstep.core.events import ControlRequested, UpdateWeights, WeightsSwapped  # noqa: E402
+from lockstep.core.journal import JournalHeader  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
 from lockstep.host.weights import Folder, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
@@ -29,7 +32,7 @@ from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import Answer, Asked, demo_folder  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
-from tests.support.small_runtime import SmallRuntime, alone  # noqa: E402
+from tests.support.small_runtime import SmallRuntime, alone, small_config  # noqa: E402
 from tests.support.weights import other_tensors, other_weights  # noqa: E402
 
 CPU = {"device": "cpu", "numerics": "invariant"}
@@ -189,7 +192,7 @@ def test_tensors_come_over_shared_memory(judges: list[LLM]) -> None:
             try:
                 memory.buf[: len(data)] = data
                 if memory.size > len(data):  # pages are whole; a file of safetensors ends with its last tensor
-                    Path("/dev/shm", memory.name).open("r+b").truncate(len(data))
+                    os.truncate(f"/dev/shm/{memory.name}", len(data))
                 assert llm.update_weights(SharedMemory(memory.name)) == number
             finally:
                 memory.close()
@@ -235,10 +238,6 @@ class Doubles:
 
 def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path: Path) -> None:
     """And its answer does not reach whoever asks something new under the same number."""
-    from lockstep.core.events import ControlRequested
-    from lockstep.core.journal import JournalHeader
-    from tests.support.small_runtime import small_config
-
     header = JournalHeader(config=small_config())
     engine, journal = Keeper(tmp_path).begin(header)
     ordered = ControlRequested(5, 0, UpdateWeights(3, "there"))
@@ -267,8 +266,6 @@ def test_an_engine_whose_weights_nobody_knows_ends() -> None:
 
 
 def test_requests_come_and_go_while_weights_are_loaded() -> None:
-    import threading
-
     go_on, hands = threading.Event(), Doubles()
     hands.load_weights = lambda version, source: go_on.wait(30)  # type: ignore[method-assign,assignment,return-value]
     runtime = SmallRuntime(host_options={"hands": hands})
