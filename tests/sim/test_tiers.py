@@ -70,7 +70,7 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
     assert links.begin(LoadFromHost(2, pages(2), pages(2)), 0) is None  # the other direction: 1 us and 10 to begin
     links.begin(WriteToStorage(3, keys, pages(6)), 0)  # of which the last 4 fit
     order = [(links.next_us, links.take(links.next_us)) for _ in range(4)]
-    assert [time_us for time_us, _ in order] == [11, 12, 13, 14]
+    assert [time_us for time_us, _ in order] == [12, 13, 14, 15], "the load waits for the pages to have been read"
     assert list(links.stored) == list(keys[2:])
     links.begin(PrefetchFromStorage(4, keys[2:], pages(4)), 20)
     links.begin(CancelPrefetch(4), 22)

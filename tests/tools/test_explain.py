@@ -97,6 +97,25 @@ run
     assert "40 of 41 tokens were in the radix cache, 1 was left" in text.replace("were left", "was left")
 
 
+def test_loads_and_prefetches_are_told(tmp_path: Path) -> None:
+    again = """
+at 3ms
+add c prompt=1..5 max_new=1
+step
+at 5ms
+moved
+step
+at 6ms
+moved
+run
+"""
+    folder = record_story(tmp_path, (SCENARIOS / "tiers" / "storage.txt").read_text().rpartition("\nadd c")[0] + again)
+    c, _, text = story_of(folder, "c")
+    assert causes(c) == [("prefetch", -1, 3, 5), ("load", -1, 5, 6)]
+    assert "2 ms: its prefix was being fetched from storage" in text
+    assert "1 ms: its prefix was on the way from host memory to the device" in text
+
+
 def test_grammar_session_adapter_sample_and_pause_are_told(tmp_path: Path) -> None:
     grammar = record_story(
         tmp_path / "grammar",
