@@ -53,6 +53,7 @@ from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
 from lockstep.tools.replay import replay  # noqa: E402
 from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
+from tests.support.browser import dom_of, needs_chromium  # noqa: E402
 from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
 from tests.support.routed import facts  # noqa: E402
@@ -478,6 +479,20 @@ def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_ca
         assert shown.output.count("equal: ") == 3  # both engines, and the router
 
 
+@needs_chromium
+def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: LiveServer, tmp_path: Path) -> None:
+    for number in range(2):
+        body = {"prompt": "a", "max_tokens": 2}
+        httpx2.post(f"{in_turn.url}/v1/completions", json=body, headers={"X-Request-Id": f"seen-{number}"}, timeout=30)
+    rows = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"]
+    (row,) = [row for row in rows if row["request_id"] == "seen-1"]
+    dom = dom_of(f"{in_turn.url}/ui#seen-1", tmp_path / "profile", virtual_ms=4000).split("<script>")[0]
+    assert "2 engines on 1 x H200-SXM, emulated" in dom
+    assert "engines up<b>2 of 2</b>" in dom
+    run = in_turn.log.parent / "run" / "engines" / str(row["engine"])
+    assert f"lockstep explain {run} --request {row['label']}" in dom
+
+
 # ----------------------------------------------------------------------------------------------------- what survives
 
 
@@ -492,7 +507,7 @@ def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not
     with client_of(in_turn) as client:
         client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
     label = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"][0]["label"]
-    assert in_turn.end() == 0
+    assert in_turn.end(signal.SIGINT) == 130
     for command, *words in ((replay, run), (diff, run, run), (explain, run, "--request", label)):
         shown = CliRunner().invoke(command, [str(word) for word in words])
         assert shown.exit_code == 0, shown.output
