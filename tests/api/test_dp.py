@@ -496,14 +496,34 @@ def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: Li
 # ----------------------------------------------------------------------------------------------------- what survives
 
 
+def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_turn: LiveServer) -> None:
+    """The engine stands still from its first moment: it is stopped as soon as it is there."""
+    children = in_turn.children()
+    os.kill(children["engine 1"], signal.SIGKILL)
+    until(lambda: in_turn.children().get("engine 1", children["engine 1"]) != children["engine 1"])
+    away = in_turn.children()["engine 1"]
+    os.kill(away, signal.SIGSTOP)
+    try:
+        os.kill(children["worker 0"], signal.SIGKILL)
+        until(lambda: in_turn.status_of("/ready") == 200)
+        with client_of(in_turn) as client:
+            for _ in range(3):
+                client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=2)
+        assert per_engine(in_turn, "lockstep_engine_up") == [1, 0]
+    finally:
+        os.kill(away, signal.SIGCONT)
+    until(lambda: per_engine(in_turn, "lockstep_engine_up") == [1, 1])
+
+
 def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(in_turn: LiveServer) -> None:
     run, seed = in_turn.log.parent / "run", random.SystemRandom().randrange(2**31)
+    before = sum(per_engine(in_turn, "lockstep_engine_restarts_total"))
     outcome = campaign(in_turn, seed=seed, kills=6)
     told = f"--dp 2 --seed {seed}\n{outcome.text()}\n{in_turn.text()[-3000:]}"
     assert not outcome.tally.faults, told
     assert outcome.kills == 6, told
     assert outcome.tally.requests >= 32, told
-    until(lambda: sum(per_engine(in_turn, "lockstep_engine_restarts_total")) == 6)
+    until(lambda: sum(per_engine(in_turn, "lockstep_engine_restarts_total")) == before + 6)
     with client_of(in_turn) as client:
         client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
     label = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"][0]["label"]
