@@ -53,6 +53,7 @@ from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
 from lockstep.tools.replay import replay  # noqa: E402
 from tests.api.test_control import ALICE, KEYS, OPERATOR  # noqa: E402
+from tests.support.browser import dom_of, needs_chromium  # noqa: E402
 from tests.support.kills import ARGUMENTS, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
 from tests.support.routed import facts  # noqa: E402
@@ -478,21 +479,55 @@ def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_ca
         assert shown.output.count("equal: ") == 3  # both engines, and the router
 
 
+@needs_chromium
+def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: LiveServer, tmp_path: Path) -> None:
+    for number in range(2):
+        body = {"prompt": "a", "max_tokens": 2}
+        httpx2.post(f"{in_turn.url}/v1/completions", json=body, headers={"X-Request-Id": f"seen-{number}"}, timeout=30)
+    rows = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"]
+    (row,) = [row for row in rows if row["request_id"] == "seen-1"]
+    dom = dom_of(f"{in_turn.url}/ui#seen-1", tmp_path / "profile", virtual_ms=4000).split("<script>")[0]
+    assert "2 engines on 1 x H200-SXM, emulated" in dom
+    assert "engines up<b>2 of 2</b>" in dom
+    run = in_turn.log.parent / "run" / "engines" / str(row["engine"])
+    assert f"lockstep explain {run} --request {row['label']}" in dom
+
+
 # ----------------------------------------------------------------------------------------------------- what survives
+
+
+def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_turn: LiveServer) -> None:
+    """The engine stands still from its first moment: it is stopped as soon as it is there."""
+    children = in_turn.children()
+    os.kill(children["engine 1"], signal.SIGKILL)
+    until(lambda: in_turn.children().get("engine 1", children["engine 1"]) != children["engine 1"])
+    away = in_turn.children()["engine 1"]
+    os.kill(away, signal.SIGSTOP)
+    try:
+        os.kill(children["worker 0"], signal.SIGKILL)
+        until(lambda: in_turn.status_of("/ready") == 200)
+        with client_of(in_turn) as client:
+            for _ in range(3):
+                client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=2)
+        assert per_engine(in_turn, "lockstep_engine_up") == [1, 0]
+    finally:
+        os.kill(away, signal.SIGCONT)
+    until(lambda: per_engine(in_turn, "lockstep_engine_up") == [1, 1])
 
 
 def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(in_turn: LiveServer) -> None:
     run, seed = in_turn.log.parent / "run", random.SystemRandom().randrange(2**31)
+    before = sum(per_engine(in_turn, "lockstep_engine_restarts_total"))
     outcome = campaign(in_turn, seed=seed, kills=6)
     told = f"--dp 2 --seed {seed}\n{outcome.text()}\n{in_turn.text()[-3000:]}"
     assert not outcome.tally.faults, told
     assert outcome.kills == 6, told
     assert outcome.tally.requests >= 32, told
-    until(lambda: sum(per_engine(in_turn, "lockstep_engine_restarts_total")) == 6)
+    until(lambda: sum(per_engine(in_turn, "lockstep_engine_restarts_total")) == before + 6)
     with client_of(in_turn) as client:
         client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
     label = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"][0]["label"]
-    assert in_turn.end() == 0
+    assert in_turn.end(signal.SIGINT) == 130
     for command, *words in ((replay, run), (diff, run, run), (explain, run, "--request", label)):
         shown = CliRunner().invoke(command, [str(word) for word in words])
         assert shown.exit_code == 0, shown.output

@@ -168,6 +168,7 @@ class Bridge:
         self.gauges: Gauges | None = None  # the newest
         self.gone = ""  # why the engine takes nothing any more
         self.restarting = False  # requests are taken, and wait for the next engine
+        self.away = False  # the next engine is on its way, whether there was one before or not
         self.generation = -1  # of the engine that said welcome
         self._origin = f"{folder.name}/{worker}"
         self.tickets: dict[int, Ticket] = {}  # that are open
@@ -176,6 +177,7 @@ class Bridge:
         self.waiting_tokens = 0  # and the tokens of their prompts
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
         self.welcome: Callable[[About], object] | None = None  # told when the engine is there
+        self.stands: Callable[[], object] | None = None  # told whenever the engine came, or left
         self.over: Callable[[Ticket], object] | None = None  # told when nothing more comes of a ticket
         self._asked: dict[int, asyncio.Future[Answered]] = {}
         self._next_ticket = 0
@@ -247,7 +249,7 @@ class Bridge:
         request = msgspec.structs.replace(ticket.submit.request, origin=origin)
         ticket.number = number
         ticket.submit = msgspec.structs.replace(ticket.submit, ticket=number, request=request)
-        if not self.restarting:
+        if self.about is not None and not self.restarting:
             self._submit(ticket)
         self.waiting_answers += len(ticket.replies)
         self.waiting_tokens += ticket.waiting_tokens
@@ -342,24 +344,26 @@ class Bridge:
         if message.generation <= self.generation:  # it was greeted twice
             return
         first = self.about is None
-        self.about, self.generation, self.restarting = message.about, message.generation, False
+        self.about, self.generation, self.restarting, self.away = message.about, message.generation, False, False
         for ticket in self.tickets.values():
             self._submit(ticket)
         self._send(Settled(self.worker, self.generation))
         if first and self.welcome is not None:
             self.welcome(message.about)
+        self._say_how_it_stands()
         log.info("ready: %s on %s", message.about.model, message.about.device)
 
     def engine_restarting(self, message: EngineRestarting) -> None:
         """The engine ended, and another one will go on with what is open. Nothing of what was sent reaches it."""
         if self.gone or message.generation <= self.generation:
             return
-        self.restarting = self.about is not None
+        self.restarting, self.away = self.about is not None, True
         self.gauges = None
         self._engine.close(0)
         self._engine = writer(zmq.Context(self._context), self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))
         self._fail_questions(message.message)
+        self._say_how_it_stands()
 
     def take(self, message: StepAnswers) -> None:
         """What a step of the engine has for this worker."""
@@ -419,6 +423,11 @@ class Bridge:
             ticket.failed(message.message)
             self._forget(ticket)
         self._fail_questions(message.message)
+        self._say_how_it_stands()
+
+    def _say_how_it_stands(self) -> None:
+        if self.stands is not None:
+            self.stands()
 
     def _fail_questions(self, message: str) -> None:
         for future in self._asked.values():

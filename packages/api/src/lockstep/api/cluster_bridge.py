@@ -54,7 +54,7 @@ class ClusterBridge:
         folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
         self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
         for one in self.engines:
-            one.welcome, one.over = self._welcomed, self._over
+            one.stands, one.over = self._look, self._over
         self._router, self._tenants_apart = router, tenants_apart
         self._unrouted: dict[int, Ticket] = {}  # by the number of their offer
         self._numbers: dict[Ticket, int] = {}  # of all that are open, by how the router knows them
@@ -104,9 +104,9 @@ class ClusterBridge:
 
     @property
     def about(self) -> About | None:
-        """What all engines can do, once all are there."""
+        """What all engines can do, once one is there and of the others it is known why not."""
         known = [one.about for one in self.left if one.about is not None]
-        if not known or len(known) < len(self.left):
+        if not known or any(one.about is None and not one.away for one in self.left):
             return None
         if known == self._known:
             return self._about
@@ -274,7 +274,8 @@ class ClusterBridge:
             with suppress(EngineUnavailable):  # a router that does not read any more counts for nobody
                 self._send(Over(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
 
-    def _welcomed(self, about: About) -> None:
+    def _look(self) -> None:
+        """An engine came, or left."""
         whole = self.about
         if whole is not None and self.welcome is not None:
             welcome, self.welcome = self.welcome, None

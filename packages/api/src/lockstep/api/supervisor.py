@@ -172,6 +172,9 @@ class Supervisor:
         """Tell a worker what the others have heard already."""
         if self.gone:
             self._to_workers.send(EngineGone(worker, self.gone))
+        elif self.life is not None and self.life.generation and not self.life.ready:
+            message = f"{self.name} is on its way"
+            self._to_workers.send(EngineRestarting(worker, self.life.generation, message))
 
     def _give_up(self, message: str) -> bool:
         """Nothing will come any more: streams are ended."""
