@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from lockstep.api.chat_tools import Block, Blocks, Reading, Tools, blocks_of, check_tools, chosen, reading_of
+from lockstep.api.chat_tools import Block, Blocks, Reading, Tools, blocks_of, check_tools, chosen, reading_of, reads
 from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import Choice, Generation, Prompt, Usage, Wanted, check_sampling
 from lockstep.api.http import JsonResponse, named_event, unless_left
@@ -153,10 +153,10 @@ def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
         return {}
     template = (None if server.text is None else server.text.chat_template) or ""
     wanted = body.thinking.type != "disabled"
-    options: dict[str, Any] = {name: wanted for name in ("enable_thinking", "thinking") if name in template}
+    options: dict[str, Any] = {name: wanted for name in ("enable_thinking", "thinking") if reads(template, name)}
     if wanted and not options and server.formats.thoughts is None:
         raise ApiError(400, "`thinking` is asked for, and nothing says that this model thinks", "thinking")
-    if wanted and body.thinking.budget_tokens and "thinking_budget" in template:
+    if wanted and body.thinking.budget_tokens and reads(template, "thinking_budget"):
         options["thinking_budget"] = body.thinking.budget_tokens
     return options
 
