@@ -17,7 +17,7 @@ from lockstep.api.chat_tools import Block, Blocks, Reading, Tools, blocks_of, ch
 from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import Choice, Generation, Prompt, Usage, Wanted, check_sampling
 from lockstep.api.http import JsonResponse, named_event, unless_left
-from lockstep.api.openai_api import conversation, streamed
+from lockstep.api.openai_api import conversation, shaped, streamed
 from lockstep.api.responses_api import text_parts
 from lockstep.api.schemas import ChatMessage, CountBody, MessageBody, MessageItem, Sampling
 from lockstep.api.server import Call, Server
@@ -54,7 +54,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
         ((choice, text),) = await unless_left(call.request, generation.whole())
-        return JsonResponse(shape.whole(generation, choice, text))
+        return JsonResponse(await shaped(lambda: shape.whole(generation, choice, text), len(text)))
     finally:
         generation.cancel()
 
