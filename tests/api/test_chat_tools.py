@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,15 @@ def test_arguments_come_while_they_are_said(client: Any) -> None:
     pieces = [call.function.arguments for call in calls[1:]]
     assert "".join(pieces) == json.dumps({"city": LONG})
     assert len(pieces) > 3  # of thousands of tokens, however busy the machine is
+
+
+def test_long_answers_are_read_beside_the_event_loop() -> None:
+    from lockstep.api.openai_api import shaped
+
+    async def where(characters: int) -> int:
+        return await shaped(threading.get_ident, characters)
+
+    assert asyncio.run(where(100)) == threading.get_ident() != asyncio.run(where(100_000))
 
 
 def test_samples_are_read_apart(client: Any) -> None:

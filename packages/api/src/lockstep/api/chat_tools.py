@@ -201,6 +201,11 @@ def chosen(
 EFFORT = "reasoning_effort"
 
 
+def reads(template: str, name: str) -> bool:
+    """Whether a chat template has a name in it."""
+    return re.search(rf"\b{name}\b", template) is not None
+
+
 def template_options(
     options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
 ) -> dict[str, Any]:
@@ -217,7 +222,7 @@ def template_options(
     if effort is not None:
         asked.setdefault(EFFORT, (effort_field, effort))
     for name, (where, _) in asked.items():
-        if re.search(rf"\b{name}\b", template or "") is None:
+        if not reads(template or "", name):
             raise ApiError(400, f"`{where}` changes nothing: the model's chat template does not read `{name}`", where)
     return {name: value for name, (_, value) in asked.items()}
 

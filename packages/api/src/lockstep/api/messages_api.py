@@ -13,11 +13,11 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from lockstep.api.chat_tools import Block, Blocks, Reading, Tools, blocks_of, check_tools, chosen, reading_of
+from lockstep.api.chat_tools import Block, Blocks, Reading, Tools, blocks_of, check_tools, chosen, reading_of, reads
 from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import Choice, Generation, Prompt, Usage, Wanted, check_sampling
 from lockstep.api.http import JsonResponse, named_event, unless_left
-from lockstep.api.openai_api import conversation, streamed
+from lockstep.api.openai_api import conversation, shaped, streamed
 from lockstep.api.responses_api import text_parts
 from lockstep.api.schemas import ChatMessage, CountBody, MessageBody, MessageItem, Sampling
 from lockstep.api.server import Call, Server
@@ -54,7 +54,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
         ((choice, text),) = await unless_left(call.request, generation.whole())
-        return JsonResponse(shape.whole(generation, choice, text))
+        return JsonResponse(await shaped(lambda: shape.whole(generation, choice, text), len(text)))
     finally:
         generation.cancel()
 
@@ -153,10 +153,10 @@ def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
         return {}
     template = (None if server.text is None else server.text.chat_template) or ""
     wanted = body.thinking.type != "disabled"
-    options: dict[str, Any] = {name: wanted for name in ("enable_thinking", "thinking") if name in template}
+    options: dict[str, Any] = {name: wanted for name in ("enable_thinking", "thinking") if reads(template, name)}
     if wanted and not options and server.formats.thoughts is None:
         raise ApiError(400, "`thinking` is asked for, and nothing says that this model thinks", "thinking")
-    if wanted and body.thinking.budget_tokens and "thinking_budget" in template:
+    if wanted and body.thinking.budget_tokens and reads(template, "thinking_budget"):
         options["thinking_budget"] = body.thinking.budget_tokens
     return options
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -55,6 +55,10 @@ from lockstep.api.wire import About
 from lockstep.core.errors import ConfigError
 
 MARK = "\ue000here\ue000"  # of no model name or id
+Shaped = TypeVar("Shaped")
+SHAPED_AT_ONCE_CHARACTERS = 16384
+"""Whole answers up to so long are read in the event loop, in some milliseconds."""
+
 AT_ONCE_MESSAGES = 64
 """A conversation of so many messages and tools is written in the event loop; a longer one in a thread."""
 
@@ -318,9 +322,14 @@ async def _answer(server: Server, call: Call[Any], generation: Generation, shape
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
         texts = await unless_left(call.request, generation.whole())
-        return JsonResponse(shape.whole(generation, texts))
+        return JsonResponse(await shaped(lambda: shape.whole(generation, texts), sum(len(text) for _, text in texts)))
     finally:
         generation.cancel()
+
+
+async def shaped(shape: Callable[[], Shaped], characters: int) -> Shaped:
+    """What is made of answers: of long ones in a thread, as they are read character by character."""
+    return shape() if characters <= SHAPED_AT_ONCE_CHARACTERS else await asyncio.to_thread(shape)
 
 
 async def streamed(

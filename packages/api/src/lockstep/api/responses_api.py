@@ -34,7 +34,7 @@ from lockstep.api.chat_tools import (
 from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import Choice, Generation, Prompt, Wanted, check_sampling, finish_reason, seed_of
 from lockstep.api.http import JsonResponse, named_event, unless_left
-from lockstep.api.openai_api import conversation, streamed
+from lockstep.api.openai_api import conversation, shaped, streamed
 from lockstep.api.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.server import Call, Server
 from lockstep.api.structured_output import grammar_asked
@@ -78,7 +78,8 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
         ((choice, text),) = await unless_left(call.request, generation.whole())
-        return JsonResponse(shape.ended(generation, choice, blocks_of(shape.reading.whole(0, text))))
+        blocks = await shaped(lambda: blocks_of(shape.reading.whole(0, text)), len(text))
+        return JsonResponse(shape.ended(generation, choice, blocks))
     finally:
         generation.cancel()
 
