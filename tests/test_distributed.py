@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.core import disaggregation
 from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ContractError
+from lockstep.core.errors import ContractError, InvariantError
 from lockstep.core.events import (
     Drain,
     FinishReason,
@@ -26,6 +27,7 @@ from lockstep.core.events import (
     TransferAdvanced,
     UpdateWeights,
 )
+from lockstep.core.memory import Memory
 from tests.support.fleet import Fleet, run_history
 from tests.support.served import Answer, Asked, serve
 
@@ -529,3 +531,56 @@ def test_decode_steps_launched_uniformly_are_the_same() -> None:
     assert state(made, "d0", 3) == "preallocating"
     assert DecodeRun.begin(engine) is None
     assert np.any(engine.positions)
+
+
+# -------------------------------------------------------------------------------------------- that the detectors detect
+
+
+def _quarantine_of_the_decode_side_ends_with_the_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(disaggregation.RECEIVER, ("receiving", "abandoned"), "over")
+
+
+def _quarantine_of_the_prefill_side_ends_with_the_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(disaggregation.SENDER, ("in_flight", "abandoned"), "over")
+
+
+def _rows_that_are_read_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Memory, "lend", lambda *_: None)
+
+
+def _no_page_for_the_first_decode(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(disaggregation.Transfers, "_first_stop", staticmethod(lambda request: request.prompt_tokens))
+
+
+def _slots_are_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(disaggregation.Transfers, "_free_slot", lambda *_: None)
+
+
+PLANTED = {
+    _quarantine_of_the_decode_side_ends_with_the_request: "d0",
+    _quarantine_of_the_prefill_side_ends_with_the_request: "p0",
+    _rows_that_are_read_are_not_pinned: "p0",
+    _no_page_for_the_first_decode: "d0",
+    _slots_are_lost: "d0",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_planted_bug_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request that is cancelled on its way, and whose writer is late, is enough to see each of them."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError), match=r"S31|L6|S1"):
+        _cancelled_on_its_way(PLANTED[plant])
+
+
+def test_nothing_is_found_without_a_planted_bug() -> None:
+    for name in ("p0", "d0"):
+        _cancelled_on_its_way(name)
+
+
+def _cancelled_on_its_way(name: str) -> None:
+    made = fleet(restores=False)
+    to_receiving(made, asked(0))
+    made.cancel(made.wires[0], name)
+    made.move(made.wires[0])
+    made.settle()

@@ -18,7 +18,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import Role, SchedConfig
+from lockstep.core.config import CacheTiers, Role, SchedConfig, WritePolicy
 from lockstep.core.disaggregation import TOUCHED
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
@@ -60,6 +60,8 @@ from lockstep.core.events import (
 from tests.support.driver import drafting
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
+from tests.support.tagged_tiers import Move, TaggedTiers
+from tests.support.tagged_tiers import answer_to as moved
 
 Status = Literal["accepted", "offered", "done", "failed", "link_down"]
 ROUNDS_MAX = 20_000
@@ -104,6 +106,11 @@ class Member:
     orders: list[WeightsSwapped] = field(default_factory=list)  # answers to come
     steps: int = 0
     events: list[tuple[Observed, bytes]] = field(default_factory=list)
+    tiers: TaggedTiers | None = None
+
+    def tier_moves(self) -> list[Move]:
+        """Copies between the tiers of its cache that are under way."""
+        return list(self.tiers.moves.values()) if self.tiers is not None else []
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ class Fleet:
             for number, config in enumerate(configs):
                 name = f"{kind}{number}"
                 kv = TaggedKv(config, self._sampler(name), interned=interned)
-                self.members[name] = Member(name, config, Engine(config), kv)
+                tiers = TaggedTiers(config.tiers, kv) if config.tiers is not msgspec.UNSET else None
+                self.members[name] = Member(name, config, Engine(config), kv, tiers=tiers)
         self.prefills = [name for name in self.members if name[0] == "p"]
         self.decodes = [name for name in self.members if name[0] == "d"]
         self.check, self.restores = check, restores
@@ -248,6 +256,13 @@ class Fleet:
                 self._end(wire, "link_down")
         self.told = [told for told in self.told if told.to != name or told.status in ("done", "failed", "link_down")]
         self.fold(member, EngineRestarted(self.now_us, member.engine.generation + 1))
+
+    def move_tier(self, member: Member, rng: random.Random) -> None:
+        """A copy between the tiers of an engine's cache ends, not necessarily the oldest."""
+        assert member.tiers is not None
+        move = rng.choice(member.tier_moves())
+        self.marks[f"{member.name[0]} {type(move).__name__}"] += 1
+        self.fold(member, moved(move, self.now_us, member.tiers.found(move)))
 
     # --------------------------------------------------------------------------------------------------------- network
 
@@ -372,7 +387,11 @@ class Fleet:
         self.steps += 1
         member.steps += 1
         member.events.append((event, step.digest))
+        if member.tiers is not None:
+            member.tiers.before(event, step)
         member.kv.observe(event, step)
+        if member.tiers is not None:
+            member.tiers.observe(event, step)
         if self.check:
             invariants.check(member.engine)
         for command in step.commands:
@@ -442,7 +461,11 @@ class Fleet:
         kinds = ["ready", "finish", "finish", *["tell"] * bool(self.told), *["stop"] * bool(self.stops)]
         movable = self.movable()
         kinds += ["move", "move"] * bool(movable)
+        tiers = [member for member in self.members.values() if member.tier_moves()]
+        kinds += ["tier", "tier"] * bool(tiers)
         match rng.choice(kinds):
+            case "tier":
+                self.move_tier(rng.choice(tiers), rng)
             case "ready":
                 self.ready(rng.choice(list(self.members)))
             case "finish":
@@ -495,6 +518,9 @@ class Fleet:
                 self.tell(told)
             for wire in list(self.stops):
                 self.stop(wire)
+            for member in self.members.values():
+                while member.tier_moves():
+                    self.move_tier(member, rng)
             launched = [self.ready(name) for name in self.members]
             delivered = [self.finish(name) for name in self.members]
             if not any(launched) and not any(delivered) and not self.movable() and clock_us:
@@ -571,7 +597,18 @@ def random_fleet(rng: random.Random) -> Fleet:
             retract_every=rng.choice([0, 0, 3]),
             **common,
         )
-        return drafting(rng, made, 0.3)
+        made = drafting(rng, made, 0.3)
+        if common["radix_cache"] and rng.random() < 0.3:
+            host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
+            tiers = CacheTiers(
+                host_pages=host_pages,
+                write_policy=policy,
+                storage=rng.random() < 0.5,
+                load_tokens_min=rng.choice([1, 4]),
+                prefetch_tokens_min=1,
+            )
+            made = msgspec.structs.replace(made, tiers=tiers)
+        return made
 
     return Fleet([config("prefill") for _ in range(2)], [config("decode") for _ in range(2)])
 
