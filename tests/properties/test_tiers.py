@@ -32,6 +32,7 @@ from lockstep.core.events import (
     TokenRuns,
 )
 from tests.support.driver import Action, random_actions, random_config, run_actions
+from tests.support.fleet import run_history
 from tests.support.tiered import moving, returning, tiered
 
 SEEDS = 36
@@ -77,6 +78,17 @@ def test_tokens_cells_and_books_hold_over_tiers_whatever_fails() -> None:
             raise AssertionError(f"seed {seed}: {error}\n{config.tiers}") from error
     missed = [mark for mark in FAULTY if not marks[mark]]
     assert not missed, f"too tame: never reached {missed}, of {sorted(marks)}"
+
+
+def test_tiers_below_prefill_and_decode_engines_change_no_token() -> None:
+    marks: Counter[str] = Counter()
+    for seed in range(10):
+        rng = random.Random(seed)
+        fleet = run_history(seed, 250, lambda config, rng=rng: tiered(rng, config))  # type: ignore[misc]
+        fleet.replay()
+        marks += fleet.marks
+    for mark in ("p write done", "d write done", "p load done", "d ended (length)"):
+        assert marks[mark], f"too tame: never reached {mark}, of {sorted(marks)}"
 
 
 def test_hits_of_both_tiers_are_those_of_one_exact_lru_cache_as_large_as_the_host() -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core import invariants, snapshot
 from lockstep.core.commands import (
@@ -51,6 +52,7 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
     Resume,
+    TierOperationEnded,
     TokenIds,
     TransferAdvanced,
     TransferMoved,
@@ -60,6 +62,8 @@ from lockstep.core.events import (
 from tests.support.driver import drafting
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
+from tests.support.tagged_tiers import Move, TaggedTiers
+from tests.support.tagged_tiers import answer_to as moved
 
 Status = Literal["accepted", "offered", "done", "failed", "link_down"]
 ROUNDS_MAX = 20_000
@@ -104,6 +108,7 @@ class Member:
     orders: list[WeightsSwapped] = field(default_factory=list)  # answers to come
     steps: int = 0
     events: list[tuple[Observed, bytes]] = field(default_factory=list)
+    tiers: TaggedTiers | None = None  # host memory and storage below the device, if it has them
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ class Fleet:
             for number, config in enumerate(configs):
                 name = f"{kind}{number}"
                 kv = TaggedKv(config, self._sampler(name), interned=interned)
-                self.members[name] = Member(name, config, Engine(config), kv)
+                tiers = TaggedTiers(config.tiers, kv) if config.tiers is not UNSET else None
+                self.members[name] = Member(name, config, Engine(config), kv, tiers=tiers)
         self.prefills = [name for name in self.members if name[0] == "p"]
         self.decodes = [name for name in self.members if name[0] == "d"]
         self.check, self.restores = check, restores
@@ -372,7 +378,11 @@ class Fleet:
         self.steps += 1
         member.steps += 1
         member.events.append((event, step.digest))
+        if member.tiers is not None:
+            member.tiers.before(event, step)
         member.kv.observe(event, step)
+        if member.tiers is not None:
+            member.tiers.observe(event, step)
         if self.check:
             invariants.check(member.engine)
         for command in step.commands:
@@ -399,7 +409,19 @@ class Fleet:
                     self.marks[f"{member.name[0]} retracted ({reason})"] += 1
                 case RequestFinished(reason=reason) | RequestRejected(reason=reason):
                     self.marks[f"{member.name[0]} ended ({reason})"] += 1
+                case TierOperationEnded(_, _, kind, outcome):
+                    self.marks[f"{member.name[0]} {kind} {outcome}"] += 1
         return step
+
+    def between_tiers(self) -> list[tuple[Member, Move]]:
+        """What moves between the cache tiers of any engine."""
+        books = [(member, member.tiers) for member in self.members.values()]
+        return [(member, move) for member, tiers in books if tiers is not None for move in tiers.moves.values()]
+
+    def end_between_tiers(self, member: Member, move: Move, share: float = 1.0) -> None:
+        """Such a move ends, with a share of its pages moved."""
+        assert member.tiers is not None
+        self.fold(member, moved(move, self.now_us, int(share * member.tiers.found(move))))
 
     def _started(self, member: Member, command: StartTransfer) -> None:
         wire = member.by_id[command.transfer_id]
@@ -442,6 +464,8 @@ class Fleet:
         kinds = ["ready", "finish", "finish", *["tell"] * bool(self.told), *["stop"] * bool(self.stops)]
         movable = self.movable()
         kinds += ["move", "move"] * bool(movable)
+        between_tiers = self.between_tiers()
+        kinds += ["tiers"] * bool(between_tiers)
         match rng.choice(kinds):
             case "ready":
                 self.ready(rng.choice(list(self.members)))
@@ -453,6 +477,8 @@ class Fleet:
                 self.stop(rng.choice(self.stops))
             case "move":
                 self.move(rng.choice(movable))
+            case "tiers":
+                self.end_between_tiers(*rng.choice(between_tiers), rng.choice([1.0, 1.0, 0.5]))
 
     def settle_until(self, reached: Callable[[], bool], *, stops: bool = True) -> None:
         """Let things happen, in order, until something has; it must come to that. `stops`: writers are told to stop."""
@@ -486,9 +512,12 @@ class Fleet:
         """
         rng = rng or random.Random(0)
         for _ in range(ROUNDS_MAX):
-            if self.idle:
+            between_tiers = self.between_tiers()
+            if self.idle and not between_tiers:
                 break
             before = self.steps
+            for member, move in between_tiers:
+                self.end_between_tiers(member, move)
             for wire in self.movable():
                 self.move(wire)
             for told in list(self.told):
@@ -542,8 +571,11 @@ EXPECTED_MARKS = (
 TIMEOUTS_US = (None, 1_000, 100_000)
 
 
-def random_fleet(rng: random.Random) -> Fleet:
-    """Two prefill and two decode engines, small enough that everything is short now and then."""
+def random_fleet(rng: random.Random, change: Callable[[SchedConfig], SchedConfig] | None = None) -> Fleet:
+    """Two prefill and two decode engines, small enough that everything is short now and then.
+
+    `change`: what to make of each engine's settings, last of all.
+    """
     page_size = rng.choice([1, 2, 4])
     pages = rng.choice([24, 32, 64]) // page_size + 2
     common: dict[str, Any] = {
@@ -571,7 +603,8 @@ def random_fleet(rng: random.Random) -> Fleet:
             retract_every=rng.choice([0, 0, 3]),
             **common,
         )
-        return drafting(rng, made, 0.3)
+        made = drafting(rng, made, 0.3)
+        return made if change is None else change(made)
 
     return Fleet([config("prefill") for _ in range(2)], [config("decode") for _ in range(2)])
 
@@ -586,10 +619,10 @@ def random_asked(rng: random.Random, key: int) -> Asked:
     return Asked(key, prompt, max_new, rng.choice([0, 0, rng.randint(0, max_new)]), stops, rng.random() < 0.8)
 
 
-def run_history(seed: int, steps: int = 400) -> Fleet:
+def run_history(seed: int, steps: int = 400, change: Callable[[SchedConfig], SchedConfig] | None = None) -> Fleet:
     """One random history: first anything may happen, then faults stop and all must come to rest (L1, L9)."""
     rng = random.Random(seed)
-    fleet = random_fleet(rng)
+    fleet = random_fleet(rng, change)
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.5]
     arrivals = rng.choice([0.05, 0.2])
     for _ in range(steps):
