@@ -40,9 +40,11 @@ from tests.support.driver import (
 )
 from tests.support.plants import FOUND_BY_STORY, PLANTS
 from tests.support.scenario import run_file
+from tests.support.tiered import moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 SEEDS_PER_TASK = 10
+TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 PROGRESS_EVERY_S = 60  # where progress is not a line on a terminal that is written over
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a mark that is missing means that histories are too tame
 TAME_SECONDS = 300
@@ -150,6 +152,17 @@ EXPECTED_MARKS = (
     "sampling deferred",
     "text held back",
     "unload waited for users",
+    "deferred (load)",
+    "deferred (prefetch)",
+    "load done",
+    "load failed",
+    "move of an older generation ignored",
+    "prefetch cancelled",
+    "started behind loaded pages",
+    "store done",
+    "write orphaned",
+    "write partial",
+    "write void",
 )
 """Branches a campaign must reach, or its histories are too tame."""
 
@@ -158,6 +171,9 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     """Settings and actions of one seed."""
     rng = random.Random(seed)
     kind = rng.random()
+    if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay what they were
+        config, actions = returning(rng)
+        return tiered(rng, config), moving(rng, actions)
     if kind < 0.2:
         return pressed_config(rng), pressed_actions(rng, 300)
     if kind < 0.35:

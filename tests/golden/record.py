@@ -87,6 +87,8 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         _simulated(max_running_requests=2, waiting_timeout_us=60_000, running_timeout_us=90_000, max_queued_requests=5,
                    stream_interval=4, force_stream_interval=6),
     ),
+    "tiers": ("written through, stored, fetched and loaded again", _told("tiers/storage")),
+    "tiers-write-back": ("written back when evicted, in part", _told("museum/e16_write_back_fails_in_part")),
     "preemption": ("a more important request makes room for itself", _told("preemption/makes_room")),
     "preemption-fewest": ("as few victims as will do", _told("preemption/fewest_victims")),
     "priority-ageing": ("priorities that age", _told("ordering/priority_with_ageing")),

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from lockstep.core import invariants, snapshot
 from lockstep.core.commands import CopyToHost, LaunchBatch, LoadFromHost
@@ -24,26 +23,16 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
     BatchFinished,
-    Flush,
     HostCopyFinished,
     LaneReady,
     Observed,
     PrefetchFinished,
-    ReleaseMemory,
     RequestAdmitted,
     RequestArrived,
     TokenRuns,
-    UpdateWeights,
 )
-from tests.support.driver import (
-    CONTROLS,
-    LETTING_GO,
-    PRIORITIES,
-    Action,
-    random_actions,
-    random_config,
-    run_actions,
-)
+from tests.support.driver import Action, random_actions, random_config, run_actions
+from tests.support.tiered import moving, returning, tiered
 
 SEEDS = 36
 FAULTY = (
@@ -65,75 +54,6 @@ FAULTY = (
     "write partial",
     "write void",
 )
-
-
-def tiered(rng: random.Random, config: SchedConfig) -> SchedConfig:
-    """The same with tiers below it, as small as they can be or large enough to hold all."""
-    tiers = CacheTiers(
-        host_pages=rng.choice([1, rng.randint(2, 60), 100, 300]),
-        write_policy=rng.choice(["write_through", "write_through_selective", "write_back"]),
-        write_uses=rng.choice([1, 2, 3]),
-        load_tokens_min=rng.choice([0, 1, 10]),
-        load_pages_max=rng.choice([None, 1, 5]),
-        load_timeout_us=rng.choice([None, None, 20]),
-        storage=rng.random() < 0.6,
-        prefetch_policy=rng.choice(["best_effort", "wait_complete", "timeout"]),
-        prefetch_tokens_min=rng.choice([1, 4]),
-        prefetch_timeout_us=rng.choice([0, 5, 50]),
-        prefetch_share=rng.choice([0.3, 1.0]),
-    )
-    return replace(config, radix_cache=True, tiers=tiers)
-
-
-def moving(rng: random.Random, actions: list[Action]) -> list[Action]:
-    """The same history, with moves that end between the actions, whole or in part, in any order, or not at all."""
-    often, trouble = rng.choice([0.1, 0.5, 1.0]), rng.choice([0.0, 0.3])
-    mixed: list[Action] = []
-    for action in actions:
-        mixed.append(action)
-        while rng.random() < often / 2:
-            faulty = rng.random() < trouble
-            share = rng.choice([0.0, 0.5]) if faulty else 1.0
-            mixed.append(("move", rng.choice([0, 0, rng.randrange(100)]), share, "lost" if faulty else ""))
-        if rng.random() < 0.01:
-            mixed.append(("late_move",))
-    return mixed
-
-
-def returning(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
-    """A pool for one or two of a few prompts that come again and again, so that what is evicted is wanted back."""
-    page_size = rng.choice([1, 2, 4])
-    config = SchedConfig(
-        page_size=page_size,
-        pages=rng.randint(60, 110) // page_size,
-        max_running_requests=rng.choice([1, 2, 4]),
-        chunked_prefill_size=rng.choice([None, 16]),
-        overlap_depth=rng.choice([0, 1, 2]),
-        same_step_sharing=rng.random() < 0.3,
-        batching=rng.choice(["prefill_first", "mixed", "running_first"]),
-        schedule_policy=rng.choice(["fcfs", "lpm", "priority"]),
-        bypass_limit=rng.choice([0, 2, 256]),
-        prefix_deduplication=rng.choice(["off", "last", "defer"]),
-        radix_capacity_pages=rng.choice([None, None, 10]),
-    )
-    names = ["arrive", "ready", "finish", "wait", "cancel", "control", "order_done", "restart", "snapshot", "trouble"]
-    weights = [1.5, 6, 5, 2, rng.choice([0, 0.3]), rng.choice([0, 0, 0.1]), 1, rng.choice([0, 0, 0.06]), 0.2, 0.1]
-    controls = (Flush(), UpdateWeights(0, "w", "wait"), UpdateWeights(0, "w", "in_place"), ReleaseMemory(("kv_cache",)))
-    actions: list[Action] = []
-    for name in rng.choices(names, weights, k=240):
-        match name:
-            case "arrive":
-                length, options = rng.choice([rng.randint(1, 60), 50]), {"priority": rng.choice(PRIORITIES)}
-                actions.append((name, 1 + 1000 * rng.randrange(4), length, rng.choice([1, 6, 25]), options))
-            case "wait" | "cancel":
-                actions.append((name, rng.randint(1, 25)))
-            case "control":
-                actions.append((name, CONTROLS.index(rng.choice((*controls, *(CONTROLS[i] for i in LETTING_GO))))))
-            case "trouble":
-                actions.append(("finish", "error"))
-            case _:
-                actions.append((name,))
-    return config, actions
 
 
 def history(seed: int) -> tuple[SchedConfig, list[Action]]:
