@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep.core.errors import ConfigError
 from lockstep.core.replay import replay
 from lockstep.core.router import RouterConfig
+from lockstep.host.router_journal import FILE, verify_router
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
@@ -28,7 +29,6 @@ from lockstep.sim.cluster import (
 )
 from lockstep.sim.metrics import Slo
 from lockstep.sim.mix import mix_of
-from lockstep.sim.router_journal import FILE, verify_router
 from lockstep.sim.simulate import Scenario
 
 SPEC = "gen:n=150,rate=30,turns=uniform:1:3,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"

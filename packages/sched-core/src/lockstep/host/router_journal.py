@@ -125,9 +125,10 @@ def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, list[
         with path.open("rb") as file:
             next(file, None)
             for line in file:
-                routed = decode(line).routed
-                if routed is not None and routed.engine is not None and routed.request_id in wanted:
-                    found.setdefault(routed.engine, []).append(routed.request_id)
+                record = decode(line)
+                for routed in record.decided if record.routed is None else (record.routed,):
+                    if routed.engine is not None and routed.request_id in wanted:
+                        found.setdefault(routed.engine, []).append(routed.request_id)
     except (OSError, msgspec.MsgspecError) as error:
         raise JournalError(f"{path} cannot be read: {error}") from error
     return found
