@@ -148,6 +148,13 @@ def test_a_model_has_the_weights_of_its_journal_after_a_kill(model: Operated, ot
     assert second["output_ids"] != first["output_ids"]
     said = model.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()
     assert said["choices"][0]["weight_version"] == "1"
+    messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "model": "demo"}
+    for path, body in (
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/messages", messages),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ):
+        assert model.client.post(path, json=body).json()["weight_version"] == "1", path
 
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(model.ask("def f(", 200)))

@@ -46,6 +46,8 @@ TO_ENGINE = [
     wire.Trace(1, 9, {"steps": 3, "with_stack": True, "activities": ("cpu",)}),
     wire.Trace(1, 10, None),
     wire.ReadWeights(1, 11, "model.norm.weight", 3),
+    wire.JoinGroup(1, 12, "weights", "127.0.0.1", 29500, 1, 2),
+    wire.LeaveGroup(1, 13, "weights"),
     wire.WorkerGone(1),
     wire.Stop(0),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ from lockstep.core.events import ControlRequested, UpdateWeights, WeightsSwapped
 from lockstep.core.journal import JournalHeader  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
-from lockstep.host.weights import Folder, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
+from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import Answer, Asked, demo_folder  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
+from lockstep.runtime.weights_group import WeightsGroup  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
 from tests.support.small_runtime import SmallRuntime, alone, small_config  # noqa: E402
 from tests.support.weights import other_tensors, other_weights  # noqa: E402
@@ -203,6 +205,36 @@ def test_tensors_come_over_shared_memory(judges: list[LLM]) -> None:
                 llm.update_weights(SharedMemory(name))
 
 
+def test_tensors_come_over_a_group(judges: list[LLM]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tensors = other_tensors(2)
+    told = (tuple(tensors), tuple(str(one.dtype) for one in tensors.values()))
+    shapes = tuple(tuple(one.shape) for one in tensors.values())
+
+    def train() -> None:
+        group = WeightsGroup("127.0.0.1", port, 0, 2)
+        for tensor in tensors.values():
+            group.send(tensor)
+        left.wait(60)
+        group.close()
+
+    left, trainer = threading.Event(), threading.Thread(target=train)
+    trainer.start()
+    with LLM(**CPU) as llm:
+        with pytest.raises(ConfigError, match="joined no group"):
+            llm.update_weights(Group("weights", *told, shapes))
+        llm.join_group("weights", "127.0.0.1", port, 1, 2)
+        with pytest.raises(ConfigError, match=r"embed_tokens.weight: expected"):
+            llm.update_weights(Group("weights", *told, ((1,), *shapes[1:])))  # before anything is received
+        llm.update_weights(Group("weights", *told, shapes))
+        llm.leave_group("weights")
+        left.set()
+        judge(judges, llm.generate(PROMPTS, GREEDY), lambda version: 2)
+    trainer.join()
+
+
 def test_an_engine_that_begins_again_has_the_weights_of_its_journal(
     folders: list[Path], judges: list[LLM], tmp_path: Path
 ) -> None:
@@ -285,7 +317,7 @@ def test_requests_come_and_go_while_weights_are_loaded() -> None:
     thread.join()
 
 
-class Group:
+class OtherRanks:
     """Other ranks, of which one says an error at a word."""
 
     def __init__(self, fails_at: str) -> None:
@@ -308,11 +340,11 @@ def test_either_all_ranks_change_or_none() -> None:
         discard=lambda: done.append("discard"),
         switch_memory=lambda tags, released: done.append(f"released {released}"),
     )
-    fine: Any = Group("")
+    fine: Any = OtherRanks("")
     LeadModel(live, fine).load_weights(1, "there")  # type: ignore[arg-type]
     assert (fine.told, done) == (["Prepare", "Commit"], ["prepare", "commit"])
     done.clear()
-    group: Any = Group("Prepare")
+    group: Any = OtherRanks("Prepare")
     with pytest.raises(ConfigError, match="rank 1: no room"):
         LeadModel(live, group).load_weights(2, "there")  # type: ignore[arg-type]
     assert (group.told, done) == (["Prepare", "Discard"], ["prepare", "discard"])

@@ -140,6 +140,12 @@ ADMIN_ROUTES = (
         *("/update_weights_from_tensor", control_api.update_weights_from_tensor, schemas.WeightsFromTensorBody),
         optional=False,
     ),
+    _admin("/init_weights_update_group", control_api.join_group, schemas.JoinGroupBody, optional=False),
+    _admin("/destroy_weights_update_group", control_api.leave_group, schemas.LeaveGroupBody),
+    _admin(
+        *("/update_weights_from_distributed", control_api.update_weights_from_group, schemas.WeightsFromGroupBody),
+        optional=False,
+    ),
     _admin("/get_weights_by_name", control_api.get_weights_by_name, schemas.WeightsByNameBody, optional=False),
     _admin("/release_memory_occupation", control_api.release_memory, schemas.MemoryBody),
     _admin("/resume_memory_occupation", control_api.resume_memory, schemas.MemoryBody),

@@ -36,6 +36,8 @@ from lockstep.api.wire import (
     EngineRestarting,
     Gauges,
     Hello,
+    JoinGroup,
+    LeaveGroup,
     ReadWeights,
     Settled,
     StepAnswers,
@@ -282,6 +284,14 @@ class Bridge:
     async def read_weights(self, name: str, rows: int) -> Answered:
         """The first rows of a tensor. Raises EngineUnavailable."""
         return await self._answer(lambda number: ReadWeights(self.worker, number, name, rows))
+
+    async def join_group(self, name: str, address: str, port: int, rank: int, ranks: int) -> Answered:
+        """Meet a trainer that will send weights. Raises EngineUnavailable."""
+        return await self._answer(lambda number: JoinGroup(self.worker, number, name, address, port, rank, ranks))
+
+    async def leave_group(self, name: str) -> Answered:
+        """Leave it. Raises EngineUnavailable."""
+        return await self._answer(lambda number: LeaveGroup(self.worker, number, name))
 
     @property
     def weights_version(self) -> int:

@@ -23,6 +23,8 @@ from lockstep.api.generation import unavailable
 from lockstep.api.http import JsonResponse
 from lockstep.api.schemas import (
     CloseSessionBody,
+    JoinGroupBody,
+    LeaveGroupBody,
     MemoryBody,
     OpenSessionBody,
     PauseBody,
@@ -32,6 +34,7 @@ from lockstep.api.schemas import (
     WeightsBody,
     WeightsByNameBody,
     WeightsFromDiskBody,
+    WeightsFromGroupBody,
     WeightsFromTensorBody,
 )
 from lockstep.api.server import Call, Server
@@ -55,7 +58,7 @@ from lockstep.core.events import (
     UpdateWeights,
 )
 from lockstep.core.maintenance import MEMORY_TAGS
-from lockstep.host.weights import Folder, SharedMemory, Source, stamp_of, write_source
+from lockstep.host.weights import Folder, Group, SharedMemory, Source, stamp_of, write_source
 
 MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
 """vLLM's names for what becomes of requests that run."""
@@ -216,6 +219,41 @@ async def update_weights_from_tensor(server: Server, call: Call[WeightsFromTenso
     return await _update(server, call, SharedMemory(call.body.shared_memory))
 
 
+async def update_weights_from_group(server: Server, call: Call[WeightsFromGroupBody]) -> Response:
+    """Put tensors in place that a trainer sends over a group, some or all of the model's."""
+    body = call.body
+    shapes = tuple(tuple(shape) for shape in body.shapes)
+    return await _update(server, call, Group(body.group_name, tuple(body.names), tuple(body.dtypes), shapes))
+
+
+async def join_group(server: Server, call: Call[JoinGroupBody]) -> Response:
+    """Meet a trainer that will send weights; answered once all have met. Engine N of several is rank_offset + N."""
+    _needs_weights(server)
+    body = call.body
+    engines = _chosen(server, call)
+    last = body.rank_offset + max(engine.number for engine in engines)
+    if last >= body.world_size:
+        message = f"`world_size` is {body.world_size}, but an engine is to be rank {last}; it counts the trainer, too"
+        raise ApiError(400, message, "world_size")
+
+    def join(engine: Bridge) -> Awaitable[Answered]:
+        rank = body.rank_offset + engine.number
+        return engine.join_group(body.group_name, body.master_address, body.master_port, rank, body.world_size)
+
+    return _answer(await _of_each(server, call, join))
+
+
+async def leave_group(server: Server, call: Call[LeaveGroupBody]) -> Response:
+    """Leave a trainer's group."""
+    _needs_weights(server)
+    return _answer(await _of_each(server, call, lambda engine: engine.leave_group(call.body.group_name)))
+
+
+def _needs_weights(server: Server) -> None:
+    if server.about().kind == "emulated":
+        raise ApiError(501, "an emulated engine has no weights")
+
+
 async def _update(server: Server, call: Call[Any], source: Source) -> Response:
     """All engines that are meant get the same version; what runs meanwhile is each one's own business."""
     body: WeightsBody = call.body
@@ -235,8 +273,7 @@ async def _update(server: Server, call: Call[Any], source: Source) -> Response:
 
 async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> Response:
     """The first rows of a tensor, by the name that it has in a checkpoint; of the first engine that is meant."""
-    if "read_weights" not in server.about().able:
-        raise ApiError(501, "an emulated engine has no weights")
+    _needs_weights(server)
     answered = await _waited(_chosen(server, call)[0].read_weights(call.body.name, call.body.truncate_size))
     if answered.weights is None:
         raise ApiError(400, for_clients(answered.message), "name")

@@ -31,12 +31,13 @@ async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     check_answers(len(given), 1, server.limits, "input")
     prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
     vectors, tokens = await pooled(server, call, prompts, "embed", "input")
+    weights = call.request.state.generation.weights()
     found = [
         {"object": "embedding", "index": number, "embedding": written(vector, body.encoding_format)}
         for number, vector in enumerate(shortened(one, body.dimensions) for one in vectors)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JsonResponse({"object": "list", "data": found, "model": name, "usage": usage})
+    return JsonResponse({"object": "list", "data": found, "model": name, "usage": usage, **weights})
 
 
 async def prompt_of(server: Server, given: str | list[int], field: str, *, special: bool = True) -> Prompt:

@@ -44,6 +44,8 @@ from lockstep.api.wire import (
     EngineHere,
     EngineMessage,
     Hello,
+    JoinGroup,
+    LeaveGroup,
     ReadWeights,
     Settled,
     StepAnswers,
@@ -235,6 +237,10 @@ class EngineProcess:
         """Values of a tensor; in a thread of its own, since they may be put in place at this moment."""
         threading.Thread(target=self._look, args=(message, self._weights_read), daemon=True).start()
 
+    def group(self, message: JoinGroup | LeaveGroup) -> None:
+        """Join or leave a trainer's group; in a thread of its own, since others may come late."""
+        threading.Thread(target=self._look, args=(message, self._grouped), daemon=True).start()
+
     def worker_gone(self, message: WorkerGone) -> None:
         """Nobody reads what this worker asked for."""
         self.outbox.workers.discard(message.worker)
@@ -259,7 +265,7 @@ class EngineProcess:
             for sample in range(opened.samples):
                 self.host.cancel(opened.first_id + sample)
 
-    def _look(self, message: Trace | ReadWeights, look: Callable[[Any], Answered]) -> None:
+    def _look(self, message: Trace | ReadWeights | JoinGroup | LeaveGroup, look: Callable[[Any], Answered]) -> None:
         """Answer what the scheduler has no say in."""
         try:
             answer = look(message)
@@ -279,6 +285,13 @@ class EngineProcess:
         weights = self.unit.read_weights(message.name, message.rows)
         return Answered(message.worker, message.ticket, True, weights=weights)
 
+    def _grouped(self, message: JoinGroup | LeaveGroup) -> Answered:
+        if self.unit.group is None:
+            raise ConfigError("this engine has no weights")
+        self.unit.group(message)
+        done = "joined" if isinstance(message, JoinGroup) else "left"
+        return Answered(message.worker, message.ticket, True, f"{done} the group {message.name}")
+
     def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
         """In the host's thread, whose sockets are those of the outbox."""
         if future.exception() is not None:
@@ -297,6 +310,8 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     Ask: EngineProcess.ask,
     Trace: EngineProcess.trace,
     ReadWeights: EngineProcess.read_weights,
+    JoinGroup: EngineProcess.group,
+    LeaveGroup: EngineProcess.group,
     WorkerGone: EngineProcess.worker_gone,
     Stop: EngineProcess.stop,
 }

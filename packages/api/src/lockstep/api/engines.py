@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.api.chat_formats.tables import ChatFormats, choose
 from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
 from lockstep.api.settings import ServeSettings, for_scheduler
-from lockstep.api.wire import About, BatchDrift
+from lockstep.api.wire import About, BatchDrift, JoinGroup, LeaveGroup
 from lockstep.core.commands import Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
@@ -50,6 +50,7 @@ class EngineUnit:
         drift: how far predictions of batches were off so far; nothing without a calibration.
         start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
         close: ends it.
+        group: joins or leaves a trainer's group, for any thread. Raises ConfigError.
         read_weights: the first rows of a tensor, for any thread. Raises ConfigError.
         trace: begins (with options) or ends a profile of its device. It waits for the engine. Raises ConfigError.
     """
@@ -62,6 +63,7 @@ class EngineUnit:
     drift: Callable[[], tuple[BatchDrift, ...]] = tuple
     trace: Callable[[dict[str, Any] | None], str] | None = None
     read_weights: Callable[[str, int], WeightsRead] | None = None
+    group: Callable[[JoinGroup | LeaveGroup], None] | None = None
     keeper: Keeper | None = None
 
 
@@ -247,7 +249,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         vector_size=llm.model.settings.hidden,
         matryoshka=_matryoshka(folder),
         logit_processors=settings.logit_processors,
-        able=("read_weights",) if settings.profile_dir is None else ("read_weights", "profile"),
+        able=() if settings.profile_dir is None else ("profile",),
         grammars="" if llm.grammars is None else llm.grammars.backend,
         no_grammars=llm.no_grammars,
     )
@@ -259,6 +261,13 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
             return f"traces go to {settings.profile_dir}"
         return "written: " + (", ".join(path.name for path in llm.stop_profile()) or "nothing, as nothing was launched")
 
+    def group(message: JoinGroup | LeaveGroup) -> None:
+        """Join or leave a trainer's group. Raises ConfigError."""
+        if isinstance(message, JoinGroup):
+            llm.join_group(message.name, message.address, message.port, message.rank, message.ranks)
+        else:
+            llm.leave_group(message.name)
+
     unit = EngineUnit(
         host=llm.host,
         about=about,
@@ -268,6 +277,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         keeper=keeper,
         trace=trace,
         read_weights=llm.weights,
+        group=group,
     )
     if meter is None:
         return unit

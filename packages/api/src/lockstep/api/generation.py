@@ -457,6 +457,11 @@ class Generation:
         name = self.wanted.grammar_field
         return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
+    def weights(self) -> dict[str, Any]:
+        """Which weights all of it came of; of several the versions in turn."""
+        versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
+        return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
+
     def _take(self, choice: Choice) -> Piece | None:
         if choice.over:
             return None

@@ -180,7 +180,7 @@ async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator
             if piece.ended is None:
                 continue
             stopped, usage = shape.stopped(piece.choice), shape.usage(generation.usage())
-            yield named_event({"type": "message_delta", "delta": stopped, "usage": usage})
+            yield named_event({"type": "message_delta", "delta": stopped, "usage": usage, **generation.weights()})
             yield named_event({"type": "message_stop"})
 
 
@@ -206,7 +206,7 @@ class MessageShape:
     def whole(self, generation: Generation, choice: Choice, text: str) -> dict[str, Any]:
         """One that is whole."""
         content = [self.block(block) for block in blocks_of(self.reading.whole(0, text))]
-        return self.message(generation.usage()) | {"content": content} | self.stopped(choice)
+        return self.message(generation.usage()) | {"content": content} | self.stopped(choice) | generation.weights()
 
     def block(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
         """A part of the answer; when it has begun, nothing of it is there."""

@@ -267,6 +267,7 @@ class ResponseShape:
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
+        said |= generation.weights()
         if status == "completed":
             said["completed_at"] = time.time()
         if reason == "length":

@@ -656,6 +656,32 @@ class WeightsFromTensorBody(WeightsBody):
     }
 
 
+class JoinGroupBody(Body):
+    """POST /init_weights_update_group: rank 0 is the trainer, and an engine is `rank_offset`"""
+
+    master_address: Annotated[str, Field(min_length=1, max_length=256)]
+    master_port: Annotated[int, Field(ge=1, lt=65536)]
+    rank_offset: Annotated[int, Field(ge=1, lt=2**15)] = 1
+    world_size: Annotated[int, Field(ge=2, lt=2**15)]
+    group_name: Name = "weights"
+    backend: Literal["gloo"] = "gloo"
+
+
+class LeaveGroupBody(Body):
+    """POST /destroy_weights_update_group"""
+
+    group_name: Name = "weights"
+
+
+class WeightsFromGroupBody(WeightsBody):
+    """POST /update_weights_from_distributed: tensors in the order in which the trainer sends them"""
+
+    names: Items[Name]
+    dtypes: Items[Name]
+    shapes: Items[Annotated[list[Count], Field(max_length=8)]]
+    group_name: Name = "weights"
+
+
 class WeightsByNameBody(Body):
     """POST /get_weights_by_name"""
 

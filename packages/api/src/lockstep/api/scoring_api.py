@@ -62,7 +62,7 @@ async def _labels(server: Server, call: Call[ScoreBody]) -> Response:
     prompts = [await _judged(server, body, item) for item in items]
     logits, tokens = await pooled(server, call, prompts, "score", "items")
     scores = [label_scores(one, labels, among_labels=body.apply_softmax).tolist() for one in logits]
-    return JsonResponse({"object": "scoring", "model": name, "scores": scores, "usage": _usage(tokens)})
+    return JsonResponse({"object": "scoring", "model": name, "scores": scores, **_used(call, tokens)})
 
 
 async def _judged(server: Server, body: ScoreBody, item: str | list[int]) -> Prompt:
@@ -102,7 +102,7 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
     near = (vectors[: len(left)] * vectors[len(left) :]).sum(axis=1)
     data = [{"index": number, "object": "score", "score": value} for number, value in enumerate(near.tolist())]
     said = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
-    return JsonResponse({**said, "data": data, "usage": _usage(tokens)})
+    return JsonResponse({**said, "data": data, **_used(call, tokens)})
 
 
 async def rerank(server: Server, call: Call[RerankBody]) -> Response:
@@ -121,7 +121,7 @@ async def rerank(server: Server, call: Call[RerankBody]) -> Response:
         for at in order.tolist()
     ]
     said = {"id": f"rerank-{secrets.token_hex(16)}", "model": name, "results": results}
-    return JsonResponse({**said, "usage": _usage(tokens), "meta": {"billed_units": {"total_tokens": tokens}}})
+    return JsonResponse({**said, **_used(call, tokens), "meta": {"billed_units": {"total_tokens": tokens}}})
 
 
 def _document(given: str | dict[str, Any], number: int) -> str:
@@ -145,5 +145,6 @@ async def _unit_vectors(
     return vectors / np.where(lengths > 0.0, lengths, 1.0), tokens
 
 
-def _usage(tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+def _used(call: Call[Any], tokens: int) -> dict[str, Any]:
+    """What stands below an answer: tokens, and whose weights it is of."""
+    return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}, **call.request.state.generation.weights()}

@@ -117,6 +117,24 @@ class ReadWeights(ToEngine, frozen=True):
     rows: int
 
 
+class JoinGroup(ToEngine, frozen=True):
+    """Meet a trainer that will send weights; rank 0 is the trainer. Answered by Answered of the same ticket."""
+
+    ticket: int
+    name: str
+    address: str
+    port: int
+    rank: int
+    ranks: int
+
+
+class LeaveGroup(ToEngine, frozen=True):
+    """Leave it. Answered by Answered of the same ticket."""
+
+    ticket: int
+    name: str
+
+
 class WorkerGone(ToEngine, frozen=True):
     """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
 
@@ -125,7 +143,20 @@ class Stop(ToEngine, frozen=True):
     """From the launcher: end."""
 
 
-EngineMessage = Hello | Submit | Settled | Cancel | CancelLabel | Ask | Trace | ReadWeights | WorkerGone | Stop
+EngineMessage = (
+    Hello
+    | Submit
+    | Settled
+    | Cancel
+    | CancelLabel
+    | Ask
+    | Trace
+    | ReadWeights
+    | JoinGroup
+    | LeaveGroup
+    | WorkerGone
+    | Stop
+)
 
 
 # ------------------------------------------------------------------------------------------------------ to the router
@@ -221,7 +252,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     vector_size: int = 0  # of an embedding; 0: there are none
     matryoshka: tuple[int, ...] | None = None  # shorter embeddings that it was trained for; () any, None none
     logit_processors: tuple[str, ...] = ()  # that requests may ask for
-    able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile", "read_weights"
+    able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile"
     grammars: str = ""  # the library that keeps answers to grammars; "" for none,
     no_grammars: str = "this engine has no grammar backend; leave it out"  # and then why, with what to do
     weights_version: int = 0  # when a worker was welcomed; later it is in Gauges

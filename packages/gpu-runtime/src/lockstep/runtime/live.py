@@ -30,6 +30,7 @@ from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRe
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.models import Decoder, ModelSettings, read_settings
+from lockstep.runtime.weights_group import Received, WeightsGroup
 
 SHARED_MEMORY = Path("/dev/shm")  # where POSIX shared memory has its names on Linux
 MAY_DIFFER = frozenset({"dtype", "end_tokens", "context_tokens"})  # settings that are fixed when an engine begins
@@ -44,6 +45,7 @@ class LiveModel:
         self.version = 0
         self._wanted = list(model.tensors())  # views, which cannot be made while there is no memory
         self._staged: Staged | None = None
+        self._groups: dict[str, WeightsGroup] = {}
         self._kept: _Kept | None = None  # the weights, while their memory is given back
         self._lock = threading.Lock()  # whoever reads weights does not see half of an update
 
@@ -59,7 +61,7 @@ class LiveModel:
         self._staged = None
         where = read_source(source)
         parallel, model = self.model.parallel, self.model
-        with _opened(where, model.settings) as tensors, torch.no_grad():
+        with self._opened(where) as tensors, torch.no_grad():
             bare = "embed_tokens.weight" in tensors.stored
             wanted = [replace(want, name=want.name.removeprefix("model." if bare else "")) for want in self._wanted]
             try:
@@ -74,6 +76,40 @@ class LiveModel:
             except (OSError, MemoryError, RuntimeError) as error:
                 said = str(error).partition("\n")[0]
                 raise CheckpointError(tensors.folder, [f"{type(error).__name__}: {said}"]) from error
+
+    @contextmanager
+    def _opened(self, source: Source) -> Iterator[Tensors]:
+        """What to read from. Raises ConfigError."""
+        opened: AbstractContextManager[Tensors]
+        match source:
+            case Folder(path):
+                check_stamp(source)
+                check_settings(Path(path), self.model.settings)
+                opened = Checkpoint(Path(path))
+            case SharedMemory(name):
+                if Path(name).name != name or not (SHARED_MEMORY / name).is_file():
+                    raise ConfigError(f"there is no shared memory called {name!r} in {SHARED_MEMORY}")
+                opened = TensorFile(SHARED_MEMORY / name, named(source))
+            case Group(name, names, dtypes, shapes):
+                if name not in self._groups:
+                    raise ConfigError(f"this engine has joined no group {name!r}")
+                opened = Received(self._groups[name], names, dtypes, shapes)
+        with opened as tensors:
+            yield tensors
+
+    def join_group(self, name: str, address: str, port: int, rank: int, ranks: int) -> None:
+        """Meet a trainer, for weights that it sends. Raises ConfigError."""
+        if self.model.parallel.ranks > 1:
+            raise ConfigError("an engine of several ranks joins no group\nhint: update it from a folder")
+        if name in self._groups:
+            raise ConfigError(f"this engine is in the group {name!r} already\nhint: leave it first")
+        self._groups[name] = WeightsGroup(address, port, rank, ranks, name)
+
+    def leave_group(self, name: str) -> None:
+        """Raises ConfigError for a group that it is not in."""
+        if name not in self._groups:
+            raise ConfigError(f"this engine has joined no group {name!r}")
+        self._groups.pop(name).close()
 
     def commit(self, version: int) -> None:
         """Put what was prepared in place."""
@@ -149,27 +185,6 @@ class LiveModel:
 
 
 # -------------------------------------------------------------------------------------------- where they come from
-
-
-@contextmanager
-def _opened(source: Source, running: ModelSettings) -> Iterator[Tensors]:
-    """What to read from. Raises ConfigError."""
-    opened: AbstractContextManager[Tensors]
-    match source:
-        case Folder(path):
-            check_stamp(source)
-            check_settings(Path(path), running)
-            opened = Checkpoint(Path(path))
-        case SharedMemory(name):
-            if Path(name).name != name or not (SHARED_MEMORY / name).is_file():
-                raise ConfigError(
-                    f"there is no shared memory called {name!r}\nhint: {SHARED_MEMORY}/NAME is there for it"
-                )
-            opened = TensorFile(SHARED_MEMORY / name, named(source))
-        case Group():
-            raise ConfigError("this engine has joined no group")
-    with opened as tensors:
-        yield tensors
 
 
 def check_settings(folder: Path, running: ModelSettings) -> None:

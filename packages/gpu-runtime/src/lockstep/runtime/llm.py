@@ -541,6 +541,14 @@ class LLM:
         """The first rows of a tensor, by the name it has in a checkpoint. Raises ConfigError."""
         return self._live.read(name, rows)
 
+    def join_group(self, name: str, address: str, port: int, rank: int, ranks: int) -> None:
+        """Meet a trainer: `weights_group`. Raises ConfigError."""
+        self._live.join_group(name, address, port, rank, ranks)
+
+    def leave_group(self, name: str) -> None:
+        """Raises ConfigError for a group that it is not in."""
+        self._live.leave_group(name)
+
     def release_memory(self, *tags: str) -> None:
         """Give the memory of kv_cache and weights back, or of what is named, once nothing runs. Requests wait then.
 
