@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
-from lockstep.core import grammars, ordering, preemption
+import numpy as np
+
+from lockstep.core import delivery, grammars, ordering, preemption
 from lockstep.core.adapters import Adapters
 from lockstep.core.admission import PrefillBudget
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import SampleBatch, Step
+from lockstep.core.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Decodes, Engine, Fit, Obstacle
 from lockstep.core.memory import Lease, Memory
@@ -391,10 +393,33 @@ def preempted_for_nothing() -> Plant:
     return _replaced(preemption, "fewest", bug)
 
 
+def drafts_without_pages() -> Plant:
+    """Pages of the next decode are counted without its drafts: one at most is opened for each row (SG#14180)."""
+
+    def bug(open_pages: Original, memory: Memory, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
+        first = np.sort(np.unique(rows, return_index=True)[1])
+        deltas: PageDeltas = open_pages(memory, rows[first], index[first], step)
+        return deltas
+
+    return _replaced(Memory, "open_pages", bug)
+
+
+def stop_among_drafts_missed() -> Plant:
+    """Of several tokens accepted at once only the last is looked at for the end (SG#28802)."""
+
+    def bug(stopped: Original, batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
+        ends, counts = stopped(batch, tokens)
+        assert batch.steps is not None
+        return [i for i in ends if counts[i] == batch.steps[i]], batch.steps.copy()
+
+    return _replaced(delivery, "stopped", bug)
+
+
 FOUND_BY_STORY: dict[str, str] = {
     "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",  # nothing breaks, it is only slower
+    "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",  # random histories find it, but seldom
 }
-"""The bugs that leave every invariant intact, and the scenario that tells them from the truth."""
+"""The bugs that random histories find seldom or never, and the scenario that tells each from the truth."""
 
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
@@ -403,6 +428,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         dead_matcher,
         discard_is_a_flag,
         double_free,
+        drafts_without_pages,
         duplicates_not_fenced,
         early_free,
         edge_of_the_context,
@@ -424,6 +450,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         row_freed_between_chunks,
         running_counted_down_twice,
         skipped_reversed,
+        stop_among_drafts_missed,
         whole_batch_must_fit,
         whole_prompt_matched,
     )

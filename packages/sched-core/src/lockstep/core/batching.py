@@ -22,7 +22,7 @@ class Part(Struct, frozen=True):
 class InFlight:
     """A launched batch whose result was not delivered yet."""
 
-    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers", "steps", "tokens")
+    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers", "steps", "tokens", "verifies")
 
     def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
         self.plan = plan
@@ -31,6 +31,7 @@ class InFlight:
         self.sampled_at: Int32s = NO_ROWS
         self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
         self.tokens = samplers.size  # how many its result has; -1: that says so itself
+        self.verifies = plan.speculation is not None  # only its result says where its rows stand then
         if plan.speculation is not None:
             self.steps = np.ones(samplers.size, np.int32)  # until it is delivered, the most
             verifying = plan.sample_rows >= plan.extend_rows
@@ -48,11 +49,6 @@ class InFlight:
             self.tokens = int(self.steps.sum())
         self.ending = ending  # samplers that end by length with this batch
         self.dead: list[int] = []  # rows whose request left after the launch
-
-    @property
-    def verifies(self) -> bool:
-        """Whether some of its rows verify drafts, so that only its result says where they stand."""
-        return self.plan.speculation is not None
 
     def tokens_of(self, row: int) -> int:
         """How many tokens it samples for this row, at most."""

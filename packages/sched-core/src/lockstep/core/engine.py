@@ -190,6 +190,7 @@ class Engine:
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
+        self.speculates = config.speculates
         self.chances = speculation.Chances()
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
@@ -1037,7 +1038,7 @@ class Engine:
 
     def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
         """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
-        if self.config.speculates:
+        if self.speculates:
             verifying = speculation.verify_next(self, step)
             if verifying is None:
                 return NO_DECODES
@@ -1261,7 +1262,8 @@ class Engine:
             expected = f"batch {self.in_flight[0].plan.batch_id}" if self.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         batch = self.in_flight[0]
-        size = 0 if event.error else 4 * speculation.tokens_of_result(event, batch)
+        tokens = speculation.tokens_of_result(event, batch) if batch.verifies else batch.tokens
+        size = 0 if event.error else 4 * tokens
         if len(event.tokens) != size:
             raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
         if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
@@ -1284,7 +1286,7 @@ class Engine:
             self.prefilling = None
         self.active -= 1
         self.batch_is_full = False
-        known = speculation.known_tokens(self, request, outputs) if self.config.speculates else None
+        known = speculation.known_tokens(self, request, outputs) if self.speculates else None
         self.memory.leave(request, step, publish=publish, known=known)
 
     def break_ranks(self, requests: list[Request]) -> None:

@@ -213,8 +213,8 @@ def accepted_of(event: BatchFinished, batch: InFlight) -> Int32s:
 
 
 def tokens_of_result(event: BatchFinished, batch: InFlight) -> int:
-    """How many tokens a result must have. Raises ContractError as `accepted_of` does."""
-    return int(accepted_of(event, batch).sum()) if batch.verifies else batch.tokens
+    """How many tokens the result of a verifying batch must have. Raises ContractError as `accepted_of` does."""
+    return int(accepted_of(event, batch).sum())
 
 
 def settle(engine: Engine, batch: InFlight, accepted: Int32s) -> None:

@@ -326,7 +326,8 @@ class Device:
             longest = int(plan.speculation.draft_lengths.max()) if plan.speculation is not None else 0
             draft_us = self.speculation.drafter.draft_us(shape, longest)
             took_us, expected_us = took_us + draft_us, expected_us + draft_us
-        tokens, accepted = self._sample(plan).tobytes(), self._accepted(plan)
+        tokens = self._sample(plan).tobytes()
+        accepted = b"" if self.speculation is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
