@@ -144,13 +144,7 @@ def judge(llm: LLM, schemas: list[dict[str, Any]], *, tokens: int, seed: int) ->
             outcome.cut += 1
             continue
         try:
-<<<<<<< HEAD
-            Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(
-                json.loads(answer.text or "")
-            )
-=======
             Draft202012Validator(schema, format_checker=CHECKER).validate(json.loads(answer.text or ""))
->>>>>>> h3
             outcome.valid += 1
         except Exception as error:  # of the parser or of the validator: a fault either way
             why = str(error).partition("\n")[0]
