@@ -930,11 +930,12 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
         json.dumps({"messages": []}),
         json.dumps({"prompt": [5], "stop": ""}),
         json.dumps({"prompt": [5], "stop": ["a", ""]}),
+        json.dumps({"prompt": [5], "grammar": ["regex", "do(g|t)"], "max_new_tokens": 9}),
     ]
     result = run(folder, "-", "--max-new-tokens", "2", "--show-token-ids", stdin="\n".join(lines))
     assert result.return_value == 1
     said = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+    assert [one["line"] for one in said] == [1, 2, 4, 5, 6, 7, 8, 9, 10, 11]
     assert said[0]["id"] == "a"
     assert said[0]["finish_reason"] == "length"
     assert said[0]["output_tokens"] == len(said[0]["token_ids"]) == 3
@@ -946,7 +947,8 @@ def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
     assert said[6]["error"].startswith("`messages` is empty\nhint: ")
     assert said[7]["error"] == said[8]["error"]
     assert said[7]["error"].startswith("`stop` holds an empty text")
-    assert "7 of 9 lines have an `error`" in result.stderr
+    assert said[9]["text"] in ("dog", "dot")
+    assert "7 of 10 lines have an `error`" in result.stderr
 
 
 def test_a_line_that_asks_for_several_answers_has_them_in_one_object(folder: Path) -> None:

@@ -6,6 +6,7 @@ if it likes, and fields of Params, which go before the options of the command li
     {"id": "a", "prompt": "Returns the", "max_new_tokens": 20}
     {"messages": [{"role": "user", "content": "What does len do?"}], "temperature": 0.7, "seed": 3}
     {"prompt": "def ", "temperature": 0.7, "n": 3}
+    {"prompt": "It is", "grammar": ["regex", "true|false"]}
 
 A line of output answers the line of input with the same number; where that asks for several answers, with `n`, they are
 in `answers`. A line that is wrong is answered with `error`, and the
@@ -33,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import JournalError
 from lockstep.host.errors import EngineStopped
+from lockstep.host.grammars import Kind
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
@@ -67,6 +69,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     logit_processors: dict[str, dict[str, Any]] | None = None
+    grammar: tuple[Kind, str] | None = None
 
 
 FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__dataclass_fields__]

@@ -35,7 +35,7 @@ from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatche
 log = logging.getLogger("lockstep.host")
 
 START_S = 120.0  # a machine may be busy; what is waited for is an interpreter that imports a library
-WALL_PER_CPU = 10.0
+WALL_PER_CPU = 60.0  # whoever computes is ended by the CPU time long before, also where many others want the core
 STACK_BYTES = 8 * 2**20  # of the thread that compiles here; a trial's has half of it
 ENDED_S = 5.0
 
@@ -57,7 +57,7 @@ class CompileLimits:
     """What one grammar may take.
 
     Args:
-        cpu_s: of CPU time; of the clock's, ten times as much.
+        cpu_s: of CPU time; of the clock's, WALL_PER_CPU times as much.
         memory_bytes: beside what the library takes by itself.
         source_bytes: of its source; the server looks at that before.
         workers: grammars that are compiled at the same time.
@@ -198,7 +198,7 @@ class _Trial:
             start_new_session=True,  # Ctrl-C is for the engine
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        self.over = False
+        self.over = self._late = False
         self._send(msgspec.msgpack.encode(settings))
         if (said := self._receive(START_S)) != "":
             self.kill()
@@ -211,7 +211,7 @@ class _Trial:
         if said is not None:
             return said
         status = self.kill()
-        if status == -signal.SIGPROF or status is None:
+        if self._late or status == -signal.SIGPROF or status is None:
             return f"it takes more than {self._limits.cpu_s:g} s of CPU time to compile"
         return (
             f"it takes more than {self._limits.memory_bytes // 2**20} MiB of memory to compile, or is nested too "
@@ -226,6 +226,10 @@ class _Trial:
         self._process.kill()
         self._ended(self._process.wait())
         return None
+
+    def _end_late(self) -> None:
+        self._late = True
+        self._process.kill()
 
     def _ended(self, status: int) -> int:
         for stream in (self._process.stdin, self._process.stdout):
@@ -244,7 +248,7 @@ class _Trial:
         """What it says; None if it says nothing in time, or has ended."""
         stream = self._process.stdout
         assert stream is not None
-        timer = threading.Timer(seconds, self._process.kill)
+        timer = threading.Timer(seconds, self._end_late)
         timer.daemon = True
         timer.start()
         try:
