@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +17,13 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 pytest.importorskip("torch", reason="the GPU runtime is not installed")
 openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
+from lockstep.api.engines import build_engine  # noqa: E402
+from lockstep.api.settings import ServeSettings  # noqa: E402
+from lockstep.core.events import RequestArrived, TokenIds  # noqa: E402
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
 from tests.support.live_server import LiveServer, ask_operator, serving  # noqa: E402
 
 ONLY = """
@@ -101,6 +107,25 @@ def test_stop_texts_over_the_borders_of_tokens(client: Any, llm: LLM) -> None:
         assert (said.text, said.finish_reason, said.stop_reason) == (expected, "stop", stop)
         pieces = client.completions.create(**asked, stop=stop, stream=True)
         assert "".join(piece.choices[0].text for piece in pieces) == expected
+
+
+def test_the_engine_stops_at_special_tokens_of_a_format_as_workers_do(tmp_path: Path) -> None:
+    for file in demo_model_folder().iterdir():
+        shutil.copy(file, tmp_path / file.name)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    tokenizer["added_tokens"][0]["content"] = "[TOOL_CALLS]"
+    vocabulary = tokenizer["model"]["vocab"]
+    if "<|endoftext|>" in vocabulary:
+        vocabulary["[TOOL_CALLS]"] = vocabulary.pop("<|endoftext|>")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    unit = build_engine(ServeSettings(model=str(tmp_path), device="cpu", tool_call_parser="mistral", restarts=0))
+    try:
+        assert unit.host._watch_text is not None
+        prompt = TokenIds(np.array([5], "<i4").tobytes())
+        asked = RequestArrived(0, request_id=0, prompt=prompt, max_new_tokens=4, stop_texts=("[TOOL_CALLS]",))
+        assert unit.host._watch_text(asked).push(0, 0) == (True, 0)
+    finally:
+        unit.close()
 
 
 def test_logprobs_of_a_chat(client: Any, llm: LLM) -> None:

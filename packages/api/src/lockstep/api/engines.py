@@ -217,8 +217,11 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     settings = msgspec.structs.replace(settings, device=_device(settings, number))
     scheduler = _scheduler(settings)
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder)
+    text = text_of(settings)
+    assert text is None or isinstance(text, Text)  # of another kind is only that of an emulated model
     llm = LLM(
         folder,
+        text=text,
         device=settings.device,
         dtype=settings.dtype,
         attention_backend=settings.attention_backend,

@@ -211,6 +211,7 @@ class LLM:
         logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
         grammar_backend: what keeps answers to grammars: auto (llguidance, if installed), llguidance, xgrammar, none.
         grammar_limits: what one grammar may take to compile.
+        text: the tokenizer; None: that of the folder, if it has one.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
         batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
@@ -241,6 +242,7 @@ class LLM:
         logit_processors: Sequence[str] = (),
         grammar_backend: BackendName = "auto",
         grammar_limits: CompileLimits | None = None,
+        text: Text | None = None,
         warm_up: bool | None = None,
         debug: bool = False,
         tensor_parallel: int = 1,
@@ -283,7 +285,7 @@ class LLM:
             debug=debug,
             sched=sched,
         )
-        self.text = Text(folder) if (folder / "tokenizer.json").is_file() else None
+        self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
         self.seed = seed
         clock = HostClock(start_us=0 if keeper is None else keeper.start_us)
         self._bubbles = BubbleTimer()
