@@ -73,7 +73,7 @@ def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(serve
     port = int(server.url.rpartition(":")[2])
     assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "settings.json", "journal"}
+    assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "ready-0", "settings.json", "journal"}
     assert stat.S_IMODE((folder / "journal").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
 
