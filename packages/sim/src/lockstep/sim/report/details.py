@@ -29,6 +29,7 @@ MODE_LEGEND = {
     "split_prefill": ("prefill", "split prefill: some layers of a prompt"),
     "mixed": ("mixed", "mixed: both in one batch"),
     "decode": ("decode", "decode: one more token for each answer"),
+    "verify": ("decode", "verify: drafts of each answer, and one more token"),
 }
 
 

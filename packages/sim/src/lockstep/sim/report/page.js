@@ -5,7 +5,7 @@ const page = JSON.parse(document.getElementById("data").textContent);
 
 const places = (root) => Object.fromEntries(Array.from(root.querySelectorAll("[data-chart]"), (host) => [host.dataset.chart, host]));
 
-const MODE_COLOURS = {extend: "--prefill", split_prefill: "--prefill", decode: "--decode", mixed: "--mixed"};
+const MODE_COLOURS = {extend: "--prefill", split_prefill: "--prefill", decode: "--decode", verify: "--decode", mixed: "--mixed"};
 const CPU_COLOURS = ["--decode", "--other", "--prefill", "--mixed"];
 
 /** Draw everything of one run. Called once, when the run is first shown: a hidden place has no width. */
