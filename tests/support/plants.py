@@ -232,8 +232,8 @@ def discard_is_a_flag() -> Plant:
 def early_free() -> Plant:
     """Leaving a row ignores work in flight: its pages are free while a launched batch still writes them (VL#45357)."""
 
-    def bug(leave: Original, memory: Memory, request: Request, step: Step, *, publish: bool) -> None:
-        leave(memory, request, step, publish=publish)
+    def bug(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
+        leave(memory, request, step, **how)
         while memory.leases:
             memory.release(memory.leases.pop(), step)
 
@@ -370,9 +370,9 @@ def adapter_evicted_in_use() -> Plant:
         if row in adapters.rows:
             give_back(adapters, row)
 
-    def early(leave: Original, memory: Memory, request: Request, step: Step, *, publish: bool) -> None:
+    def early(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         row = request.row
-        leave(memory, request, step, publish=publish)
+        leave(memory, request, step, **how)
         if memory.adapters is not None:
             memory.adapters.give_back(row)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.config import SchedConfig
 from lockstep.core.journal import JournalHeader, JournalWriter
+from tests.support.fleet import Fleet, Wire
 from tests.support.scenario import Run, parse, play
+from tests.support.served import Asked
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 
@@ -38,4 +42,32 @@ def record_simulation(folder: Path, workload: str, seed: int = 7, **settings: An
 
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=workload, seed=seed, settings=settings)
     simulate(assemble(scenario, environ={}), folder=folder)
+    return folder
+
+
+def _is_received(wire: Wire) -> bool:
+    return wire.receive is not None or wire.outcome is not None
+
+
+def record_fleet(folder: Path, name: str) -> Path:
+    """The journal of one engine, `p0` or `d0`, of a fleet: chunks, prefixes, cancels, a link that fails."""
+    common = {"page_size": 2, "pages": 40, "max_running_requests": 3, "num_reserved_decode_tokens": 4}
+    fleet = Fleet(
+        [SchedConfig(role="prefill", chunked_prefill_size=4, **common)],
+        [SchedConfig(role="decode", transfer_failure="recompute", **common)],
+    )
+    for key in range(8):
+        base = 100 * (key % 2 + 1)
+        wire = fleet.arrive(Asked(key, tuple(range(base, base + 5 + key)), 3 + key % 4, stops=(1,) if key == 5 else ()))
+        fleet.settle_until(partial(_is_received, wire))
+        if key in (2, 3):
+            fleet.cancel(wire, "d0" if key == 2 else "p0")
+        if key == 6:
+            fleet.link_down("p0", "d0")
+        fleet.clock(1_000)
+    fleet.settle()
+    member = fleet.members[name]
+    with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "fleet"})) as journal:
+        for event, digest in member.events:
+            journal.append(event, digest)  # type: ignore[arg-type]
     return folder
