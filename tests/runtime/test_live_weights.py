@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
@@ -27,6 +28,7 @@ from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import ControlRequested, UpdateWeights, WeightsSwapped  # noqa: E402
 from lockstep.core.journal import JournalHeader  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
+from lockstep.host.durable import HostImage  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
@@ -371,6 +373,8 @@ def test_a_log_of_weights_follows_what_took_effect(folders: list[Path]) -> None:
     log.asked = {2: write_source(Folder(str(folders[1]), stamp_of(folders[1]))), 3: "later"}
     assert log.fold(engine, WeightsSwapped(0, 2))  # type: ignore[arg-type]
     assert (log.of(7), log.of(8), log.asked) == (((0, 0), (3, 2)), ((0, 2),), {3: "later"})
+    stored = msgspec.msgpack.encode(HostImage(weights=log))
+    assert msgspec.msgpack.decode(stored, type=HostImage).weights == log
     assert not log.fold(engine, WeightsSwapped(0, 3, "torn"))  # type: ignore[arg-type]
     engine.memory.weights_version = 3
     assert log.fold(engine, WeightsSwapped(0, 3))  # type: ignore[arg-type]
