@@ -88,13 +88,13 @@ def begun(asked: list[Asked], tokens: int) -> Callable[[], bool]:
 
 def test_under_32_streams_every_token_is_of_one_version(folders: list[Path], judges: list[LLM], tmp_path: Path) -> None:
     prompts = [f"{PROMPTS[i % 4]}{i % 8}" for i in range(32)]
-    params = Params(max_new_tokens=24, ignore_eos=True)
+    params = Params(max_new_tokens=16, ignore_eos=True)
     mixed: list[Answer] = []
     modes = ("wait", "retract", "cancel", "in_place")
     with LLM(**CPU, journal=tmp_path / "run", max_running_requests=16, overlap_depth=1) as llm:
         for number, mode in enumerate(modes):
             asked = [llm.ask(prompt, params, tokens=SimpleQueue()) for prompt in prompts]
-            until(begun(asked, 100), 60)
+            until(begun(asked, 64), 60)
             assert llm.update_weights(folders[(number + 1) % 3], mode=mode) == number + 1  # type: ignore[arg-type]
             answers = [llm.wait(one) for one in asked]
             seen = {tuple(version for _, version in answer.weights) for answer in answers if answer.token_ids}
@@ -279,13 +279,14 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
     journal.close()
 
     keeper, hands = Keeper(tmp_path, death="killed"), Doubles()
-    engine, _ = keeper.begin(header)
+    engine, kept = keeper.begin(header)
     options = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
     runtime = SmallRuntime(host_options=options)
     runtime.engine = runtime.host.engine = engine
     host = type(runtime.host)(engine, runtime.executor, runtime.host.journal, runtime.clock, **options)
     asked = host.ask(UpdateWeights(4, "newer"))
     host.run(until_idle=True)
+    kept.close()
     assert hands.told == [(3, "there"), (4, "newer")]
     assert asked.result(timeout=0).ok
     assert (host.weights.version, host.weights.source) == (4, "newer")
