@@ -30,6 +30,7 @@ from lockstep.core.journal import JournalHeader  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
+from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import Answer, Asked, demo_folder  # noqa: E402
@@ -280,10 +281,9 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
 
     keeper, hands = Keeper(tmp_path, death="killed"), Doubles()
     engine, kept = keeper.begin(header)
-    options = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
-    runtime = SmallRuntime(host_options=options)
-    runtime.engine = runtime.host.engine = engine
-    host = type(runtime.host)(engine, runtime.executor, runtime.host.journal, runtime.clock, **options)
+    options: dict[str, Any] = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
+    clock = HostClock(start_us=keeper.start_us)
+    host = RuntimeHost(engine, SmallRuntime(clock=clock).executor, kept, clock, **options)
     asked = host.ask(UpdateWeights(4, "newer"))
     host.run(until_idle=True)
     kept.close()
