@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,43 @@ def test_an_emulated_engine_takes_as_long_as_its_weights_are_large(emulated: Ope
     status, said = emulated.order("/update_weights_from_tensor", {"serialized_named_tensors": ["gAN9"]})
     assert status == 400
     assert "pickle" in said["error"]["message"] or "shared_memory" in said["error"]["message"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_answers_across_an_update_and_a_kill_say_which_weights_drew_what(emulated: Operated) -> None:
+    """An emulated token follows from prompt, place and version, so every one of them is known."""
+    prompts = [f"stream {number}" for number in range(8)]
+
+    def all_asked(meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
+        found: dict[str, Any] = {}
+        threads = [threading.Thread(target=lambda p=p: found.update({p: emulated.ask(p, 1500)})) for p in prompts]
+        for thread in threads:
+            thread.start()
+        meanwhile()
+        for thread in threads:
+            thread.join(120)
+        return [found[prompt] for prompt in prompts]
+
+    def launches() -> int:
+        return int(emulated.order("/get_server_info")[1]["state"]["launches"])
+
+    def disturb() -> None:
+        before = launches()
+        until(lambda: launches() > before + 50)
+        assert emulated.order("/update_weights_from_disk", {"model_path": "x", "mode": "in_place"})[0] == 200
+        before = launches()
+        until(lambda: launches() > before + 50)
+        os.kill(emulated.server.children()["engine"], signal.SIGKILL)
+
+    old, mixed, new = all_asked(), all_asked(disturb), all_asked()
+    for first, answer, last in zip(old, mixed, new, strict=True):
+        one, other = answer["meta_info"]["weight_versions"]
+        at = other["first_token"]
+        assert (one["first_token"], 0 < at < 1500) == (0, True)
+        assert one["weight_version"] == first["meta_info"]["weight_version"]
+        assert other["weight_version"] == answer["meta_info"]["weight_version"] == last["meta_info"]["weight_version"]
+        assert answer["output_ids"] == first["output_ids"][:at] + last["output_ids"][at:]
+    assert "recovered 8 requests" in emulated.server.text()
 
 
 def test_the_example_of_the_guide_runs_as_printed(emulated: Operated, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
@@ -27,7 +28,9 @@ from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import ControlRequested, UpdateWeights, WeightsSwapped  # noqa: E402
 from lockstep.core.journal import JournalHeader  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
+from lockstep.host.durable import HostImage  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
+from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.llm import Answer, Asked, demo_folder  # noqa: E402
@@ -86,13 +89,13 @@ def begun(asked: list[Asked], tokens: int) -> Callable[[], bool]:
 
 def test_under_32_streams_every_token_is_of_one_version(folders: list[Path], judges: list[LLM], tmp_path: Path) -> None:
     prompts = [f"{PROMPTS[i % 4]}{i % 8}" for i in range(32)]
-    params = Params(max_new_tokens=24, ignore_eos=True)
+    params = Params(max_new_tokens=16, ignore_eos=True)
     mixed: list[Answer] = []
     modes = ("wait", "retract", "cancel", "in_place")
     with LLM(**CPU, journal=tmp_path / "run", max_running_requests=16, overlap_depth=1) as llm:
         for number, mode in enumerate(modes):
             asked = [llm.ask(prompt, params, tokens=SimpleQueue()) for prompt in prompts]
-            until(begun(asked, 100), 60)
+            until(begun(asked, 64), 60)
             assert llm.update_weights(folders[(number + 1) % 3], mode=mode) == number + 1  # type: ignore[arg-type]
             answers = [llm.wait(one) for one in asked]
             seen = {tuple(version for _, version in answer.weights) for answer in answers if answer.token_ids}
@@ -277,13 +280,13 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
     journal.close()
 
     keeper, hands = Keeper(tmp_path, death="killed"), Doubles()
-    engine, _ = keeper.begin(header)
-    options = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
-    runtime = SmallRuntime(host_options=options)
-    runtime.engine = runtime.host.engine = engine
-    host = type(runtime.host)(engine, runtime.executor, runtime.host.journal, runtime.clock, **options)
+    engine, kept = keeper.begin(header)
+    options: dict[str, Any] = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
+    clock = HostClock(start_us=keeper.start_us)
+    host = RuntimeHost(engine, SmallRuntime(clock=clock).executor, kept, clock, **options)
     asked = host.ask(UpdateWeights(4, "newer"))
     host.run(until_idle=True)
+    kept.close()
     assert hands.told == [(3, "there"), (4, "newer")]
     assert asked.result(timeout=0).ok
     assert (host.weights.version, host.weights.source) == (4, "newer")
@@ -371,6 +374,8 @@ def test_a_log_of_weights_follows_what_took_effect(folders: list[Path]) -> None:
     log.asked = {2: write_source(Folder(str(folders[1]), stamp_of(folders[1]))), 3: "later"}
     assert log.fold(engine, WeightsSwapped(0, 2))  # type: ignore[arg-type]
     assert (log.of(7), log.of(8), log.asked) == (((0, 0), (3, 2)), ((0, 2),), {3: "later"})
+    stored = msgspec.msgpack.encode(HostImage(weights=log))
+    assert msgspec.msgpack.decode(stored, type=HostImage).weights == log
     assert not log.fold(engine, WeightsSwapped(0, 3, "torn"))  # type: ignore[arg-type]
     engine.memory.weights_version = 3
     assert log.fold(engine, WeightsSwapped(0, 3))  # type: ignore[arg-type]
