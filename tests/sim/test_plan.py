@@ -580,12 +580,13 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
         "waiting_timeout_us": 30_000_000,
     }
     common = {"tp": 2, "profile": "vllm", "mem_fraction": 0.8, "calibration": "vllm-h100", "kv_dtype": "fp8"}
+    common["tiers"] = {"host_cache_gb": 50.0}
     planned_one = planned(question(settings=settings, common=common, rate=200.0))
     assert planned_one.winner is not None
     served, emulated = answers.serve_commands(planned_one.winner)
     replicas = planned_one.winner.best.replicas if planned_one.winner.best is not None else 0
     assert replicas > 1
-    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "kv_dtype fp8"]
+    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "kv_dtype fp8", "host_cache_gb 50"]
     assert "tp 2" in served.lacks
     assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server knows by name
     words = shlex.split(emulated.line)

@@ -19,6 +19,7 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.host_tiers import HostTiers, host_tiers
 from lockstep.sim.links import Link
+from lockstep.sim.plan.question import parse_search
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 
 AGAIN = "gen:n=60,rate=3,turns=uniform:3:5,think=lognormal:4s:1,input=lognormal:1500:0.5,output=lognormal:60:0.5"
@@ -144,3 +145,10 @@ def test_what_cannot_be_asked_is_refused_by_name(given: dict[str, object], names
 def test_a_host_that_holds_no_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`host_cache_gb` 0\.001 does not hold one page of 2,359,296 bytes"):
         run({"host_cache_gb": 0.001})
+
+
+def test_a_plan_searches_over_them_and_reads_their_values_as_options_are() -> None:
+    assert parse_search(("host-cache-gb=0,1000",)) == (("host_cache_gb", (0.0, 1000.0)),)
+    assert parse_search(("storage_latency_us=200us,1ms",)) == (("storage_latency_us", (200, 1000)),)
+    with pytest.raises(ConfigError, match="`host_cache_gb` cannot be `much`"):
+        parse_search(("host_cache_gb=much",))
