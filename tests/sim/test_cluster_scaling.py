@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import ConfigError
@@ -49,7 +49,12 @@ def facts(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line["fact"] for line in lines if line["fact"]["type"] == kind]
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=12,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes
+)
 @given(
     policy=st.sampled_from(["least_requests", "total_requests", "total_tokens", "prefix_affinity"]),
     replicas=st.integers(2, 4),
@@ -58,6 +63,15 @@ def facts(folder: Path, kind: str) -> list[dict[str, Any]]:
     scaling=st.sampled_from([None, BUSY, "arrival_rate=5,start=0s,interval=70ms,window=1s,cooldown=0s"]),
     admission=st.sampled_from([None, "open=2", "open=3,waiting=4"]),
     reports=st.sampled_from([(0, 0), (50_000, 0), (50_000, 120_000)]),
+)
+@example(  # a lane that ran ahead by a hop reported what it did behind the moment of its report
+    policy="total_requests",
+    replicas=2,
+    hop_us=700,
+    think="exponential:80ms",
+    scaling=None,
+    admission=None,
+    reports=(50_000, 0),
 )
 def test_engines_that_run_ahead_do_what_they_do_side_by_side(
     tmp_path_factory: pytest.TempPathFactory,

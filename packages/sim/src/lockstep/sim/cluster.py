@@ -816,8 +816,11 @@ class Cluster:
             lane.advance(until_us)
 
     def _catch_up(self, now_us: int) -> None:
-        """Have every end happen that the router would have seen by now. What is sent now comes one hop later."""
-        seen_us, until_us = now_us - self._hop_us, now_us + self._hop_us
+        """Have every end happen that the router would have seen by now. What is sent now comes one hop later.
+
+        Nobody runs past the moment of its next report.
+        """
+        seen_us, until_us = now_us - self._hop_us, min(now_us + self._hop_us, self._report_us)
         for lane in self.lanes:
             if lane.quiet_until_us < seen_us:
                 lane.advance(until_us)
