@@ -231,6 +231,14 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     assert [len(each["engines"]) for each in found["runs"]] == [2, 1]
     assert found["lost_most"][0]["why"]
     check_stories(tmp_path / "two", monkeypatch)
+    more = ["--autoscale", "open_requests=4,start=0s,interval=50ms", "--admission", "open=8"]
+    more += ["--router", "total_requests", "--router-report-interval", "1s", "--router-report-delay", "5ms"]
+    assert main([*words, str(tmp_path / "scaled"), "--replicas", "2", *more]) == 0
+    result = what_if(tmp_path / "scaled", "--replicas", 3, "--out", tmp_path / "more", "--json")
+    assert result.exit_code == 0, result.output
+    abouts = [json.loads(path.read_text())["about"] for path in tmp_path.glob("more/**/metrics.json")]
+    assert [about["autoscale"]["maximum"] for about in abouts if "autoscale" in about] == [3]
+    assert [about["reports"]["delay_us"] for about in abouts if "reports" in about] == [5_000]
     assert main([*words, str(tmp_path / "loop"), "--concurrency", "6"]) == 0
     result = what_if(tmp_path / "loop", "--policy", "lpm", "--json")
     assert result.exit_code == 0, result.output

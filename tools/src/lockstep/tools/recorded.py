@@ -274,6 +274,7 @@ def recorded_scenario(command: str) -> tuple[Any, dict[str, Any]]:
     }
     if params.get("router") is not None:
         router["policy"] = params["router"]
+    router |= {name: params[name] for name in ("autoscale", "admission") if params.get(name) is not None}
     return scenario, {**cluster, "router": router}
 
 

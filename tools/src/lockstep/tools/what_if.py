@@ -27,7 +27,15 @@ from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
 from lockstep.core.router import RouterConfig
 from lockstep.sim.cli import given_settings, progress_bar, refusals, scheduler_options
-from lockstep.sim.cluster import ClusterScenario, assemble_cluster, parse_engines, simulate_cluster, write_cluster_run
+from lockstep.sim.cluster import (
+    ClusterScenario,
+    assemble_cluster,
+    parse_admission,
+    parse_engines,
+    parse_scaling,
+    simulate_cluster,
+    write_cluster_run,
+)
 from lockstep.sim.compare import compare, match_requests
 from lockstep.sim.compare_text import comparison_lines, show_change
 from lockstep.sim.out_paths import check_file
@@ -241,13 +249,19 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, report: bool 
             return
         router = dict(base.cluster["router"])
         hop_us = router.pop("hop_us", 0)
+        reports = {name: router.pop(name) for name in ("report_interval_us", "report_delay_us") if name in router}
+        scaling, admission = router.pop("autoscale", None), router.pop("admission", None)
+        replicas = base.cluster.get("replicas", 1)
         engines = base.cluster.get("engines")
         clustered = ClusterScenario(
             base=base.scenario,
-            replicas=base.cluster.get("replicas", 1),
+            replicas=replicas,
             engines=parse_engines(engines, parse_setting) if engines is not None else (),
             router=RouterConfig(**router),
             hop_us=hop_us,
+            **reports,
+            scaling=None if scaling is None else parse_scaling(scaling).within(replicas),
+            dispatch=None if admission is None else parse_admission(admission),
         )
         cluster = assemble_cluster(clustered, workload=workload)
         ended = simulate_cluster(cluster, folder=folder, on_finish=on_finish)
