@@ -220,3 +220,10 @@ def test_settings_say_nothing_of_drafts_unless_there_are_any() -> None:
     assert b"speculative" not in msgspec.msgpack.encode(SchedConfig())
     config = msgspec.msgpack.decode(msgspec.msgpack.encode(SchedConfig(speculative_method="mtp")), type=SchedConfig)
     assert (config.speculative_method, config.num_speculative_tokens) == ("mtp", 3)
+
+
+def test_drafts_behind_a_batch_that_failed_before_it_ran() -> None:
+    """The rows are dead, and wherever the device starts them is within what the plan says."""
+    config = SchedConfig(page_size=2, overlap_depth=2, speculative_method="ngram", num_speculative_tokens=1)
+    actions = [("arrive", 1, 3, 36, {}), ("ready",), ("ready",), ("finish", "error", 0)]
+    assert "finished (error)" in run_actions(config, actions).marks  # type: ignore[arg-type]

@@ -498,7 +498,8 @@ class TaggedKv:
 
     def _verify(self, launched: Launched, i: int, row: Row, drafts: int) -> None:
         """Compute a row's newest token and its drafts, from where it stands; those that are wrong leave garbage."""
-        plan, start, story = launched.plan, row.stands, self.stories[row.request_id]
+        plan, story = launched.plan, self.stories[row.request_id]
+        start = int(plan.starts[i]) if row.failed else row.stands  # a batch that failed did not move it
         table = launched.tables[int(plan.rows[i])]
         if not int(plan.starts[i]) <= start <= int(plan.stops[i]) - 1 - drafts:
             raise KvError(f"b{plan.batch_id}: r{row.request_id} stands at {start}, its span of {1 + drafts} lies in "
