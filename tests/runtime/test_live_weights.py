@@ -284,9 +284,11 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
     options: dict[str, Any] = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
     clock = HostClock(start_us=keeper.start_us)
     host = RuntimeHost(engine, SmallRuntime(clock=clock).executor, kept, clock, **options)
-    asked = host.ask(UpdateWeights(4, "newer"))
+    told_by_then: list[Any] = []
+    asked = host.ask(UpdateWeights(4, "newer"), lambda _: told_by_then.extend(hands.told))
     host.run(until_idle=True)
     kept.close()
+    assert told_by_then == hands.told
     assert hands.told == [(3, "there"), (4, "newer")]
     assert asked.result(timeout=0).ok
     assert (host.weights.version, host.weights.source) == (4, "newer")
