@@ -17,6 +17,7 @@ from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.requests import prompt_bytes
 from lockstep.host.router_journal import engines_of
 from lockstep.sim.simulate import Scenario, assemble, open_load, simulate, write_run
+from lockstep.sim.stored_run import read_run
 from lockstep.sim.turns import WorkloadError
 from lockstep.sim.workload import open_workload
 from lockstep.tools import stories
@@ -231,6 +232,8 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     assert [len(each["engines"]) for each in found["runs"]] == [2, 1]
     assert found["lost_most"][0]["why"]
     check_stories(tmp_path / "two", monkeypatch)
+    assert main([*words, str(tmp_path / "line"), "--replicas", "2", "--admission", "open=3"]) == 0
+    check_stories(tmp_path / "line", monkeypatch)
     more = ["--autoscale", "open_requests=4,start=0s,interval=50ms", "--admission", "open=8"]
     more += ["--router", "total_requests", "--router-report-interval", "1s", "--router-report-delay", "5ms"]
     assert main([*words, str(tmp_path / "scaled"), "--replicas", "2", *more]) == 0
@@ -252,12 +255,16 @@ def check_stories(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])]) == here
     assert [sorted(found) for found in here] == [ids, ids[:2], []]
     assert [here[0][name].waits for name in ids[:2]] == [here[1][name].waits for name in ids[:2]]
+    requests = read_run(cluster).requests
+    assert requests is not None
+    labels = dict(zip(requests["request_id"].tolist(), requests["label"].tolist(), strict=True))
+    assert {name: story.label for name, story in here[0].items()} == {name: labels[name] for name in ids}
     engines = engines_of(cluster, ids)
     assert len(engines) == 2
     for engine, those in engines.items():
-        chronicle, _ = told(cluster / "engines" / str(engine), those)
-        for name in those:
-            alone = chronicle.stories[name]
+        chronicle, _ = told(cluster / "engines" / str(engine), list(those))
+        for own, name in those.items():
+            alone = chronicle.stories[own]
             assert alone.waits == here[0][name].waits
             assert alone.messages == here[0][name].messages
 

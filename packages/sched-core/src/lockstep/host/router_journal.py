@@ -116,19 +116,28 @@ class RouterJournal:
         self._file.close()
 
 
-def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, list[RequestId]]:
-    """Where the router of a run folder sent these requests, by engine. Raises JournalError for what is no journal."""
-    wanted, found = frozenset(requests), dict[int, list[RequestId]]()
+def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, dict[RequestId, RequestId]]:
+    """Where the router of a simulated run sent these requests: by engine, under which id there, and which it was.
+
+    Behind a line in front of the router engines know requests by the order in which they were sent, otherwise by the
+    ids that they came with. Raises JournalError for what is no journal.
+    """
+    wanted, found = frozenset(requests), dict[int, dict[RequestId, RequestId]]()
     decode = msgspec.json.Decoder(RouterRecord).decode
     path = folder / FILE
+    sent = 0
     try:
         with path.open("rb") as file:
             next(file, None)
             for line in file:
                 record = decode(line)
                 for routed in record.decided if record.routed is None else (record.routed,):
-                    if routed.engine is not None and routed.request_id in wanted:
-                        found.setdefault(routed.engine, []).append(routed.request_id)
+                    if routed.engine is None:
+                        continue
+                    own = routed.request_id if record.routed is not None else sent
+                    sent += 1
+                    if routed.request_id in wanted:
+                        found.setdefault(routed.engine, {})[own] = routed.request_id
     except (OSError, msgspec.MsgspecError) as error:
         raise JournalError(f"{path} cannot be read: {error}") from error
     return found
