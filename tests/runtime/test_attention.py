@@ -376,6 +376,7 @@ def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flash
     for graphs, page_size in ((False, 16), (True, 16), (True, 1)):
         assert choose("auto", CUDA, torch.bfloat16, 128, page_size, graphs=graphs, group=4).name == "flashinfer"
     why = "a trial with float16, head dim 128, 4 heads per KV head failed: MissingJITCacheError: no module for float16"
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="lockstep.runtime"):
         choice = choose("auto", CUDA, torch.float16, 128, 16, group=4)
     assert (choice.name, choice.reason) == ("triton", f"flashinfer cannot: {why}")

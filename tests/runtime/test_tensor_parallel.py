@@ -568,7 +568,8 @@ class OneThread:
         self.errors: list[BaseException] = []
         self.batches = 0
         self.chain = PlanChain()
-        self._thread = threading.Thread(target=self._follow, args=(Follower(executor, self.inbox),))
+        live: Any = None  # nothing is changed
+        self._thread = threading.Thread(target=self._follow, args=(Follower(executor, self.inbox, live),))
         self._thread.start()
         runtime.host.executor = LeadExecutor(runtime.executor, self)  # type: ignore[arg-type]
 
