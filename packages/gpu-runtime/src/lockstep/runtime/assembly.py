@@ -157,6 +157,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             random_weights_seed=settings.random_weights_seed,
             parallel=None if ranks is None else ranks.parallel(),
         )
+        if slots := settings.sched.get("max_loras"):
+            model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks)
@@ -223,7 +225,15 @@ def make_executor(
         enabled = logit_processors or {}
         table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
         context = config.context_tokens_max if graph_sizes else None
-        tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
+        tables = Tables(
+            config.rows_max,
+            config.pages,
+            config.page_size,
+            device,
+            context_tokens=context,
+            debug=debug,
+            adapter_slots=model.adapter_slots,
+        )
         canary = None
         if debug:
             canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)

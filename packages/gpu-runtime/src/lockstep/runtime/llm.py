@@ -19,6 +19,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -34,13 +35,14 @@ from typing import Annotated, Any, Literal, Self, cast
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import FinishRequest, RejectRequest
+from lockstep.core.commands import ControlAnswered, FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig, refuse_simulated_only
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import (
     Control,
     GetState,
+    LoadAdapterControl,
     Profile,
     ReleaseMemory,
     RequestArrived,
@@ -48,6 +50,7 @@ from lockstep.core.events import (
     ResumeMemory,
     SamplingParams,
     TokenIds,
+    UnloadAdapterControl,
     UpdateWeights,
 )
 from lockstep.core.journal import JournalHeader, JournalWriter
@@ -55,6 +58,7 @@ from lockstep.core.maintenance import MEMORY_TAGS
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
+from lockstep.host.adapters import path_of, source_of
 from lockstep.host.batches import Float32s
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
@@ -62,6 +66,7 @@ from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.recovery import Death
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -82,11 +87,12 @@ from lockstep.runtime.graphs import (
     check_graph_mode,
 )
 from lockstep.runtime.live import LiveModel
+from lockstep.runtime.lora.shelf import AdapterShelf, LocalAdapters
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
-from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadModel, RankGroup, check_split, end_hard_at_exit
+from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadAdapters, LeadModel, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
     check_allowed,
     check_sampling,
@@ -99,6 +105,8 @@ log = logging.getLogger("lockstep.runtime")
 
 Prompt = str | Sequence[int]
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
+LORAS = 8  # slots for adapters where some are named and nobody says how many
+LORA_RANK_MAX = 512
 JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What a journal can hold."""
@@ -133,6 +141,7 @@ class Params:
     hidden_states: bool = False
     priority: Int64 | None = None
     logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
+    adapter: str = ""  # the name of one that is loaded; "": the model alone
     grammar: tuple[Kind, str] | None = None  # what the answer must keep to: ("json_schema", '{"type": "object"}')
 
 
@@ -213,11 +222,14 @@ class LLM:
         grammar_limits: what one grammar may take to compile.
         text: the tokenizer; None: that of the folder, if it has one.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
+        adapters: LoRA adapters, folders as PEFT writes them by name; others may be loaded later.
+        max_lora_rank: of those; slots on the device have room for it.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
         batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
             the time is `rank_timeout_s`.
         rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
-        sched: fields of SchedConfig. Sizes not given follow from the model and the device.
+        sched: fields of SchedConfig. Sizes not given follow from the model and the device; with `adapters`, `max_loras`
+            is 8 unless given.
     Raises: ConfigError; RankLost when another rank fails before it has begun.
     """
 
@@ -245,6 +257,8 @@ class LLM:
         text: Text | None = None,
         warm_up: bool | None = None,
         debug: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
+        max_lora_rank: int = 16,
         tensor_parallel: int = 1,
         batch_timeout_s: float = watchdog.TIMEOUT_S,
         rank_timeout_s: float = TIMEOUT_S,
@@ -256,8 +270,9 @@ class LLM:
             ("seed", seed),
             ("random_weights_seed", random_weights_seed),
             ("cuda_graph_max_batch", cuda_graph_max_batch),
+            ("max_lora_rank", max_lora_rank),
         ):
-            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed"))
+            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed", "max_lora_rank"))
         watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
@@ -266,8 +281,15 @@ class LLM:
         where = choose_device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, pooling, normalize)
+        if not 1 <= max_lora_rank <= LORA_RANK_MAX:
+            raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{max_lora_rank}`")
+        if adapters:
+            sched.setdefault("max_loras", LORAS)
+        sources = {name: source_of(path) for name, path in (adapters or {}).items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+        if sources and not sched["max_loras"]:
+            raise ConfigError("`adapters` are named, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -283,6 +305,7 @@ class LLM:
             logit_processors=tuple(logit_processors),
             pooling=self.pooling,
             debug=debug,
+            max_lora_rank=max_lora_rank,
             sched=sched,
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
@@ -325,6 +348,11 @@ class LLM:
                     assert journal is not None
                     self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
+            self._shelf: LocalAdapters | LeadAdapters | None = None
+            if self.config.max_loras:
+                shelf = AdapterShelf(self.model)
+                self._shelf = LocalAdapters(shelf) if self.group is None else LeadAdapters(shelf, self.group)
+                undo.callback(self._shelf.close)
             if weights.version:
                 hands.load_weights(weights.version, weights.source)
             if released := engine.maintenance.released:
@@ -340,9 +368,14 @@ class LLM:
                 profiler=self._profiler,
                 hands=hands,
                 weights=weights,
+                adapters=self._shelf,
+                adapters_log=None if keeper is None else keeper.adapters,
                 orders=() if keeper is None else keeper.orders,
                 observe=self._bubbles.fold,
             )
+            self._adapters_lock = threading.Lock()
+            if self._shelf is not None:
+                self._begin_adapters(sources, None if keeper is None else keeper.death)
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
@@ -562,6 +595,82 @@ class LLM:
         """Take it again; requests go on. Raises ConfigError."""
         self._ordered(ResumeMemory(tags or MEMORY_TAGS))
 
+    # ---------------------------------------------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, folder: str | Path, *, pinned: bool = False) -> int:
+        """Make a LoRA adapter known, or a newer version of it, while requests run. Returns its version.
+
+        Requests that came before keep the version that they came with. It is read now, and copied to the device when it
+        is wanted; with `pinned` at once, and stays there.
+
+        Raises: ConfigError with everything that does not fit.
+        """
+        shelf, source = self._needs_shelf(), source_of(folder)
+        with self._adapters_lock:
+            version = self._next_version(name)
+            shelf.read(name, version, source)
+            try:
+                self._ordered(LoadAdapterControl(name, version, pinned, source))
+            except ConfigError:
+                shelf.forget(name, version)
+                raise
+        return version
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; returns once no request uses it any more. New ones are refused from now on.
+
+        Raises: ConfigError for one that is not there.
+        """
+        self._needs_shelf()
+        self._ordered(UnloadAdapterControl(name))
+
+    def adapters(self) -> dict[str, str]:
+        """Folders of the adapters that are loaded, by name."""
+        return {name: path_of(source) for name, source in self.host.adapters_log.newest().items()}
+
+    def _needs_shelf(self) -> LocalAdapters | LeadAdapters:
+        if self._shelf is None:
+            raise ConfigError("LoRA is off\nhint: start with max_loras, the number of adapters on the device")
+        return self._shelf
+
+    def _next_version(self, name: str) -> int:
+        known = self.host.engine.memory.adapters
+        assert known is not None
+        return known.versions.get(name, 0) + 1
+
+    def _begin_adapters(self, sources: Mapping[str, str], death: Death | None) -> None:
+        """Read those that an engine before this one had, and those named at the start; before the engine runs."""
+        shelf, known, before = self._needs_shelf(), self.host.engine.memory.adapters, self.host.adapters_log
+        assert known is not None
+        for name, versions in before.sources.items():
+            for version, source in versions.items():
+                try:
+                    shelf.read(name, version, source)
+                except ConfigError as error:  # whoever wants it hears of it; the others go on
+                    why = "; ".join(line.strip() for line in str(error).partition("\nhint: ")[0].splitlines())
+                    log.error("adapter %s, version %d, cannot be read again: %s", name, version, why)
+                    shelf.lack(name, version, why)
+            if name not in known.registered:  # of a journal without content
+                newest = max(versions)
+                self._first(LoadAdapterControl(name, newest, False, versions[newest]))
+        newest_sources = before.newest()
+        for name, source in sources.items():
+            unloaded = death is not None and name in known.versions  # since this server began
+            if unloaded or newest_sources.get(name) == source:
+                continue
+            version = max(self._next_version(name), 1 + max(before.sources.get(name, {}), default=0))
+            shelf.read(name, version, source)
+            self._first(LoadAdapterControl(name, version, False, source))
+
+    def _first(self, control: LoadAdapterControl) -> None:
+        """Ask for what nobody may come before."""
+
+        def answered(future: Future[ControlAnswered]) -> None:
+            if future.exception() is None and not future.result().ok:
+                self.host.fail(f"adapter {control.adapter!r}: {future.result().message}")
+
+        self.host.ask(control, answered)
+
     def _ordered(self, control: Control) -> None:
         answered = self.host.ask(control).result()
         if not answered.ok:
@@ -576,6 +685,8 @@ class LLM:
         self._watchdog.close()
         if self.grammars is not None:
             self.grammars.compiler.close()
+        if self._shelf is not None:
+            self._shelf.close()
         stuck = not own and self._thread.is_alive()
         if self.group is not None:
             self.group.close(stuck=stuck)
@@ -635,6 +746,7 @@ class LLM:
             else None,
             return_hidden_states=params.hidden_states,
             parallel_samples=params.n,
+            adapter=params.adapter,
             grammar=None if params.grammar is None else make_grammar(*params.grammar),
         )
 
