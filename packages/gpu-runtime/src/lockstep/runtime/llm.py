@@ -19,7 +19,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -35,14 +34,13 @@ from typing import Annotated, Any, Literal, Self, cast
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import ControlAnswered, FinishRequest, RejectRequest
+from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig, refuse_simulated_only
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import (
     Control,
     GetState,
-    LoadAdapterControl,
     Profile,
     ReleaseMemory,
     RequestArrived,
@@ -50,7 +48,6 @@ from lockstep.core.events import (
     ResumeMemory,
     SamplingParams,
     TokenIds,
-    UnloadAdapterControl,
     UpdateWeights,
 )
 from lockstep.core.journal import JournalHeader, JournalWriter
@@ -58,7 +55,7 @@ from lockstep.core.maintenance import MEMORY_TAGS
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
-from lockstep.host.adapters import path_of, source_of
+from lockstep.host.adapters import LORA_OFF, LORAS, AdapterDesk, source_of
 from lockstep.host.batches import Float32s
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
@@ -66,7 +63,6 @@ from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
-from lockstep.host.recovery import Death
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -105,7 +101,6 @@ log = logging.getLogger("lockstep.runtime")
 
 Prompt = str | Sequence[int]
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
-LORAS = 8  # slots for adapters where some are named and nobody says how many
 LORA_RANK_MAX = 512
 JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -373,9 +368,10 @@ class LLM:
                 orders=() if keeper is None else keeper.orders,
                 observe=self._bubbles.fold,
             )
-            self._adapters_lock = threading.Lock()
+            self.adapter_desk: AdapterDesk | None = None
             if self._shelf is not None:
-                self._begin_adapters(sources, None if keeper is None else keeper.death)
+                self.adapter_desk = AdapterDesk(self.host, self._shelf, source_of)
+                self.adapter_desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
@@ -605,71 +601,23 @@ class LLM:
 
         Raises: ConfigError with everything that does not fit.
         """
-        shelf, source = self._needs_shelf(), source_of(folder)
-        with self._adapters_lock:
-            version = self._next_version(name)
-            shelf.read(name, version, source)
-            try:
-                self._ordered(LoadAdapterControl(name, version, pinned, source))
-            except ConfigError:
-                shelf.forget(name, version)
-                raise
-        return version
+        return self._desk().load(name, folder, pinned=pinned)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; returns once no request uses it any more. New ones are refused from now on.
 
         Raises: ConfigError for one that is not there.
         """
-        self._needs_shelf()
-        self._ordered(UnloadAdapterControl(name))
+        self._desk().unload(name)
 
     def adapters(self) -> dict[str, str]:
         """Folders of the adapters that are loaded, by name."""
-        return {name: path_of(source) for name, source in self.host.adapters_log.newest().items()}
+        return {one.name: one.path for one in self.host.adapters.entries}
 
-    def _needs_shelf(self) -> LocalAdapters | LeadAdapters:
-        if self._shelf is None:
-            raise ConfigError("LoRA is off\nhint: start with max_loras, the number of adapters on the device")
-        return self._shelf
-
-    def _next_version(self, name: str) -> int:
-        known = self.host.engine.memory.adapters
-        assert known is not None
-        return known.versions.get(name, 0) + 1
-
-    def _begin_adapters(self, sources: Mapping[str, str], death: Death | None) -> None:
-        """Read those that an engine before this one had, and those named at the start; before the engine runs."""
-        shelf, known, before = self._needs_shelf(), self.host.engine.memory.adapters, self.host.adapters_log
-        assert known is not None
-        for name, versions in before.sources.items():
-            for version, source in versions.items():
-                try:
-                    shelf.read(name, version, source)
-                except ConfigError as error:  # whoever wants it hears of it; the others go on
-                    why = "; ".join(line.strip() for line in str(error).partition("\nhint: ")[0].splitlines())
-                    log.error("adapter %s, version %d, cannot be read again: %s", name, version, why)
-                    shelf.lack(name, version, why)
-            if name not in known.registered:  # of a journal without content
-                newest = max(versions)
-                self._first(LoadAdapterControl(name, newest, False, versions[newest]))
-        newest_sources = before.newest()
-        for name, source in sources.items():
-            unloaded = death is not None and name in known.versions  # since this server began
-            if unloaded or newest_sources.get(name) == source:
-                continue
-            version = max(self._next_version(name), 1 + max(before.sources.get(name, {}), default=0))
-            shelf.read(name, version, source)
-            self._first(LoadAdapterControl(name, version, False, source))
-
-    def _first(self, control: LoadAdapterControl) -> None:
-        """Ask for what nobody may come before."""
-
-        def answered(future: Future[ControlAnswered]) -> None:
-            if future.exception() is None and not future.result().ok:
-                self.host.fail(f"adapter {control.adapter!r}: {future.result().message}")
-
-        self.host.ask(control, answered)
+    def _desk(self) -> AdapterDesk:
+        if self.adapter_desk is None:
+            raise ConfigError(LORA_OFF)
+        return self.adapter_desk
 
     def _ordered(self, control: Control) -> None:
         answered = self.host.ask(control).result()

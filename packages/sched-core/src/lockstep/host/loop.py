@@ -69,6 +69,7 @@ from lockstep.core.events import (
     GrammarReady,
     HostTimeClamped,
     LaneReady,
+    LoadAdapterControl,
     MediaEncoded,
     MemorySwitched,
     ObservedEvent,
@@ -80,7 +81,7 @@ from lockstep.core.events import (
 )
 from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
-from lockstep.host.adapters import AdapterHands, AdaptersLog
+from lockstep.host.adapters import AdapterHands, AdaptersLog, Known
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
@@ -312,6 +313,7 @@ class RuntimeHost:
         self.weights = WeightsLog() if weights is None else weights
         self._adapters = adapters
         self.adapters_log = AdaptersLog() if adapters_log is None else adapters_log
+        self.adapters = Known(0, self.adapters_log.entries())  # replaced, never changed: for any thread
         self._orders = tuple(orders)
         self.observe = observe
         self.performed = performed
@@ -555,7 +557,10 @@ class RuntimeHost:
         if isinstance(event, ControlRequested | WeightsSwapped):
             self.weights.fold(self.engine, event)
         if self._adapters is not None:
-            for name in self.adapters_log.fold(self.engine, event):
+            gone = self.adapters_log.fold(self.engine, event)
+            if gone or (isinstance(event, ControlRequested) and isinstance(event.control, LoadAdapterControl)):
+                self.adapters = self.adapters.next(self.adapters_log, gone)
+            for name in gone:
                 self._adapters.forget(name)
         self.journal.append(event, step.digest)
         if step.commands:

@@ -5,8 +5,8 @@
                                   base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [outputs, r]
 
 Everything that does not fit is found before any tensor is read, and named in one error. What would change the answer
-and is not served here is refused: DoRA, biases, whole modules saved beside, embeddings, experts. Nothing in a folder can
-run code: a pickle (`adapter_model.bin`) is refused. Source of the fields: huggingface/peft, `LoraConfig`.
+and is not served here is refused: DoRA, biases, whole modules saved beside, embeddings, experts. Nothing in a folder
+can run code: a pickle (`adapter_model.bin`) is refused. Source of the fields: huggingface/peft, `LoraConfig`.
 """
 
 from __future__ import annotations
