@@ -323,7 +323,7 @@ class EmulatedHands:
 
 
 class EmulatedShelf:
-    """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read; a load takes what it does in simulations."""
+    """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read; a load takes as long as simulated."""
 
     def __init__(self, *, speed: float = 1.0) -> None:
         self.load_s = ADAPTER_LOAD_US / 1e6 / speed
