@@ -26,6 +26,7 @@ from lockstep.host.keeping import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
+from lockstep.runtime.lora.shelf import AdapterShelf  # noqa: E402
 from tests.support.adapters import merged, write_adapter  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
@@ -150,6 +151,31 @@ def test_adapters_come_and_go_while_others_stream(adapters: dict[str, Path], exp
                 same(answer, other)
         with pytest.raises(ConfigError, match="'few' is not loaded"):
             llm.unload_adapter("few")
+
+
+def test_a_load_holds_up_nobody_but_who_waits_for_it(
+    adapters: dict[str, Path], expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    place = AdapterShelf.place
+
+    def slowly(shelf: AdapterShelf, name: str, version: int, slot: int) -> None:
+        if name == "few":
+            begun.set()
+            assert may_end.wait(30)
+        place(shelf, name, version, slot)
+
+    monkeypatch.setattr(AdapterShelf, "place", slowly)
+    with LLM(adapters=adapters, max_loras=3, **CPU) as llm:
+        for answer, other in zip(llm.generate(PROMPTS, greedy("all")), expected["all"], strict=True):
+            same(answer, other)
+        waiting = llm.ask(PROMPTS[0], greedy("few"))
+        assert begun.wait(30)
+        for answer, other in zip(llm.generate(PROMPTS, greedy("all")), expected["all"], strict=True):
+            same(answer, other)
+        assert not waiting.over.is_set()
+        may_end.set()
+        same(llm.wait(waiting), expected["few"][0])
 
 
 def test_a_newer_version_is_for_those_who_come_later(

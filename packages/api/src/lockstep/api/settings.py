@@ -156,8 +156,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
-        least_values += (("max_lora_rank", 1), ("grammar_compile_mb", 1))
-        for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20)):
+        more = (("max_lora_rank", 1), ("restarts", 0), ("journal_bytes", 2**20), ("grammar_compile_mb", 1))
+        for name, least in (*least_values, *more):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
         for name, most in AT_MOST.items():
