@@ -15,9 +15,10 @@ import click
 import msgspec
 
 from lockstep.api.logs import start_log
-from lockstep.api.settings import ServeSettings, lora_values, read_settings, sched_values
+from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES
+from lockstep.host.adapters import named_folders
 
 DEFAULTS = ServeSettings()
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -115,7 +116,7 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
     if scheduler:
         options["set"] = sched_values(scheduler)
     if lora := options.get("lora"):
-        options["lora"] = lora_values(lora)
+        options["lora"] = named_folders(lora)
     settings = read_settings(config, options)
     if dry_run:
         click.echo(describe(settings))

@@ -329,19 +329,6 @@ def sched_values(settings: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def lora_values(settings: tuple[str, ...]) -> dict[str, str]:
-    """NAME=PATH each. Raises ConfigError."""
-    found: dict[str, str] = {}
-    for setting in settings:
-        name, equals, path = setting.partition("=")
-        if not equals or not name or not path:
-            raise ConfigError(f"`lora` needs NAME=PATH, got `{setting}`")
-        if name in found:
-            raise ConfigError(f"`lora` has {name} twice")
-        found[name] = path
-    return found
-
-
 def for_scheduler(settings: dict[str, Any]) -> dict[str, Any]:
     """As SchedConfig takes them: JSON and TOML have lists where it has tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}

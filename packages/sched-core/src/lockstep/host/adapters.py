@@ -63,6 +63,19 @@ def _stamp(folder: Path) -> str:
     return stamp_of_files([path for name in (CONFIG, TENSORS) if (path := folder / name).is_file()])
 
 
+def named_folders(settings: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH each, as a command line has them. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, path = setting.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"`lora` needs NAME=PATH, got `{setting}`")
+        if name in found:
+            raise ConfigError(f"`lora` has {name} twice")
+        found[name] = path
+    return found
+
+
 class Entry(NamedTuple):
     """An adapter that requests may name."""
 
