@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -104,7 +106,25 @@ def test_an_emulated_engine_has_adapters_in_time(tmp_path: Path) -> None:
         status, said = emulated.order("/load_lora_adapter", **newer)
         assert (status, said["message"]) == (200, "adapter med is loaded, version 2"), said
         assert emulated.complete("med") != before
+        assert example(emulated, tmp_path).split() == [base, "med", "tone", "tone", base, "med", "404"]
     assert replay(tmp_path / "run").steps
+
+
+def example(server: Operated, folder: Path) -> str:
+    """What the guide's example prints."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "features.md"
+    source = page.read_text("utf-8").partition("\n## LoRA\n")[2].partition("```python\n")[2].partition("```")[0]
+    for printed, here in (
+        ("http://127.0.0.1:8000", server.server.url),
+        ("admin.sock", str(server.server.log.parent / "admin")),
+        ("sk-operator-of-this-server", OPERATOR),
+    ):
+        assert printed in source
+        source = source.replace(printed, here)
+    (folder / "example.py").write_text(source, "utf-8")
+    done = subprocess.run([sys.executable, folder / "example.py"], capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stderr
+    return done.stdout
 
 
 def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> None:

@@ -178,6 +178,19 @@ def test_a_load_holds_up_nobody_but_who_waits_for_it(
         same(llm.wait(waiting), expected["few"][0])
 
 
+def test_nothing_is_left_of_what_a_slot_held_before(
+    adapters: dict[str, Path], expected: dict[str, list[Answer]]
+) -> None:
+    with LLM(adapters=adapters, max_loras=3, **CPU) as llm:
+        with torch.no_grad():
+            for target in llm.model.targets:
+                target.into.down.fill_(torch.inf)
+                target.into.up.fill_(torch.inf)
+        for name in ("few", "root", ""):
+            (answer,) = llm.generate(PROMPTS[0], greedy(name))
+            same(answer, expected[name][0])
+
+
 def test_a_newer_version_is_for_those_who_come_later(
     adapters: dict[str, Path], expected: dict[str, list[Answer]]
 ) -> None:
