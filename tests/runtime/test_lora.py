@@ -243,6 +243,22 @@ def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
     assert replay(tmp_path / "run").steps
 
 
+def test_a_journal_of_digests_names_the_adapters_that_there_were(
+    adapters: dict[str, Path], expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"adapters": {"all": adapters["all"]}, "max_loras": 3, **CPU}
+    with LLM(keeper=Keeper(tmp_path, content="digests"), **settings) as llm:
+        llm.load_adapter("few", adapters["few"])
+        llm.load_adapter("root", adapters["root"])
+        llm.unload_adapter("all")
+    with LLM(keeper=Keeper(tmp_path, content="digests", death="killed"), **settings) as llm:
+        assert sorted(llm.adapters()) == ["few", "root"]
+        for name in ("few", "root"):
+            (answer,) = llm.generate(PROMPTS[0], greedy(name))
+            same(answer, expected[name][0])
+        assert sorted(llm.adapters()) == ["few", "root"]
+
+
 def changed(folder: Path, **settings: Any) -> Path:
     """A folder with other settings."""
     file = folder / "adapter_config.json"

@@ -483,7 +483,7 @@ class RankGroup:
                 case Done():
                     worker.done, worker.doing = message, ""
                 case AdapterDone(ticket, error):
-                    self._adapter_answers[ticket].append(error)
+                    self._adapter_answers.get(ticket, []).append(error)  # nobody waits where the group has ended
                 case Collected(batch_id, drawn):
                     if batch_id in worker.launched:
                         worker.launched.remove(batch_id)

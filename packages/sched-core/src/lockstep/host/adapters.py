@@ -204,12 +204,14 @@ class AdapterDesk:
                     why = "; ".join(line.strip() for line in str(error).partition("\nhint: ")[0].splitlines())
                     logger.error("adapter %s, version %d, cannot be read again: %s", name, version, why)
                     self._shelf.lack(name, version, why)
-        for name, (version, source) in before.items():
-            if name not in self._known.registered:  # the journal had no content
-                self._first(name, version, source)
+        seen = {*self._known.versions, *log.sources}
+        for name in [name for name in log.sources if name not in self._known.registered]:
+            del log.sources[name]  # the journal had no content: the engine has to be told again
+            if name in before:
+                self._first(name, *before[name])
         for name, source in sources.items():
             newest, there = before.get(name, (0, ""))
-            if (restarted and name in self._known.versions) or there == source:
+            if (restarted and name in seen) or there == source:
                 continue
             version = max(self._next_version(name), newest + 1)
             self._shelf.read(name, version, source)

@@ -166,7 +166,7 @@ class Keeper:
                 case ControlRequested(control=LoadAdapterControl(adapter=name, version=version, source=source)):
                     self.adapters.sources.setdefault(name, {})[version] = source
                 case ControlRequested(control=UnloadAdapterControl(name)):
-                    self.adapters.sources.pop(name, None)
+                    self.adapters.sources[name] = {}
                 case WeightsSwapped(version=version, error="") if version > self.weights.version:
                     self.weights = WeightsLog(version, self.weights.asked.get(version, ""))
 

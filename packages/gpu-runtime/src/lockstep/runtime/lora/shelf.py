@@ -20,6 +20,7 @@ import torch
 
 from lockstep.core.errors import ConfigError
 from lockstep.host.adapters import folder_of
+from lockstep.runtime.checkpoint import CheckpointError
 from lockstep.runtime.lora.peft import AdapterWeights, read_adapter
 from lockstep.runtime.models import Decoder
 
@@ -38,9 +39,12 @@ class AdapterShelf:
     def read(self, name: str, version: int, source: str) -> None:
         """Read a folder. Raises ConfigError, with everything in it that does not fit."""
         model, parallel = self._model, self._model.parallel
-        found = read_adapter(
-            folder_of(source), model.targets, model.adapter_rank, rank=parallel.rank, ranks=parallel.ranks
-        )
+        folder = folder_of(source)
+        try:
+            found = read_adapter(folder, model.targets, model.adapter_rank, rank=parallel.rank, ranks=parallel.ranks)
+        except (OSError, MemoryError, RuntimeError) as error:
+            said = str(error).partition("\n")[0]
+            raise CheckpointError(folder, [f"{type(error).__name__}: {said}"]) from error
         with self._lock:
             self._kept[name, version] = found
         log.info("adapter %s, version %d: rank %d, %.1f MB", name, version, found.rank, found.nbytes / 1e6)
