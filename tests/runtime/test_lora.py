@@ -27,6 +27,8 @@ from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
 from lockstep.runtime.lora.shelf import AdapterShelf  # noqa: E402
+from lockstep.runtime.lora.slots import LoraSlots, run_once  # noqa: E402
+from lockstep.runtime.models import build_model  # noqa: E402
 from tests.support.adapters import merged, write_adapter  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
@@ -189,6 +191,24 @@ def test_nothing_is_left_of_what_a_slot_held_before(
         for name in ("few", "root", ""):
             (answer,) = llm.generate(PROMPTS[0], greedy(name))
             same(answer, expected[name][0])
+
+
+def test_every_kind_of_product_is_run_before_it_is_needed() -> None:
+    model = build_model(demo_folder())
+    model.take_adapters(2, 4)
+    tiles = set[tuple[int, tuple[int, ...]]]()
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        add_to = LoraSlots.add_to
+        patch.setattr(
+            LoraSlots,
+            "add_to",
+            lambda self, out, hidden, batch: (
+                tiles.add((batch.tile, self.sizes)) or add_to(self, out, hidden, batch)  # type: ignore[func-returns-value]
+            ),
+        )
+        products = run_once(model.targets, lambda one: torch.from_numpy(one.copy()))
+    assert tiles == {(tile, target.into.sizes) for tile in (16, 64) for target in model.targets}
+    assert products >= len(tiles)
 
 
 def test_a_newer_version_is_for_those_who_come_later(

@@ -173,7 +173,8 @@ class Bridge:
         self.worker, self.number = worker, number
         self.about: About | None = None  # once the engine is there
         self.gauges: Gauges | None = None  # the newest
-        self.known = Known()  # adapters
+        self.known = Known()  # adapters,
+        self._named: tuple[Known, dict[str, str]] = (self.known, {})  # and the same by name
         self.gone = ""  # why the engine takes nothing any more
         self.restarting = False  # requests are taken, and wait for the next engine
         self.away = False  # the next engine is on its way, whether there was one before or not
@@ -310,7 +311,9 @@ class Bridge:
     @property
     def adapters(self) -> dict[str, str]:
         """Where the adapters came from that requests may name."""
-        return {one.name: one.path for one in self.known.entries}
+        if self._named[0] is not self.known:
+            self._named = (self.known, {one.name: one.path for one in self.known.entries})
+        return self._named[1]
 
     @property
     def weights_version(self) -> int:

@@ -38,6 +38,7 @@ from lockstep.runtime.graphs import (
     graph_sizes,
 )
 from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, Parallel, build_model
 from lockstep.runtime.models.config_reader import DTYPES
@@ -178,6 +179,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         graph_sizes=sizes,
         matchers=None if ranks is None else ranks.matchers,
     )
+    if model.adapter_slots and device.type == "cuda":
+        with executor.lane.stream(), torch.inference_mode():
+            run_once(model.targets, executor.lane.upload)
     return Assembled(model, config, memory, choice.name, enabled, executor)
 
 

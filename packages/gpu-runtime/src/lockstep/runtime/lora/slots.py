@@ -77,7 +77,7 @@ class LoraSlots(nn.Module):
         self, inputs: int, sizes: Sequence[int], slots: int, rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.rank, self.sizes = rank, tuple(sizes)
+        self.rank, self.inputs, self.sizes = rank, inputs, tuple(sizes)
         # Parameters, although nobody trains them: so they are counted, released and taken again with the weights.
         self.down = nn.Parameter(
             torch.zeros(slots, len(sizes) * rank, inputs, dtype=dtype, device=device), requires_grad=False
@@ -112,6 +112,16 @@ def add_lora_reference(
         parts = up[slot].split_with_sizes(list(sizes))
         out.index_add_(0, at, torch.cat([F.linear(*pair) for pair in zip(inner, parts, strict=True)], dim=1))
     return out
+
+
+def run_once(targets: Sequence[Target], upload: Callable[[Int32s], Tensor]) -> int:
+    """Run each kind of product for a few tokens and for many, so that nobody waits for a kernel. Returns how many."""
+    kinds = {(one.into.sizes, one.into.down.shape): one.into for one in targets}
+    for into in kinds.values():
+        for tokens in (1, FEW_TOKENS + 1):  # low tiles, high tiles
+            batch = lay_out(np.zeros(1, np.int32), np.array([tokens], np.int32), upload)
+            into.add_to(into.up.new_zeros(tokens, sum(into.sizes)), into.down.new_zeros(tokens, into.inputs), batch)
+    return 2 * len(kinds)
 
 
 @dataclass(frozen=True, slots=True)
