@@ -137,13 +137,13 @@ def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> 
     expected = {}
     for name, folder in folders.items():
         with LLM(merged(tmp_path / f"merged-{name}", folder), device="cpu", grammar_backend="none") as llm:
-            (answer,) = llm.generate("def f(", Params(max_new_tokens=60, ignore_eos=True))
+            (answer,) = llm.generate("def f(", Params(max_new_tokens=40, ignore_eos=True))
             expected[name] = answer.token_ids
     journal = ("--journal", str(tmp_path / "run"), "--device", "cpu", "--numerics", "invariant")
     with operated(tmp_path, "--lora", f"one={folders['one']}", "--set", "max_loras=2", *journal) as model:
         client = openai.OpenAI(base_url=f"{model.server.url}/v1", api_key=OPERATOR)
         assert [one.id for one in client.models.list()] == ["demo", "one"]
-        asked: dict[str, Any] = {"prompt": "def f(", "max_tokens": 60, "temperature": 0}
+        asked: dict[str, Any] = {"prompt": "def f(", "max_tokens": 40, "temperature": 0}
         asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
         found: list[int] = []
 
