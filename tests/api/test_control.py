@@ -231,11 +231,15 @@ def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Pos
     assert (now["idle"], now["counts"]["finished"]["cancelled"] > 0) == (True, True)
 
 
+def test_without_slots_there_is_no_lora(operator: Post) -> None:
+    status, said = operator("/load_lora_adapter", {"lora_name": "law", "lora_path": "of/law"})
+    assert (status, "LoRA is off; start with --lora NAME=PATH" in said["error"]["message"]) == (400, True)
+    assert operator("/v1/unload_lora_adapter", {"lora_name": "law"})[0] == 404
+
+
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        ("/load_lora_adapter", "no adapters"),
-        ("/v1/unload_lora_adapter", "no adapters"),
         ("/get_weights_by_name", "no weights"),
         ("/start_profile", "--profile-dir"),
     ],

@@ -61,14 +61,13 @@ EXPECTED = {
 }
 STANDS = "/flush_cache /reset_prefix_cache /pause /pause_generation /resume /continue_generation /is_paused /drain"
 STANDS += " /abort_all /get_server_info /server_info /slow_down /freeze_gc /start_profile /stop_profile"
-NO_HANDS = "/load_lora_adapter /unload_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter"
 STANDS += " /release_memory_occupation /resume_memory_occupation /sleep /wake_up"
 STANDS += " /destroy_weights_update_group"
 NEEDS_BODY = "/set_internal_state /update_weights_from_disk /update_weights_from_tensor /get_weights_by_name"
+NEEDS_BODY += " /load_lora_adapter /unload_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter"
 NEEDS_BODY += " /init_weights_update_group /update_weights_from_distributed"
 EXPECTED_ADMIN = {
     **{("POST", path): (401, 401, 503) for path in STANDS.split()},  # there is no engine to ask
-    **{("POST", path): (401, 401, 501) for path in NO_HANDS.split()},
     **{("POST", path): (401, 401, 415) for path in NEEDS_BODY.split()},
     ("GET", "/openapi.json"): (401, 401, 200),
 }

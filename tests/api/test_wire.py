@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from lockstep.api import bridge, engine_process, routing, wire
 from lockstep.core.events import GetState, RequestArrived, SamplingParams, TokenIds
+from lockstep.host.adapters import Entry, Known
 from lockstep.host.weights import WeightsRead
 
 ABOUT = wire.About(
@@ -48,6 +49,8 @@ TO_ENGINE = [
     wire.ReadWeights(1, 11, "model.norm.weight", 3),
     wire.JoinGroup(1, 12, "weights", "127.0.0.1", 29500, 1, 2),
     wire.LeaveGroup(1, 13, "weights"),
+    wire.LoadLora(1, 14, "tone", "/adapters/tone", True),
+    wire.UnloadLora(1, 15, "tone"),
     wire.WorkerGone(1),
     wire.Stop(0),
 ]
@@ -66,6 +69,8 @@ TO_WORKER = [
     ),
     wire.Answered(3, 8, True, "done"),
     wire.Answered(3, 11, True, weights=WeightsRead("model.norm.weight", 1, (2,), "float32", [0.5, 1.0])),
+    wire.Welcome(3, 1, ABOUT, 2, Known(4, (Entry("tone", 2, "/adapters/tone"),))),
+    wire.AdaptersKnown(3, Known(5, ())),
     wire.EngineRestarting(3, 1, "why"),
     wire.EngineGone(3, "why"),
 ]

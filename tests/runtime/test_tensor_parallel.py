@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
@@ -557,6 +558,10 @@ class Inbox:
         return message
 
 
+NOTHING_LIVE: Any = SimpleNamespace(version=0, model=SimpleNamespace(device=torch.device("cpu")))
+"""A model of which neither weights, memory nor adapters change."""
+
+
 class OneThread:
     """`RankGroup` with one worker, a thread that has the whole model: what is compared is what it is told."""
 
@@ -568,8 +573,7 @@ class OneThread:
         self.errors: list[BaseException] = []
         self.batches = 0
         self.chain = PlanChain()
-        live: Any = None  # nothing is changed
-        self._thread = threading.Thread(target=self._follow, args=(Follower(executor, self.inbox, live),))
+        self._thread = threading.Thread(target=self._follow, args=(Follower(executor, self.inbox, NOTHING_LIVE),))
         self._thread.start()
         runtime.host.executor = LeadExecutor(runtime.executor, self)  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lockstep.api.wire import (
     OVER,
     PROTOCOL,
     About,
+    AdaptersKnown,
     Answered,
     Ask,
     Cancel,
@@ -38,12 +40,14 @@ from lockstep.api.wire import (
     Hello,
     JoinGroup,
     LeaveGroup,
+    LoadLora,
     ReadWeights,
     Settled,
     StepAnswers,
     Submit,
     ToEngine,
     Trace,
+    UnloadLora,
     Welcome,
     WireError,
     WorkerMessage,
@@ -53,6 +57,7 @@ from lockstep.api.wire import (
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import Control, RequestArrived
 from lockstep.core.requests import prompt_length
+from lockstep.host.adapters import Known
 
 log = logging.getLogger("lockstep.worker")
 
@@ -168,6 +173,8 @@ class Bridge:
         self.worker, self.number = worker, number
         self.about: About | None = None  # once the engine is there
         self.gauges: Gauges | None = None  # the newest
+        self.known = Known()  # adapters,
+        self._named: tuple[Known, dict[str, str]] = (self.known, {})  # and the same by name
         self.gone = ""  # why the engine takes nothing any more
         self.restarting = False  # requests are taken, and wait for the next engine
         self.away = False  # the next engine is on its way, whether there was one before or not
@@ -293,6 +300,21 @@ class Bridge:
         """Leave it. Raises EngineUnavailable."""
         return await self._answer(lambda number: LeaveGroup(self.worker, number, name))
 
+    async def load_lora(self, name: str, path: str, *, pinned: bool) -> Answered:
+        """Load an adapter. Raises EngineUnavailable."""
+        return await self._answer(lambda number: LoadLora(self.worker, number, name, path, pinned))
+
+    async def unload_lora(self, name: str) -> Answered:
+        """Forget one. Raises EngineUnavailable."""
+        return await self._answer(lambda number: UnloadLora(self.worker, number, name))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Where the adapters came from that requests may name."""
+        if self._named[0] is not self.known:
+            self._named = (self.known, {one.name: one.path for one in self.known.entries})
+        return self._named[1]
+
     @property
     def weights_version(self) -> int:
         """Of the weights that the engine has, as far as is known here."""
@@ -354,6 +376,7 @@ class Bridge:
         if message.generation <= self.generation:  # it was greeted twice
             return
         first = self.about is None
+        self.known = max(self.known, message.adapters, key=attrgetter("revision"))
         self.about, self.generation, self.restarting, self.away = message.about, message.generation, False, False
         for ticket in self.tickets.values():
             self._submit(ticket)
@@ -369,6 +392,7 @@ class Bridge:
             return
         self.restarting, self.away = self.about is not None, True
         self.gauges = None
+        self.known = Known(-1, self.known.entries)  # those of the next engine are newer, whatever it counts
         self._engine.close(0)
         self._engine = writer(zmq.Context(self._context), self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))
@@ -423,6 +447,10 @@ class Bridge:
         if future is not None and not future.done():
             future.set_result(message)
 
+    def adapters_known(self, message: AdaptersKnown) -> None:
+        """There are others than before."""
+        self.known = max(self.known, message.adapters, key=attrgetter("revision"))
+
     def engine_gone(self, message: EngineGone) -> None:
         """The engine ended: so does everything that waits for it."""
         if self.gone:
@@ -450,6 +478,7 @@ HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
     Welcome: Bridge.welcomed,
     StepAnswers: Bridge.take,
     Answered: Bridge.answered,
+    AdaptersKnown: Bridge.adapters_known,
     EngineRestarting: Bridge.engine_restarting,
     EngineGone: Bridge.engine_gone,
 }

@@ -120,6 +120,12 @@ class ClusterBridge:
         return self._about
 
     @property
+    def adapters(self) -> dict[str, str]:
+        """Where the adapters came from that requests may name: those that all engines have."""
+        first, *others = [one.adapters for one in self.left] or [{}]
+        return {name: path for name, path in first.items() if all(name in one for one in others)}
+
+    @property
     def tickets(self) -> bool:
         """Whether anything is open."""
         return bool(self._unrouted) or any(one.tickets for one in self.engines)
@@ -237,6 +243,8 @@ class ClusterBridge:
         if self._router.policy == "prefix_affinity":
             ids = np.frombuffer(prompt_bytes(request.prompt), np.int32)
             space = f"{request.tenant if self._tenants_apart else ''}\0{request.namespace}"
+            if request.adapter:
+                space += f"\0{request.adapter}"
             prefix = prefix_keys(ids, self._router.block_tokens, space)
         key = session_key(ticket.session) if ticket.session else ""
         self._send(Offer(self.worker, number, ticket.waiting_tokens, prefix, key))

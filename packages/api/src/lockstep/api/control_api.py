@@ -25,12 +25,14 @@ from lockstep.api.schemas import (
     CloseSessionBody,
     JoinGroupBody,
     LeaveGroupBody,
+    LoadLoraBody,
     MemoryBody,
     OpenSessionBody,
     PauseBody,
     ProfileBody,
     SlowDownBody,
     StateBody,
+    UnloadLoraBody,
     WeightsBody,
     WeightsByNameBody,
     WeightsFromDiskBody,
@@ -194,9 +196,38 @@ async def stop_profile(server: Server, call: Call[None]) -> Response:
     return _answer(await _of_each(server, call, lambda engine: engine.trace(None)))
 
 
-async def load_adapter(server: Server, call: Call[Any]) -> Response:
-    """Load or unload a LoRA adapter: refused, as no runtime here has any."""
-    raise ApiError(501, "this runtime has no adapters")
+async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
+    """Load a LoRA adapter: read, checked, and there for requests that name it."""
+    body = call.body
+    if body.lora_name in server.models():
+        raise ApiError(400, f"`lora_name` is {body.lora_name[:60]!r}, which is the model's own name", "lora_name")
+    if "\0" in body.lora_name:
+        raise ApiError(400, "`lora_name` holds a zero character", "lora_name")
+    chosen = _chosen(server, call)
+    if not body.load_inplace and all(body.lora_name in one.adapters for one in chosen):
+        message = f"`lora_name` {body.lora_name[:60]!r} is loaded already; `load_inplace` loads a newer version of it"
+        raise ApiError(400, message, "lora_name")
+    if server.about().kind != "emulated" and not Path(body.lora_path).is_absolute():
+        raise ApiError(400, f"`lora_path` must begin with /, got {body.lora_path[:200]!r}", "lora_path")
+
+    def load(engine: Bridge) -> Awaitable[Answered]:
+        return engine.load_lora(body.lora_name, body.lora_path, pinned=body.pinned)
+
+    return _loaded(server, await _of_each(server, call, load))
+
+
+async def unload_adapter(server: Server, call: Call[UnloadLoraBody]) -> Response:
+    """Forget a LoRA adapter; answered once no request uses it. Others go on."""
+    name = call.body.lora_name
+    if not any(name in one.adapters for one in _chosen(server, call)):
+        raise ApiError(404, f"`lora_name` {name[:60]!r} is not loaded", "lora_name")
+    return _loaded(server, await _of_each(server, call, lambda engine: engine.unload_lora(name)))
+
+
+def _loaded(server: Server, answered: list[tuple[Bridge, Answered]]) -> Response:
+    said = _answer(answered)
+    told = msgspec.json.decode(bytes(said.body))
+    return JsonResponse(told | {"loaded_adapters": server.bridge.adapters})
 
 
 async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBody]) -> Response:

@@ -8,10 +8,11 @@ are a function of prompt, seed and position, so the same request always gets the
 
 from __future__ import annotations
 
+import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil, log, log1p
@@ -30,8 +31,9 @@ from lockstep.core.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf, Int32s, RowContext
 from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
+from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host import extend_shape_of, standard_normal
+from lockstep.sim.host import ADAPTER_LOAD_US, extend_shape_of, standard_normal
 
 UInt64s = NDArray[np.uint64]
 
@@ -54,9 +56,9 @@ class Vocabulary:
     mean_tokens: int
     closing: tuple[int, ...] = ()
 
-    def key(self, prompt: Int32s, seed: int | None) -> int:
+    def key(self, prompt: Int32s, seed: int | None, adapter: str = "") -> int:
         """What an answer follows from: 64 bits. Greedy answers have no seed."""
-        told = f"{seed} ".encode() + prompt.astype("<i4", copy=False).tobytes()
+        told = f"{seed} {adapter}".encode() + prompt.astype("<i4", copy=False).tobytes()
         return int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
 
     def length(self, key: int) -> int:
@@ -231,7 +233,8 @@ class EmulatedExecutor:
         self._scripted.pop(taken.row, None)
         if self._script is not None and (said := self._script.answer(prompt)) is not None:
             self._scripted[taken.row] = said
-        key = self._vocabulary.key(prompt, seed)
+        adapter = f"{taken.adapter}@{taken.adapter_version}" if taken.adapter else ""  # which says other words
+        key = self._vocabulary.key(prompt, seed, adapter)
         self._keys[taken.row] = key
         self._prompt_tokens[taken.row] = context.prompt_tokens
         ends_at = self._vocabulary.length(key)
@@ -317,6 +320,33 @@ class EmulatedHands:
         """Weights are kept in the host's memory meanwhile."""
         if "weights" in tags:
             time.sleep(self.copy_s)
+
+
+class EmulatedShelf:
+    """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read; a load takes as long as simulated."""
+
+    def __init__(self, *, speed: float = 1.0) -> None:
+        self.load_s = ADAPTER_LOAD_US / 1e6 / speed
+
+    def read(self, name: str, version: int, source: str) -> None:
+        """There is nothing to read."""
+
+    def lack(self, name: str, version: int, why: str) -> None:
+        """Nothing lacks."""
+
+    def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
+        """After as long as a copy takes. Loads overlap with everything, each other included."""
+        timer = threading.Timer(self.load_s, done, (None,))
+        timer.daemon = True
+        timer.start()
+
+    def forget(self, name: str, version: int | None = None) -> None:
+        """Nothing is kept."""
+
+
+def emulated_source(path: str | Path) -> str:
+    """What is called a folder, and need not be there."""
+    return write_source(Folder(str(path)))
 
 
 def _shape_of(plan: BatchPlan) -> BatchShape:

@@ -46,12 +46,14 @@ from lockstep.api.wire import (
     Hello,
     JoinGroup,
     LeaveGroup,
+    LoadLora,
     ReadWeights,
     Settled,
     StepAnswers,
     Stop,
     Submit,
     Trace,
+    UnloadLora,
     Welcome,
     WireError,
     WorkerGone,
@@ -67,6 +69,9 @@ from lockstep.core.support import samples_asked
 from lockstep.host.errors import EngineStopped
 
 log = logging.getLogger("lockstep.engine")
+
+Questions = Trace | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
+"""What the scheduler has no say in, or not the first."""
 
 LOOK_MS = 200  # how often to see whether the engine still runs
 CLAIM_S = 2.0  # workers have so long to say what they have open; one that is gone says nothing
@@ -110,7 +115,9 @@ class EngineProcess:
         self._mailbox = reader(self._context, engine_address(folder))
         self._number, self._folder = number, folder
         self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
-        self.outbox = Outbox(Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift)
+        self.outbox = Outbox(
+            Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift, unit.host
+        )
         self.outbox.restarts = generation
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
         self._open: dict[tuple[int, int], _Open] = {}  # by worker and ticket; entries leave in the host's thread
@@ -174,7 +181,7 @@ class EngineProcess:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
         about = msgspec.structs.replace(self.unit.about, weights_version=self.host.weights.version)
-        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation))
+        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters))
 
     def submit(self, message: Submit) -> None:
         """A request. What was meant for an engine before this one comes again, by its worker's own account."""
@@ -241,6 +248,10 @@ class EngineProcess:
         """Join or leave a trainer's group; in a thread of its own, since others may come late."""
         threading.Thread(target=self._look, args=(message, self._grouped), daemon=True).start()
 
+    def lora(self, message: LoadLora | UnloadLora) -> None:
+        """Load or unload an adapter; in a thread of its own, since it is read, or others use it still."""
+        threading.Thread(target=self._look, args=(message, self._adapted), daemon=True).start()
+
     def worker_gone(self, message: WorkerGone) -> None:
         """Nobody reads what this worker asked for."""
         self.outbox.workers.discard(message.worker)
@@ -265,7 +276,7 @@ class EngineProcess:
             for sample in range(opened.samples):
                 self.host.cancel(opened.first_id + sample)
 
-    def _look(self, message: Trace | ReadWeights | JoinGroup | LeaveGroup, look: Callable[[Any], Answered]) -> None:
+    def _look(self, message: Questions, look: Callable[[Any], Answered]) -> None:
         """Answer what the scheduler has no say in."""
         try:
             answer = look(message)
@@ -292,6 +303,16 @@ class EngineProcess:
         done = "joined" if isinstance(message, JoinGroup) else "left"
         return Answered(message.worker, message.ticket, True, f"{done} the group {message.name}")
 
+    def _adapted(self, message: LoadLora | UnloadLora) -> Answered:
+        desk = self.unit.adapters
+        if desk is None:
+            raise ConfigError("LoRA is off; start with --lora NAME=PATH, or --set max_loras=N for N on the device")
+        if isinstance(message, UnloadLora):
+            desk.unload(message.name)
+            return Answered(message.worker, message.ticket, True, f"adapter {message.name} is unloaded")
+        version = desk.load(message.name, message.path, pinned=message.pinned)
+        return Answered(message.worker, message.ticket, True, f"adapter {message.name} is loaded, version {version}")
+
     def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
         """In the host's thread, whose sockets are those of the outbox."""
         if future.exception() is not None:
@@ -312,6 +333,8 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     ReadWeights: EngineProcess.read_weights,
     JoinGroup: EngineProcess.group,
     LeaveGroup: EngineProcess.group,
+    LoadLora: EngineProcess.lora,
+    UnloadLora: EngineProcess.lora,
     WorkerGone: EngineProcess.worker_gone,
     Stop: EngineProcess.stop,
 }

@@ -26,6 +26,7 @@ from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader
 from lockstep.core.requests import prompt_bytes
+from lockstep.host.adapters import LORAS, AdapterDesk
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
@@ -65,6 +66,7 @@ class EngineUnit:
     read_weights: Callable[[str, int], WeightsRead] | None = None
     group: Callable[[JoinGroup | LeaveGroup], None] | None = None
     keeper: Keeper | None = None
+    adapters: AdapterDesk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         cuda_graph_max_batch=settings.cuda_graph_max_batch,
         tensor_parallel=settings.tp,
         seed=settings.seed,
+        adapters=settings.lora,
+        max_lora_rank=settings.max_lora_rank,
         logit_processors=settings.logit_processors,
         grammar_backend=settings.grammar_backend,
         grammar_limits=_grammar_limits(settings),
@@ -281,6 +285,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         trace=trace,
         read_weights=llm.weights,
         group=group,
+        adapters=llm.adapter_desk,
     )
     if meter is None:
         return unit
@@ -388,7 +393,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
-    from lockstep.api.emulate import EmulatedExecutor, EmulatedHands, Script
+    from lockstep.api.emulate import EmulatedExecutor, EmulatedHands, EmulatedShelf, Script, emulated_source
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.tables import base_cost_model
@@ -401,6 +406,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     assert text is not None
     vocabulary = _vocabulary(text, model.vocab, settings)
     scheduler = _scheduler(settings)
+    if settings.lora:
+        scheduler.setdefault("max_loras", LORAS)
     script = None if settings.answers is None else Script.read(Path(settings.answers), text)
     if settings.answer_tokens or script is not None:
         scheduler.setdefault("eos_token_ids", (vocabulary.end,))
@@ -471,6 +478,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     weights = WeightsLog() if keeper is None else keeper.weights
     weights_bytes, bus_gbs = model.weights_bytes(None, scenario.parallelism), gpu.datasheet["pcie_gbs"].value
     executor.weights_version = weights.version
+    shelf = EmulatedShelf(speed=settings.speed) if config.max_loras else None
     runtime_host = RuntimeHost(
         engine,
         executor,
@@ -481,9 +489,17 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         compile_grammar=None if hands is None else hands.compiler,
         hands=EmulatedHands(executor, weights_bytes, bus_gbs, speed=settings.speed),
         weights=weights,
+        adapters=shelf,
+        adapters_log=None if keeper is None else keeper.adapters,
         orders=() if keeper is None else keeper.orders,
         observe=observe,
     )
+
+    desk = None
+    if shelf is not None:
+        desk = AdapterDesk(runtime_host, shelf, emulated_source)
+        sources = {name: emulated_source(path) for name, path in settings.lora.items()}
+        desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
 
     def serve() -> None:
         try:
@@ -513,7 +529,15 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         no_grammars=no_grammars,
     )
     memory = "the pool was given" if kv is None else _memory(kv.describe())
-    unit = EngineUnit(host=runtime_host, about=about, memory=memory, start=thread.start, close=close, keeper=keeper)
+    unit = EngineUnit(
+        host=runtime_host,
+        about=about,
+        memory=memory,
+        start=thread.start,
+        close=close,
+        keeper=keeper,
+        adapters=desk,
+    )
     return unit if meter is None else replace(unit, drift=meter.read)
 
 

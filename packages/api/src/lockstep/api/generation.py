@@ -75,6 +75,7 @@ class Wanted:
     session: str = ""
     session_start: int | None = None  # tokens of the session that stay in front of the prompt; None: all
     grammar: Grammar | None = None  # what each answer must keep to: `structured_output` makes them
+    adapter: str = ""  # the name of one that is loaded
     grammar_field: str = "grammar"  # what the client called it
 
     @property
@@ -219,6 +220,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
         session_start=wanted.session_start,
         namespace=sha256(wanted.salt.encode()).hexdigest() if wanted.salt else "",
         grammar=wanted.grammar,
+        adapter=wanted.adapter,
         sampling=SamplingParams(
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,7 +71,8 @@ COMPLETION_TOKENS = 16
 
 async def models(server: Server, call: Call[None]) -> Response:
     """What is served."""
-    return JsonResponse({"object": "list", "data": [_model(server, name) for name in server.models()]})
+    names = (*server.models(), *server.bridge.adapters)
+    return JsonResponse({"object": "list", "data": [_model(server, name) for name in names]})
 
 
 async def model(server: Server, call: Call[None]) -> Response:
@@ -79,13 +81,14 @@ async def model(server: Server, call: Call[None]) -> Response:
 
 
 def _model(server: Server, name: str) -> dict[str, Any]:
+    adapter = server.adapter(name)
     return {
         "id": name,
         "object": "model",
         "created": server.started_s,
         "owned_by": "lockstep",
-        "root": server.about().model,
-        "parent": None,
+        "root": Path(server.bridge.adapters[adapter]).name if adapter else server.about().model,
+        "parent": server.models()[0] if adapter else None,
         "max_model_len": server.about().request_tokens_max,
     }
 

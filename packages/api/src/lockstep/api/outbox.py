@@ -8,20 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import zmq
 
 from lockstep.api.request_times import EngineTimes
 from lockstep.api.sockets import worker_address, writer
-from lockstep.api.wire import Answered, BatchDrift, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
+from lockstep.api.wire import (
+    AdaptersKnown,
+    Answered,
+    BatchDrift,
+    Ended,
+    Gauges,
+    Logprobs,
+    StepAnswers,
+    ToWorker,
+    encode,
+)
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.engine import Engine
 from lockstep.core.stats import stats
+from lockstep.host.adapters import Known
 from lockstep.host.batches import Float32s
 from lockstep.host.loop import Extras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
+
+
+class HasAdapters(Protocol):
+    """What is needed of a host."""
+
+    adapters: Known
 
 
 class Writers:
@@ -80,6 +98,7 @@ class Outbox:
     Args:
         stuck: told of a worker that has not read for so long that nothing more can be kept for it.
         drift: how far predictions of batches were off so far, where there are any.
+        host: knows the adapters that there are, of which workers are told.
     """
 
     def __init__(
@@ -88,6 +107,7 @@ class Outbox:
         engine: Engine,
         stuck: Callable[[int], object],
         drift: Callable[[], tuple[BatchDrift, ...]] = tuple,
+        host: HasAdapters | None = None,
     ) -> None:
         self._writers, self._engine, self._stuck, self._drift = writers, engine, stuck, drift
         self.times = EngineTimes()
@@ -96,6 +116,7 @@ class Outbox:
         self._gauges_us = -GAUGES_EVERY_US
         self._weights_version = engine.memory.weights_version
         self.workers: set[int] = set()  # who is told how the engine stands
+        self._host, self._adapters = host, 0
         self.restarts = 0  # engines before this one
 
     def page(self, worker: int) -> _Page:
@@ -123,6 +144,10 @@ class Outbox:
         for worker, page in pages.items():
             if not self._writers.send(page.message(worker, gauges)):
                 self._stuck(worker)
+        if self._host is not None and self._host.adapters.revision != self._adapters:
+            self._adapters = self._host.adapters.revision
+            for worker in tuple(self.workers):
+                self._writers.send(AdaptersKnown(worker, self._host.adapters))
         answers, self._answers = self._answers, []
         for answer in answers:  # whoever has one knows of what happened before
             self._writers.send(answer)

@@ -118,7 +118,6 @@ NOTHING = (None, False, "", 0)
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
 WHY = {
     "serialized_named_tensors": PICKLED,
-    "lora_path": "names an adapter, and this runtime has none; leave it out",
     "previous_response_id": "goes on from a stored answer, and this server stores none; send the whole conversation",
     "conversation": "names a stored conversation, and this server stores none; send the whole conversation",
     "response_format": "is of chat completions; a response has the same as `text.format`",
@@ -212,6 +211,7 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     return_token_ids: bool | None = None
     cache_salt: Name | None = None
     prompt_logprobs: Count | None = None
+    lora_path: Name | None = None  # the name of an adapter, as SGLang has it; `model` may be one as well
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "bad_words": (),
@@ -220,7 +220,6 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
         "bootstrap_room": (),
         "extra_key": (),
         "kv_transfer_params": (),
-        "lora_path": (),
         "no_stop_trim": (),
         "return_hidden_states": (),
         "return_tokens_as_token_ids": (),
@@ -339,6 +338,7 @@ class GenerateBody(Timed):
     priority: Int64 | None = None
     rid: Name | None = None
     session_params: SessionParams | None = None
+    lora_path: Name | None = None  # the name of an adapter
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio_data": (),
@@ -347,7 +347,6 @@ class GenerateBody(Timed):
         "extra_key": (),
         "image_data": (),
         "input_embeds": (),
-        "lora_path": (),
         "return_hidden_states": (),
         "return_text_in_logprobs": (),
         "token_ids_logprob": (),
@@ -680,6 +679,23 @@ class WeightsFromGroupBody(WeightsBody):
     dtypes: Items[Name]
     shapes: Items[Annotated[list[Count], Field(max_length=8)]]
     group_name: Name = "weights"
+
+
+class LoadLoraBody(Body):
+    """POST /load_lora_adapter. Names are those of vLLM and SGLang."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # a folder as PEFT writes it
+    pinned: bool = False  # it stays on the device
+    load_inplace: bool = False  # a newer version of one that is loaded
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": ()}
+
+
+class UnloadLoraBody(Body):
+    """POST /unload_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class WeightsByNameBody(Body):

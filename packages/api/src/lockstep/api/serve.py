@@ -18,6 +18,7 @@ from lockstep.api.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES
+from lockstep.host.adapters import named_folders
 
 DEFAULTS = ServeSettings()
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -82,6 +83,10 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
     multiple=True,
     flag="--logit-processor",
 )
+@_option(
+    "lora", str, "A LoRA adapter, a folder as PEFT writes it; requests name it.", multiple=True, metavar="NAME=PATH"
+)
+@_option("max_lora_rank", int, "Of adapters; on the device each has room for it.")
 @_option("grammar_backend", click.Choice(["auto", "llguidance", "xgrammar", "none"]), "What keeps answers to grammars.")
 @_option("grammar_compile_s", float, "CPU time that one grammar may take to compile.")
 @_option("grammar_compile_mb", int, "Memory that it may take to do so.")
@@ -110,6 +115,8 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
     options = {name: value for name, value in given.items() if value not in (None, ())}
     if scheduler:
         options["set"] = sched_values(scheduler)
+    if lora := options.get("lora"):
+        options["lora"] = named_folders(lora)
     settings = read_settings(config, options)
     if dry_run:
         click.echo(describe(settings))

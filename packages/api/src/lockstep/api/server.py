@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
 from typing import Generic, TypeVar
@@ -97,9 +97,37 @@ class Server:
     def model(self, asked: str | None) -> str:
         """The name that answers have. Raises ApiError, 404, for a model that is not served."""
         known = self.models()
-        if asked is not None and asked not in known:
-            raise ApiError(404, f"The model `{asked}` does not exist; this server has {', '.join(known)}.", "model")
+        if asked is not None and asked not in known and not self._adapter_named(asked):
+            served = ", ".join((*known, *self.bridge.adapters))
+            raise ApiError(404, f"The model `{asked}` does not exist; this server has {served}.", "model")
         return known[0] if asked is None else asked
+
+    def _adapter_named(self, asked: str | None) -> str:
+        """The adapter that a model's name means: its own, or MODEL:ADAPTER as SGLang has it. Empty for none."""
+        adapters = self.bridge.adapters
+        if not adapters or asked is None or asked in self.models():
+            return ""
+        model, _, name = asked.partition(":")
+        return asked if asked in adapters else name if model in self.models() and name in adapters else ""
+
+    def adapter(self, model: str | None, lora_path: str | None = None) -> str:
+        """The adapter that a request is for, empty for the model alone. Raises ApiError for one that is not loaded.
+
+        Args:
+            lora_path: SGLang's field, which has the name of one.
+        """
+        self.model(model)  # one that was unloaded a moment ago is no name of the model alone
+        named = self._adapter_named(model)
+        if not lora_path:
+            return named
+        if lora_path not in self.bridge.adapters:
+            loaded = ", ".join(self.bridge.adapters) or "none"
+            raise ApiError(
+                400, f"`lora_path` is {lora_path[:60]!r}, which is not loaded; loaded: {loaded}", "lora_path"
+            )
+        if named and named != lora_path:
+            raise ApiError(400, f"`model` is {named[:60]!r}, and `lora_path` another adapter; give one", "lora_path")
+        return lora_path
 
     def needs_text(self, what: str) -> Texts:
         """The tokenizer. Raises ApiError if the model came without."""
@@ -129,6 +157,9 @@ class Server:
             raise ApiError(503, "the server is about to stop")
         start_by_s = _due(call, "X-Queue-Timeout", "queue_timeout_s")
         finish_by_s = _due(call, "X-Request-Timeout", "timeout_s")
+        body = call.body
+        if adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None)):
+            wanted = replace(wanted, adapter=adapter)
         generation = Generation(self.bridge, self.metrics, wanted, call.came_s, start_by_s, finish_by_s)
         if (together := call.request.headers.get(TOGETHER)) is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"

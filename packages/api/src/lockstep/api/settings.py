@@ -24,6 +24,7 @@ LOOPBACK = ("localhost",)
 OF_A_MODEL = (
     *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
     "logit_processors",
+    "max_lora_rank",
 )
 AT_MOST = {
     "port": 65535,
@@ -33,6 +34,7 @@ AT_MOST = {
     "seed": 2**63 - 1,
     "random_weights": 2**63 - 1,
     "answer_tokens": 2**31 - 1,
+    "max_lora_rank": 512,
 }
 ROUTER_SETTINGS = ("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max")
 
@@ -101,6 +103,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     grammar_backend: Literal["auto", "llguidance", "xgrammar", "none"] = "auto"  # what keeps answers to grammars
     grammar_compile_s: float = 2.0  # CPU time that one may take to compile,
     grammar_compile_mb: int = 512  # and memory beside what the library needs by itself
+    lora: dict[str, str] = {}  # LoRA adapters: folders as PEFT writes them, by name
+    max_lora_rank: int = 16  # of those, and of those loaded later
     logit_processors: tuple[str, ...] = ()  # of installed packages, by name; requests may then ask for them
     profile_dir: str | None = None  # where traces of CPU and GPU go; None: none are taken
 
@@ -152,7 +156,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
-        for name, least in (*least_values, ("restarts", 0), ("journal_bytes", 2**20), ("grammar_compile_mb", 1)):
+        more = (("max_lora_rank", 1), ("restarts", 0), ("journal_bytes", 2**20), ("grammar_compile_mb", 1))
+        for name, least in (*least_values, *more):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
         for name, most in AT_MOST.items():
@@ -163,6 +168,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("model", "journal", "usage_dir", "admin_socket", "profile_dir", "tokenizer", "api_keys"):
             if getattr(self, name) == "":
                 raise ConfigError(f"`{name}` is empty\nhint: give a path, or drop it")
+        for name, path in self.lora.items():
+            if not name or not path or "\0" in name:
+                raise ConfigError(f"`lora` needs NAME=PATH, got `{name}={path}`")
+            if name in self.served_model_name:
+                raise ConfigError(f"`lora` has {name}, which `served_model_name` calls the model\nhint: another name")
+        if self.lora and self.set.get("max_loras", 1) in (0, None):
+            raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: drop it")
         for name in ("served_model_name", "allowed_hosts"):
             if "" in getattr(self, name):
                 raise ConfigError(f"`{name}` has an empty name\nhint: give one, or drop it")

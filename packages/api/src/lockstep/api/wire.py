@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import Control, RequestArrived
 from lockstep.core.stats import Stats
+from lockstep.host.adapters import Known
 from lockstep.host.weights import WeightsRead
 
 PROTOCOL = 1
@@ -135,6 +136,22 @@ class LeaveGroup(ToEngine, frozen=True):
     name: str
 
 
+class LoadLora(ToEngine, frozen=True):
+    """Load a LoRA adapter, or a newer version of one. Answered by Answered of the same ticket."""
+
+    ticket: int
+    name: str
+    path: str
+    pinned: bool = False
+
+
+class UnloadLora(ToEngine, frozen=True):
+    """Forget one, once nobody uses it. Answered by Answered of the same ticket."""
+
+    ticket: int
+    name: str
+
+
 class WorkerGone(ToEngine, frozen=True):
     """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
 
@@ -154,6 +171,8 @@ EngineMessage = (
     | ReadWeights
     | JoinGroup
     | LeaveGroup
+    | LoadLora
+    | UnloadLora
     | WorkerGone
     | Stop
 )
@@ -310,6 +329,7 @@ class Welcome(ToWorker, frozen=True):
     protocol: int
     about: About
     generation: int = 0
+    adapters: Known = Known()
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -370,6 +390,12 @@ class Answered(ToWorker, frozen=True):
     weights: WeightsRead | None = None
 
 
+class AdaptersKnown(ToWorker, frozen=True):
+    """Which adapters requests may name, whenever that changes."""
+
+    adapters: Known
+
+
 class EngineRestarting(ToWorker, frozen=True):
     """The engine ended, and the next one is on its way. What is open stays open."""
 
@@ -391,7 +417,7 @@ class Routed(ToWorker, frozen=True):
     fresh: bool = False
 
 
-WorkerMessage = Welcome | StepAnswers | Answered | EngineRestarting | EngineGone
+WorkerMessage = Welcome | StepAnswers | Answered | AdaptersKnown | EngineRestarting | EngineGone
 
 
 # ------------------------------------------------------------------------------------------------------- bytes and back

@@ -38,6 +38,7 @@ from lockstep.runtime.graphs import (
     graph_sizes,
 )
 from lockstep.runtime.kv_pool import KvPool
+from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, Parallel, build_model
 from lockstep.runtime.models.config_reader import DTYPES
@@ -157,6 +158,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             random_weights_seed=settings.random_weights_seed,
             parallel=None if ranks is None else ranks.parallel(),
         )
+        if slots := settings.sched.get("max_loras"):
+            model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks)
@@ -176,6 +179,9 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         graph_sizes=sizes,
         matchers=None if ranks is None else ranks.matchers,
     )
+    if model.adapter_slots and device.type == "cuda":
+        with executor.lane.stream(), torch.inference_mode():
+            run_once(model.targets, executor.lane.upload)
     return Assembled(model, config, memory, choice.name, enabled, executor)
 
 
@@ -223,7 +229,15 @@ def make_executor(
         enabled = logit_processors or {}
         table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
         context = config.context_tokens_max if graph_sizes else None
-        tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
+        tables = Tables(
+            config.rows_max,
+            config.pages,
+            config.page_size,
+            device,
+            context_tokens=context,
+            debug=debug,
+            adapter_slots=model.adapter_slots,
+        )
         canary = None
         if debug:
             canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)

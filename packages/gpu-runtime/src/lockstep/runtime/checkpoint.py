@@ -225,7 +225,7 @@ class Checkpoint:
                     "many models also come as safetensors; transformers' `save_pretrained` writes them",
                 )
             raise CheckpointError(self.folder, [f"neither {SINGLE} nor {INDEX} is there"])
-        index = _read_json(self.folder, INDEX)
+        index = read_json(self.folder, INDEX)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(self.folder, [f"{INDEX} has no `weight_map` of tensors to files"])
@@ -249,15 +249,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises CheckpointError if there is none."""
     if not folder.is_dir():
         raise CheckpointError(folder, ["there is no such folder"], "name a folder with config.json and safetensors")
-    return _read_json(folder, "config.json")
+    return read_json(folder, "config.json")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """What generation_config.json says; nothing where there is none. Raises CheckpointError if it cannot be read."""
-    return _read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    return read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object in a file of a folder. Raises CheckpointError."""
     try:
         data = json.loads((folder / name).read_bytes())
     except FileNotFoundError:

@@ -43,6 +43,7 @@ from lockstep.runtime.canary import Canary
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
+from lockstep.runtime.lora.slots import lay_out
 from lockstep.runtime.overlap import POLL_S, Download, Lane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
@@ -288,7 +289,7 @@ class Executor:
             found = self.canary.check(self._batch(one, tensors))
             before = launched.wanted.get("canary")
             launched.wanted["canary"] = found if before is None else torch.cat((before, found))
-        if self.graphs is not None and self.graphs.holds(one):
+        if self.graphs is not None and one.adapter_slots is None and self.graphs.holds(one):
             hidden = self.graphs.run(one, tensors)
         else:
             batch = self._batch(one, tensors)
@@ -320,6 +321,9 @@ class Executor:
             extend_rows=one.extend_rows,
             starts_host=one.starts,
             lengths_host=one.stops,
+            adapters=None
+            if one.adapter_slots is None
+            else lay_out(one.adapter_slots, one.stops - one.starts, self.lane.upload),
         )
 
     def _finish(self, launched: _Launched) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.runtime.lora.slots import AdapterBatch
+
 Int32s = NDArray[np.int32]
 
 
@@ -36,6 +38,7 @@ class ForwardBatch:
     extend_rows: int
     starts_host: Int32s  # [rows], position of each row's first new token
     lengths_host: Int32s  # [rows]; a row's new tokens are [starts_host:lengths_host)
+    adapters: AdapterBatch | None = None  # which tokens run on which; None: all on the model alone
 
     @property
     def count(self) -> int:

@@ -33,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.journal import JournalError
+from lockstep.host.adapters import named_folders
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind
 from lockstep.runtime.attention.base import Numerics
@@ -69,6 +70,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     logit_processors: dict[str, dict[str, Any]] | None = None
+    adapter: str | None = None
     grammar: tuple[Kind, str] | None = None
 
 
@@ -111,6 +113,8 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For requests without one of their own.")
 @click.option("--journal", type=click.Path(path_type=Path), metavar="DIR", help="Record all facts and decisions there.")
+@click.option("--lora", multiple=True, metavar="NAME=PATH", help="A LoRA adapter; lines of INPUT may name it.")
+@click.option("--adapter", default="", metavar="NAME", help="The adapter of prompts that name none.")
 @click.option(
     "--logit-processor",
     "logit_processors",
@@ -162,6 +166,8 @@ def generate(
     ignore_eos: bool,
     seed: int,
     journal: Path | None,
+    lora: tuple[str, ...],
+    adapter: str,
     logit_processors: tuple[str, ...],
     settings: tuple[str, ...],
     random_weights: int | None,
@@ -196,6 +202,7 @@ def generate(
         top_k=top_k,
         stop=stop,
         ignore_eos=ignore_eos,
+        adapter=adapter,
     )
     click.get_current_context().with_resource(_logged(quiet or (len(prompts) == 1 and out is None and not verbose)))
     try:
@@ -214,6 +221,7 @@ def generate(
             random_weights_seed=random_weights,
             seed=seed,
             journal=journal,
+            adapters=named_folders(lora),
             logit_processors=logit_processors,
             warm_up=warm_up,
             debug=debug,

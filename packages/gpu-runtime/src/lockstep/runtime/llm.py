@@ -55,6 +55,7 @@ from lockstep.core.maintenance import MEMORY_TAGS
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
+from lockstep.host.adapters import LORA_OFF, LORAS, AdapterDesk, source_of
 from lockstep.host.batches import Float32s
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
@@ -82,11 +83,12 @@ from lockstep.runtime.graphs import (
     check_graph_mode,
 )
 from lockstep.runtime.live import LiveModel
+from lockstep.runtime.lora.shelf import AdapterShelf, LocalAdapters
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
 from lockstep.runtime.rank_wire import RankSettings
-from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadModel, RankGroup, check_split, end_hard_at_exit
+from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadAdapters, LeadModel, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
     check_allowed,
     check_sampling,
@@ -99,6 +101,7 @@ log = logging.getLogger("lockstep.runtime")
 
 Prompt = str | Sequence[int]
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
+LORA_RANK_MAX = 512
 JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What a journal can hold."""
@@ -133,6 +136,7 @@ class Params:
     hidden_states: bool = False
     priority: Int64 | None = None
     logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
+    adapter: str = ""  # the name of one that is loaded; "": the model alone
     grammar: tuple[Kind, str] | None = None  # what the answer must keep to: ("json_schema", '{"type": "object"}')
 
 
@@ -213,11 +217,14 @@ class LLM:
         grammar_limits: what one grammar may take to compile.
         text: the tokenizer; None: that of the folder, if it has one.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
+        adapters: LoRA adapters, folders as PEFT writes them by name; others may be loaded later.
+        max_lora_rank: of those; slots on the device have room for it.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
         batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
             the time is `rank_timeout_s`.
         rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
-        sched: fields of SchedConfig. Sizes not given follow from the model and the device.
+        sched: fields of SchedConfig. Sizes not given follow from the model and the device; with `adapters`, `max_loras`
+            is 8 unless given.
     Raises: ConfigError; RankLost when another rank fails before it has begun.
     """
 
@@ -245,6 +252,8 @@ class LLM:
         text: Text | None = None,
         warm_up: bool | None = None,
         debug: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
+        max_lora_rank: int = 16,
         tensor_parallel: int = 1,
         batch_timeout_s: float = watchdog.TIMEOUT_S,
         rank_timeout_s: float = TIMEOUT_S,
@@ -256,8 +265,9 @@ class LLM:
             ("seed", seed),
             ("random_weights_seed", random_weights_seed),
             ("cuda_graph_max_batch", cuda_graph_max_batch),
+            ("max_lora_rank", max_lora_rank),
         ):
-            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed"))
+            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed", "max_lora_rank"))
         watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
@@ -266,8 +276,15 @@ class LLM:
         where = choose_device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, pooling, normalize)
+        if not 1 <= max_lora_rank <= LORA_RANK_MAX:
+            raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{max_lora_rank}`")
+        if adapters:
+            sched.setdefault("max_loras", LORAS)
+        sources = {name: source_of(path) for name, path in (adapters or {}).items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+        if sources and not sched["max_loras"]:
+            raise ConfigError("`adapters` are named, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -283,6 +300,7 @@ class LLM:
             logit_processors=tuple(logit_processors),
             pooling=self.pooling,
             debug=debug,
+            max_lora_rank=max_lora_rank,
             sched=sched,
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
@@ -325,6 +343,11 @@ class LLM:
                     assert journal is not None
                     self._journal = JournalWriter.create(journal, header)
                 undo.callback(self._journal.close)
+            self._shelf: LocalAdapters | LeadAdapters | None = None
+            if self.config.max_loras:
+                shelf = AdapterShelf(self.model)
+                self._shelf = LocalAdapters(shelf) if self.group is None else LeadAdapters(shelf, self.group)
+                undo.callback(self._shelf.close)
             if weights.version:
                 hands.load_weights(weights.version, weights.source)
             if released := engine.maintenance.released:
@@ -340,9 +363,15 @@ class LLM:
                 profiler=self._profiler,
                 hands=hands,
                 weights=weights,
+                adapters=self._shelf,
+                adapters_log=None if keeper is None else keeper.adapters,
                 orders=() if keeper is None else keeper.orders,
                 observe=self._bubbles.fold,
             )
+            self.adapter_desk: AdapterDesk | None = None
+            if self._shelf is not None:
+                self.adapter_desk = AdapterDesk(self.host, self._shelf, source_of)
+                self.adapter_desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
@@ -562,6 +591,34 @@ class LLM:
         """Take it again; requests go on. Raises ConfigError."""
         self._ordered(ResumeMemory(tags or MEMORY_TAGS))
 
+    # ---------------------------------------------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, folder: str | Path, *, pinned: bool = False) -> int:
+        """Make a LoRA adapter known, or a newer version of it, while requests run. Returns its version.
+
+        Requests that came before keep the version that they came with. It is read now, and copied to the device when it
+        is wanted; with `pinned` at once, and stays there.
+
+        Raises: ConfigError with everything that does not fit.
+        """
+        return self._desk().load(name, folder, pinned=pinned)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; returns once no request uses it any more. New ones are refused from now on.
+
+        Raises: ConfigError for one that is not there.
+        """
+        self._desk().unload(name)
+
+    def adapters(self) -> dict[str, str]:
+        """Folders of the adapters that are loaded, by name."""
+        return {one.name: one.path for one in self.host.adapters.entries}
+
+    def _desk(self) -> AdapterDesk:
+        if self.adapter_desk is None:
+            raise ConfigError(LORA_OFF)
+        return self.adapter_desk
+
     def _ordered(self, control: Control) -> None:
         answered = self.host.ask(control).result()
         if not answered.ok:
@@ -576,6 +633,8 @@ class LLM:
         self._watchdog.close()
         if self.grammars is not None:
             self.grammars.compiler.close()
+        if self._shelf is not None:
+            self._shelf.close()
         stuck = not own and self._thread.is_alive()
         if self.group is not None:
             self.group.close(stuck=stuck)
@@ -635,6 +694,7 @@ class LLM:
             else None,
             return_hidden_states=params.hidden_states,
             parallel_samples=params.n,
+            adapter=params.adapter,
             grammar=None if params.grammar is None else make_grammar(*params.grammar),
         )
 

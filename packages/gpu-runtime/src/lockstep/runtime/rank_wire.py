@@ -53,6 +53,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     logit_processors: tuple[str, ...]
     pooling: Pooling
     debug: bool
+    max_lora_rank: int
     sched: dict[str, Any]  # of SchedConfig, as given
 
 
@@ -129,11 +130,45 @@ class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     released: bool
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Read this rank's part of an adapter, beside whatever runs. This and the next are answered by AdapterDone."""
+
+    ticket: int
+    name: str
+    version: int
+    source: str
+
+
+class PlaceAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Copy it into a slot that no batch uses, beside whatever runs."""
+
+    ticket: int
+    name: str
+    version: int
+    slot: int
+
+
+class LackAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """An adapter of before cannot be read again."""
+
+    name: str
+    version: int
+    why: str
+
+
+class ForgetAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Nobody needs this name, or this version of it, any more."""
+
+    name: str
+    version: int | None
+
+
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """End."""
 
 
-ToWorker = Setup | Start | Launch | Mask | Sample | Collect | Prepare | Commit | Discard | Switch | Stop
+AboutAdapters = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
+ToWorker = Setup | Start | Launch | Mask | Sample | Collect | Prepare | Commit | Discard | Switch | AboutAdapters | Stop
 
 # --------------------------------------------------------------------------------------------------------- to rank 0
 
@@ -174,6 +209,13 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     error: str = ""
 
 
+class AdapterDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The worker read an adapter or put it in its slot, or could not."""
+
+    ticket: int
+    error: str = ""
+
+
 FailureKind = Literal["config", "collective", "other"]
 """collective: perhaps only because another rank ended."""
 
@@ -186,7 +228,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     trace: str
 
 
-ToLead = Doing | Chosen | Sized | Ready | Collected | Done | Failed
+ToLead = Doing | Chosen | Sized | Ready | Collected | Done | AdapterDone | Failed
 
 # --------------------------------------------------------------------------------------------------------- as bytes
 

@@ -39,6 +39,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
@@ -57,9 +58,11 @@ from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
+from lockstep.runtime.lora.shelf import AdapterShelf, answering
 from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
+    AdapterDone,
     Channel,
     Chosen,
     Collect,
@@ -69,11 +72,15 @@ from lockstep.runtime.rank_wire import (
     Doing,
     Done,
     Failed,
+    ForgetAdapter,
+    LackAdapter,
     Mask,
     Order,
+    PlaceAdapter,
     PlanChain,
     Prepare,
     RankSettings,
+    ReadAdapter,
     Ready,
     Sample,
     Setup,
@@ -191,6 +198,8 @@ class RankGroup:
         self._failed = threading.Event()
         self._noticed = threading.Event()  # rank 0 knows, or has ended
         self._closing = False
+        self._adapter_answers: dict[int, list[str]] = {}  # by ticket: what workers said, until all have
+        self._tickets = 0
         self._drawn: dict[BatchId, tuple[bytes, int]] = {}  # what rank 0 drew, and how many have not said yet
         self._chain = PlanChain()
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))  # of mode 0700
@@ -278,7 +287,7 @@ class RankGroup:
                 worker.launched.append(order.plan.batch_id)
             self._send(worker, sealed)
 
-    def tell(self, message: Mask | Sample | Collect) -> None:
+    def tell(self, message: Mask | Sample | Collect | LackAdapter | ForgetAdapter) -> None:
         """The same to every worker."""
         for worker in self._workers:
             self._send(worker, message)
@@ -303,6 +312,28 @@ class RankGroup:
         self.check()
         errors = [worker.done.error for worker in self._workers if worker.done is not None and worker.done.error]
         return errors[0] if errors else ""
+
+    def about_adapter(self, make: Callable[[int], ReadAdapter | PlaceAdapter], own: Callable[[], None]) -> None:
+        """Do something about an adapter on all ranks, here by `own`. Raises ConfigError where one cannot; RankLost."""
+        with self._lock:
+            ticket, self._tickets = self._tickets, self._tickets + 1
+            said = self._adapter_answers[ticket] = []
+        for worker in self._workers:
+            self._send(worker, make(ticket))
+        error: ConfigError | None = None
+        try:
+            own()
+        except ConfigError as raised:
+            error = raised
+        with self._lock:
+            while not self.failure and len(said) < len(self._workers):
+                self._lock.wait(POLL_S)
+            del self._adapter_answers[ticket]
+        self.check()
+        if error is not None:
+            raise error
+        if wrong := next(filter(None, said), ""):
+            raise ConfigError(wrong)
 
     def drew(self, result: BatchResult) -> None:
         """Compare what rank 0 drew with what the workers drew, or will have drawn."""
@@ -451,6 +482,8 @@ class RankGroup:
                     worker.ready, worker.doing = True, ""
                 case Done():
                     worker.done, worker.doing = message, ""
+                case AdapterDone(ticket, error):
+                    self._adapter_answers.get(ticket, []).append(error)  # nobody waits where the group has ended
                 case Collected(batch_id, drawn):
                     if batch_id in worker.launched:
                         worker.launched.remove(batch_id)
@@ -613,6 +646,50 @@ class LeadModel:
             if undone := self.group.changed(self.live.version):
                 raise RankLost(f"memory of {', '.join(tags)} could not be switched, nor that be undone: {undone}")
             raise ConfigError(error)
+
+
+class LeadAdapters:
+    """Adapters of all ranks: `lockstep.host.adapters.AdapterHands`. One is in a slot once it is there on every rank."""
+
+    def __init__(self, shelf: AdapterShelf, group: RankGroup) -> None:
+        self.shelf, self.group = shelf, group
+        self._thread = ThreadPoolExecutor(1, "lockstep-adapters")
+
+    def read(self, name: str, version: int, source: str) -> None:
+        """On all ranks, or on none. Raises ConfigError with what does not fit; RankLost."""
+        try:
+            self.group.about_adapter(
+                lambda ticket: ReadAdapter(ticket, name, version, source),
+                lambda: self.shelf.read(name, version, source),
+            )
+        except ConfigError:
+            self.forget(name, version)
+            raise
+
+    def lack(self, name: str, version: int, why: str) -> None:
+        """See `AdapterShelf.lack`."""
+        self.group.tell(LackAdapter(name, version, why))
+        self.shelf.lack(name, version, why)
+
+    def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
+        """Copy into a slot on all ranks, beside whatever runs."""
+
+        def work() -> None:
+            self.group.about_adapter(
+                lambda ticket: PlaceAdapter(ticket, name, version, slot),
+                lambda: self.shelf.place(name, version, slot),
+            )
+
+        self._thread.submit(answering, work, done)
+
+    def forget(self, name: str, version: int | None = None) -> None:
+        """See `AdapterShelf.forget`."""
+        self.group.tell(ForgetAdapter(name, version))
+        self.shelf.forget(name, version)
+
+    def close(self) -> None:
+        """Nothing more is loaded."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class ShownMasks:

@@ -26,6 +26,8 @@ from lockstep.runtime.pooling import choose_pooling
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 
+LORA_RANK = 16  # of adapters that a journal only names: their slots hold zeros, and take as long
+
 
 @dataclass(slots=True)
 class Extent:
@@ -108,6 +110,7 @@ def make_runner(
             logit_processors=(),
             pooling=choose_pooling(folder),
             debug=False,
+            max_lora_rank=LORA_RANK,
             sched=sched,
         ),
         where,

@@ -54,6 +54,7 @@ class Pass:
     sample_rows: Int32s  # positions in `rows`
     logprob_at: Int32s = field(default_factory=lambda: NONE)  # new tokens behind which a given token is judged ...
     logprob_targets: Int32s = field(default_factory=lambda: NONE)  # ... and these tokens
+    adapter_slots: Int32s | None = None  # [rows], -1 for the model alone; None where all are
 
     @property
     def indptr(self) -> Int32s:
@@ -141,6 +142,7 @@ class Tables:
         pages: of the pool; the page behind the last is scratch.
         context_tokens: with it, tables are as wide as they can ever need to be; without they grow by doubling.
         debug: check every plan against what the rows hold.
+        adapter_slots: of the model; rows may run on adapters in these.
     Raises: ConfigError, see `check_page_table`.
     """
 
@@ -153,6 +155,7 @@ class Tables:
         *,
         context_tokens: int | None = None,
         debug: bool = False,
+        adapter_slots: int = 0,
     ) -> None:
         check_page_table(rows, page_size if context_tokens is None else context_tokens, page_size)
         self.count, self.page_count, self.page_size = rows, pages, page_size
@@ -168,6 +171,8 @@ class Tables:
         self.with_logprobs = np.zeros(rows, np.bool_)
         self.with_hidden_states = np.zeros(rows, np.bool_)
         self.under_grammar = np.zeros(rows, np.bool_)
+        self.adapter_slots: Int32s = np.full(rows, NOBODY, np.int32)
+        self._slots = adapter_slots
         self._mirror: Int32s = np.full((rows, self.width), NOBODY, np.int32)  # of the page table; kept with `debug`
 
     # -------------------------------------------------------------------------------------------- at launch, on the CPU
@@ -187,6 +192,7 @@ class Tables:
             self.with_logprobs[taken.row] = taken.logprobs
             self.with_hidden_states[taken.row] = taken.hidden_states
             self.under_grammar[taken.row] = taken.grammar is not None
+            self.adapter_slots[taken.row] = self._slot_of(plan, taken) if taken.adapter else NOBODY
         rows, index, pages = last_entries(plan.deltas)
         needed = max(int(index.max(initial=0)), (int(plan.stops.max(initial=1)) - 1) >> self.page_shift) + 1
         if needed > self.width:
@@ -194,6 +200,14 @@ class Tables:
         if self.debug:
             self._check(plan, rows, index, pages)
         return self._packed(plan, rows, index, pages)
+
+    def _slot_of(self, plan: BatchPlan, taken: RowTaken) -> int:
+        if not 0 <= taken.adapter_slot < self._slots:
+            raise PlanError(
+                f"batch {plan.batch_id} runs r{taken.request_id} on the adapter {taken.adapter!r} in slot "
+                f"{taken.adapter_slot}, but this executor has {self._slots} slots"
+            )
+        return taken.adapter_slot
 
     def _wider(self, plan: BatchPlan, needed: int) -> int:
         """Twice the width until it is enough; less where there are no more places."""
@@ -207,6 +221,10 @@ class Tables:
     def _packed(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> PackedPlan:
         width, mask = np.int32(self.width), np.int32(self.page_size - 1)
         passes = passes_of(plan)
+        if self._slots:
+            for one in passes:
+                slots = self.adapter_slots[one.rows]
+                one.adapter_slots = slots if (slots != NOBODY).any() else None
         longs: list[Int32s] = [np.array([taken.row for taken in plan.rows_taken], np.int32), rows * width + index]
         ints: list[Int32s] = [pages]
         for one in passes:

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -40,8 +41,11 @@ from lockstep.runtime.collectives import CollectiveFailed, Collectives
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.live import LiveModel
+from lockstep.runtime.lora.shelf import AdapterShelf
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
+    AboutAdapters,
+    AdapterDone,
     Channel,
     Chosen,
     Collect,
@@ -52,10 +56,14 @@ from lockstep.runtime.rank_wire import (
     Done,
     Failed,
     FailureKind,
+    ForgetAdapter,
+    LackAdapter,
     Launch,
     Mask,
+    PlaceAdapter,
     PlanChain,
     Prepare,
+    ReadAdapter,
     Ready,
     Sample,
     Setup,
@@ -98,6 +106,10 @@ class Orders:
         if not isinstance(message, kind):
             raise RankLost(f"rank 0 sent {type(message).__name__} where {kind.__name__} was due")
         return message
+
+    def fail(self, error: BaseException) -> None:
+        """Let whoever takes the next message meet this instead. From any thread."""
+        self._inbox.put(error if isinstance(error, Exception) else RankLost(repr(error)))
 
     def _receive(self) -> None:
         try:
@@ -175,6 +187,8 @@ class Follower:
 
     def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
+        self.shelf = AdapterShelf(live.model)
+        self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # plans do not wait for a disk
 
     def run(self) -> None:
         """Until told to stop. Raises what ends this rank."""
@@ -191,6 +205,8 @@ class Follower:
                 case Prepare() | Commit() | Discard() | Switch() as change:
                     error = self._change(change)
                     self.orders.channel.send(Done(self.live.version, error))
+                case ReadAdapter() | PlaceAdapter() | LackAdapter() | ForgetAdapter() as about:
+                    self._adapters.submit(self._adapter, about)
                 case Stop():
                     return
                 case other:
@@ -211,6 +227,27 @@ class Follower:
         except ConfigError as error:
             return str(error)
         return ""
+
+    def _adapter(self, about: AboutAdapters) -> None:
+        """Read an adapter, or bring it to the device. In a thread of its own; what is no ConfigError ends this rank."""
+        error = ""
+        try:
+            match about:
+                case ReadAdapter(_, name, version, source):
+                    self.shelf.read(name, version, source)
+                case PlaceAdapter(_, name, version, slot):
+                    self.shelf.place(name, version, slot)
+                case LackAdapter(name, version, why):
+                    self.shelf.lack(name, version, why)
+                case ForgetAdapter(name, version):
+                    self.shelf.forget(name, version)
+        except ConfigError as raised:
+            error = str(raised)
+        except BaseException as raised:
+            self.orders.fail(raised)
+            return
+        if isinstance(about, ReadAdapter | PlaceAdapter):
+            self.orders.channel.send(AdapterDone(about.ticket, error))
 
 
 def follow(orders: Orders) -> None:

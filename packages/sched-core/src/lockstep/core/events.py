@@ -336,6 +336,7 @@ class LoadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="Load
     adapter: str
     version: int
     pinned: bool = False
+    source: str = ""  # where its weights come from, for the host; the core does not look at it
 
 
 class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="UnloadAdapter"):

@@ -22,11 +22,13 @@ from typing import Literal
 import msgspec
 
 from lockstep.core import snapshot
+from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, TokenDigest
 from lockstep.core.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.support import samples_asked
+from lockstep.host.adapters import AdaptersLog
 from lockstep.host.weights import WeightsLog
 
 Content = Literal["full", "digests"]
@@ -46,6 +48,12 @@ class HostImage(msgspec.Struct, forbid_unknown_fields=True):
     alone: dict[RequestId, int] = {}  # how often the engine was killed while this one was being tried
     strikes: dict[str, int] = {}  # by origin: how often the engine died of taking it in
     weights: WeightsLog = msgspec.field(default_factory=WeightsLog)
+    adapters: AdaptersLog | msgspec.UnsetType = msgspec.UNSET  # of an engine that has slots for them
+
+
+def image_of(config: SchedConfig) -> HostImage:
+    """Of an engine that has only begun."""
+    return HostImage(adapters=AdaptersLog()) if config.max_loras else HostImage()
 
 
 _encode = msgspec.msgpack.Encoder().encode

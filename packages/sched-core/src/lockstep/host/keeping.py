@@ -23,13 +23,16 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import (
     ControlRequested,
     EngineRestarted,
+    LoadAdapterControl,
     RequestArrived,
     RequestId,
+    UnloadAdapterControl,
     UpdateWeights,
     WeightsSwapped,
 )
 from lockstep.core.journal import Durability, JournalHeader, JournalWriter, find_journal, read_journal
 from lockstep.core.support import samples_asked
+from lockstep.host.adapters import AdaptersLog
 from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
 from lockstep.host.recovery import Death, Recovered, Verdict, judge, recover
 from lockstep.host.weights import WeightsLog
@@ -62,6 +65,7 @@ class Keeper:
     journal: DurableJournal | None = None  # that goes on
     orders: tuple[Command, ...] = ()  # what the restart asks of the host, for it to perform first
     weights: WeightsLog = field(default_factory=WeightsLog)  # the host's, from now on
+    adapters: AdaptersLog = field(default_factory=AdaptersLog)  # likewise; empty where there are no slots
 
     def __post_init__(self) -> None:
         if not any((self.run / "journal").glob("*.log")):
@@ -78,6 +82,8 @@ class Keeper:
         if self.content == "full":
             self.recovered = recover(folder)
             self.weights = self.recovered.image.weights
+            if self.recovered.image.adapters is not msgspec.UNSET:
+                self.adapters = self.recovered.image.adapters
             self.start_us = self.recovered.engine.now_us + max(0, round((time.time() - newest) * 1e6))
             for why in self.recovered.refused:
                 log.warning("recovery began at an older snapshot: %s", why)
@@ -123,6 +129,8 @@ class Keeper:
             writer = JournalWriter.create(self.run, header, durability=self.durability)
             engine = Engine(header.config)
             image = HostImage(weights=self.weights)
+            if header.config.max_loras:
+                image.adapters = self.adapters
             return engine, DurableJournal(writer, engine, self.retention, image=image)
         if self.recovered is None:
             return self._begin_without_content(header)
@@ -155,6 +163,10 @@ class Keeper:
                     self.last_request_id = arrived.request_id + samples_asked(arrived) - 1
                 case ControlRequested(control=UpdateWeights(version, source)) if version > self.weights.version:
                     self.weights.asked[version] = source
+                case ControlRequested(control=LoadAdapterControl(adapter=name, version=version, source=source)):
+                    self.adapters.sources.setdefault(name, {})[version] = source
+                case ControlRequested(control=UnloadAdapterControl(name)):
+                    self.adapters.sources[name] = {}
                 case WeightsSwapped(version=version, error="") if version > self.weights.version:
                     self.weights = WeightsLog(version, self.weights.asked.get(version, ""))
 

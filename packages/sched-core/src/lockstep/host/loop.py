@@ -12,7 +12,7 @@ before anything that follows from it is performed.
 What may fail, and what becomes of it:
 
 - a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
-- an order for which this host has no hands (adapters, media; weights and grammars where none were given): answered with
+- an order for which this host has no hands (media; weights, adapters, grammars where none were given): answered with
   the error that the contract has for it;
 - a lost device, a plan that cannot be, a journal that cannot be written, a mistake of host or core: `run` raises, every
   request still open is told so by its sink, and nothing is accepted any more. Nobody is left waiting.
@@ -69,6 +69,7 @@ from lockstep.core.events import (
     GrammarReady,
     HostTimeClamped,
     LaneReady,
+    LoadAdapterControl,
     MediaEncoded,
     MemorySwitched,
     ObservedEvent,
@@ -80,6 +81,7 @@ from lockstep.core.events import (
 )
 from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
+from lockstep.host.adapters import AdapterHands, AdaptersLog, Known
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
@@ -273,6 +275,7 @@ class RuntimeHost:
         compile_grammar: without it, a request under a grammar is rejected with that reason.
         hands: change weights and give memory back; without them such orders are refused.
         weights: of an engine that was there before; what this host learns of its weights goes there.
+        adapters: bring adapters to the device; without them a load fails. adapters_log: as `weights`.
         orders: performed first: what such an engine asked for when it was told of its restart.
         observe: called with each event and its Step, e.g. to fold metrics.
         performed: called when sinks were told something and nothing more comes of the same event, e.g. to send it.
@@ -291,6 +294,8 @@ class RuntimeHost:
         profiler: Profiler | None = None,
         hands: Hands | None = None,
         weights: WeightsLog | None = None,
+        adapters: AdapterHands | None = None,
+        adapters_log: AdaptersLog | None = None,
         orders: Sequence[Command] = (),
         observe: Observer | None = None,
         performed: Callable[[], object] | None = None,
@@ -306,6 +311,9 @@ class RuntimeHost:
         self._hands = hands
         self._hands_busy = False
         self.weights = WeightsLog() if weights is None else weights
+        self._adapters = adapters
+        self.adapters_log = AdaptersLog() if adapters_log is None else adapters_log
+        self.adapters = Known(0, self.adapters_log.entries())  # replaced, never changed: for any thread
         self._orders = tuple(orders)
         self.observe = observe
         self.performed = performed
@@ -548,6 +556,12 @@ class RuntimeHost:
             raise
         if isinstance(event, ControlRequested | WeightsSwapped):
             self.weights.fold(self.engine, event)
+        if self._adapters is not None:
+            gone = self.adapters_log.fold(self.engine, event)
+            if gone or (isinstance(event, ControlRequested) and isinstance(event.control, LoadAdapterControl)):
+                self.adapters = self.adapters.next(self.adapters_log, gone)
+            for name in gone:
+                self._adapters.forget(name)
         self.journal.append(event, step.digest)
         if step.commands:
             self.journal.flush()
@@ -737,10 +751,8 @@ class RuntimeHost:
                     asked.set_result(command)
             case CompileGrammar():
                 self._compile(command)
-            case LoadAdapter(adapter, version):
-                error = "this runtime has no adapters"
-                generation = self.engine.generation
-                self._inbox.put(_Fact(lambda now: AdapterLoaded(now, adapter, version, error, generation)))
+            case LoadAdapter():
+                self._load_adapter(command)
             case EncodeMedia(digest, _, generation):
                 error = "this runtime has no encoder"
                 self._inbox.put(_Fact(lambda now: MediaEncoded(now, digest, error, generation)))
@@ -758,6 +770,31 @@ class RuntimeHost:
             case _:
                 # Of features that the engine refuses by name, docs/contract.md: it never orders these.
                 raise ContractError(f"the engine ordered {type(command).__name__}, for which this host has no hands")
+
+    def _load_adapter(self, order: LoadAdapter) -> None:
+        """Copy an adapter into its slot, in a thread of its own."""
+        generation = self.engine.generation
+
+        def done(error: BaseException | None) -> None:
+            if error is None or isinstance(error, ConfigError):
+                said = "" if error is None else str(error).partition("\nhint: ")[0]
+                self._inbox.put(_Fact(partial(self._adapter_loaded, order, generation, said)))
+            else:  # nobody knows what the device holds
+                self._inbox.put(_Fact(partial(_raise, error)))
+
+        if self._adapters is None:
+            done(ConfigError("this runtime has no adapters"))
+        else:
+            self._adapters.place(order.adapter, order.version, order.slot, done)
+
+    def _adapter_loaded(self, order: LoadAdapter, generation: int, error: str, now_us: int) -> AdapterLoaded:
+        if error:
+            log.warning("adapter %s could not be loaded: %s", order.adapter, error)
+            wanted = (order.adapter, order.version)
+            for request in self.engine.waiting:
+                if request.adapter == wanted and (told := self._open.get(request.request_id)) is not None:
+                    told.extras.error = error
+        return AdapterLoaded(now_us, order.adapter, order.version, error, generation)
 
     def _maintain(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
         """Work on the device, in a thread of its own, so that requests can come and go. Nothing is launched then."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from lockstep.core import snapshot
@@ -46,7 +47,7 @@ from lockstep.core.replay import Divergence, refuse_unreplayable
 from lockstep.core.requests import Request, prompt_length
 from lockstep.core.support import samples_asked
 from lockstep.host.batches import Float32s, Int32s
-from lockstep.host.durable import HostImage, read_image, sender_and_number
+from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
 from lockstep.host.loop import RuntimeHost
 
 log = logging.getLogger("lockstep.host")
@@ -180,7 +181,7 @@ def _fold(journal: Journal, stop: int | None = None) -> Recovered | None:
     """
     told: Recovered | None = None
     if not journal.first_segment:
-        told = Recovered(Engine(journal.header.config), journal, journal.header, HostImage())
+        told = Recovered(Engine(journal.header.config), journal, journal.header, image_of(journal.header.config))
     for record in journal.records():
         if isinstance(record, SnapshotRecord) and told is None:
             told = _restored(journal, record.snapshot)
@@ -207,6 +208,8 @@ def _restored(journal: Journal, stored: Snapshot) -> Recovered | None:
     if data is None:
         return None
     engine, image = snapshot.restore(data), read_image(data)
+    if image.adapters is msgspec.UNSET:
+        image.adapters = image_of(engine.config).adapters
     if engine.digest != stored.state_digest:
         return None
     told = Recovered(engine, journal, journal.header, image, origins=dict(image.origins))
@@ -239,6 +242,8 @@ def _take(told: Recovered, record: EventRecord) -> None:
         raise Divergence(told.header, record, step.digest, told.journal.folder)
     told.steps += 1
     told.image.weights.fold(engine, event)
+    if told.image.adapters is not msgspec.UNSET:
+        told.image.adapters.fold(engine, event)
     for command in step.commands:
         if isinstance(command, StreamTokens):
             _note_tokens(told, command)

@@ -9,6 +9,7 @@ which travels as text in UpdateWeights and so stands in the journal: an engine t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,7 +82,12 @@ def stamp_of(folder: Path) -> str:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"`{folder}` has no config.json\nhint: give a Hugging Face folder, by its whole path")
-    files = [(path.name, path.stat()) for path in sorted((*folder.glob("*.safetensors*"), folder / "config.json"))]
+    return stamp_of_files(sorted((*folder.glob("*.safetensors*"), folder / "config.json")))
+
+
+def stamp_of_files(paths: Iterable[Path]) -> str:
+    """A digest of their names, sizes and times."""
+    files = [(path.name, path.stat()) for path in paths]
     told = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
     return blake2b(told.encode(), digest_size=8).hexdigest()
 

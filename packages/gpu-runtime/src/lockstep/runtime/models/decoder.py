@@ -11,6 +11,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Wanted
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.lora.slots import Target
 from lockstep.runtime.models.experts import Experts
 from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, Vocabulary
 from lockstep.runtime.models.rope import Rotary
@@ -55,7 +56,13 @@ class Layer(nn.Module):
         """
         residual, normed = self.norm(residual, added)
         residual, normed = self.mlp_norm(residual, self.attention(normed, rotation, batch, attention))
-        return residual, self.mlp(normed)
+        return residual, self.mlp(normed, batch.adapters)
+
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+        """Make room for adapters; experts take none."""
+        yield from self.attention.take_adapters(slots, rank, f"{prefix}.self_attn")
+        if isinstance(self.mlp, Mlp):
+            yield from self.mlp.take_adapters(slots, rank, f"{prefix}.mlp")
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -86,6 +93,8 @@ class Decoder(nn.Module):
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
+        self.adapter_slots, self.adapter_rank = 0, 0
+        self.targets: tuple[Target, ...] = ()  # of adapters
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Hidden states behind the last norm, [tokens, hidden]. The backend was planned for this batch."""
@@ -106,6 +115,18 @@ class Decoder(nn.Module):
                 raise ConfigError(f"{self.settings.architecture} without `lm_head` has no logits")
             return hidden.new_empty((0, self.settings.vocab), dtype=torch.float32)
         return self.head.logits(hidden)
+
+    def take_adapters(self, slots: int, rank: int) -> None:
+        """Make room for so many adapters of up to this rank. To be called once, before the first pass."""
+        self.adapter_slots, self.adapter_rank = slots, rank
+        with torch.no_grad():
+            found = [
+                target
+                for index, layer in enumerate(self.stack)
+                if isinstance(layer, Layer)
+                for target in layer.take_adapters(slots, rank, f"model.layers.{index}")
+            ]
+        self.targets = tuple(found)
 
     def tensors(self) -> Iterator[Wanted]:
         """Every tensor of the checkpoint that it is filled from."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime.checkpoint import Split, Wanted
+from lockstep.runtime.lora.slots import AdapterBatch
 from lockstep.runtime.models.elementwise import silu_and_mul
 from lockstep.runtime.models.grouped import grouped_linear
 from lockstep.runtime.models.layers import Maker
@@ -37,8 +38,8 @@ class Experts(nn.Module):
         self.gate_up = make.empty(settings.experts, 2 * self.local, hidden)
         self.down = make.empty(settings.experts, hidden, self.local)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden] to the same shape."""
+    def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """[tokens, hidden] to the same shape. Adapters change nothing here: folders that would are refused."""
         tokens, each = len(hidden), self.settings.per_token
         weights, experts = self.route(hidden)
         # A stable sort keeps tokens in order within an expert: the sums below do not depend on how a sort breaks ties.

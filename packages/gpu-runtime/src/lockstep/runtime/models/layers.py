@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Split, Wanted
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.lora.slots import AdapterBatch, LoraSlots, Target
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
 
 
@@ -101,10 +102,18 @@ class ColumnLinear(nn.Module):
         ]
         self.weight = make.empty(sum(self.sizes), inputs)
         self.bias = make.empty(sum(self.sizes)) if bias else None
+        self.lora: LoraSlots | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[tokens, inputs] to [tokens, rows of this rank], the parts side by side: see `sizes`."""
-        return F.linear(hidden, self.weight, self.bias)
+        out = F.linear(hidden, self.weight, self.bias)
+        return out if adapters is None or self.lora is None else self.lora.add_to(out, hidden, adapters)
+
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+        """Make room for adapters of the matrices under this prefix."""
+        self.lora = LoraSlots(self.inputs, self.sizes, slots, rank, self.weight.dtype, self.weight.device)
+        for number, (part, split) in enumerate(zip(self.parts, self.splits, strict=True)):
+            yield Target(f"{prefix}.{part.name}", self.inputs, part.outputs, self.lora, number, rows=split)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -128,13 +137,24 @@ class RowLinear(nn.Module):
         self.split = Split(1, units)
         self.weight = make.empty(outputs, self.split.local(inputs, make.parallel.ranks, name))
         self.bias = make.empty(outputs) if bias else None
+        self.lora: LoraSlots | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[tokens, columns of this rank] to [tokens, outputs], equal on all ranks."""
-        if self.parallel.ranks == 1:
-            return F.linear(hidden, self.weight, self.bias)
-        summed = self.parallel.all_reduce(F.linear(hidden, self.weight))
+        alone = self.parallel.ranks == 1
+        out = F.linear(hidden, self.weight, self.bias if alone else None)
+        if adapters is not None and self.lora is not None:
+            out = self.lora.add_to(out, hidden, adapters)
+        if alone:
+            return out
+        summed = self.parallel.all_reduce(out)
         return summed if self.bias is None else summed + self.bias
+
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+        """Make room for adapters of the matrix under this prefix."""
+        outputs, inputs = self.shape
+        self.lora = LoraSlots(self.weight.shape[1], (outputs,), slots, rank, self.weight.dtype, self.weight.device)
+        yield Target(f"{prefix}.{self.name}", inputs, outputs, self.lora, 0, columns=self.split)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -187,10 +207,15 @@ class Mlp(nn.Module):
         self.gate_up = ColumnLinear(make, hidden, parts)
         self.down = RowLinear(make, "down_proj", intermediate, hidden, intermediate)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[tokens, hidden] to the same shape."""
-        down: Tensor = self.down(silu_and_mul(self.gate_up(hidden)))
+        down: Tensor = self.down(silu_and_mul(self.gate_up(hidden, adapters)), adapters)
         return down
+
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+        """Make room for adapters."""
+        yield from self.gate_up.take_adapters(slots, rank, prefix)
+        yield from self.down.take_adapters(slots, rank, prefix)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
@@ -228,15 +253,21 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """[tokens, hidden] to the same shape."""
-        qkv = self.qkv(hidden)
+        qkv = self.qkv(hidden, batch.adapters)
         heads, kv_heads, _ = (size // self.head_dim for size in self.qkv.sizes)
         norms, eps = None, 0.0
         if self.query_norm is not None and self.key_norm is not None:
             norms, eps = (self.query_norm.weight, self.key_norm.weight), self.query_norm.eps
         query, key = norm_and_turn(qkv, heads, kv_heads, norms, eps, rotation.cos, rotation.sin)
         value = qkv[:, -kv_heads * self.head_dim :].view(len(hidden), kv_heads, self.head_dim)
-        mixed: Tensor = self.output(attention.run(self.layer, query, key, value, batch).flatten(-2))
+        attended = attention.run(self.layer, query, key, value, batch).flatten(-2)
+        mixed: Tensor = self.output(attended, batch.adapters)
         return mixed
+
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+        """Make room for adapters."""
+        yield from self.qkv.take_adapters(slots, rank, prefix)
+        yield from self.output.take_adapters(slots, rank, prefix)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""

@@ -1,0 +1,141 @@
+"""Where adapters lie on the device, which tokens of a pass run on which, and what they add: the reference in torch.
+
+Slots are of one size: each has room for every matrix that an adapter may change, at the largest rank. What an adapter
+leaves out, and rank that it does not have, is zero, so whatever lay there before is gone. Its scaling is part of `up`.
+
+    down   [slots, parts * rank, inputs]     q, k and v read the same input: parts 3, one product for the three
+    up     [slots, outputs of the parts end to end, rank]
+
+Tokens are laid out by slot, so that those of one adapter are one product however they are spread over the batch. Those
+that run on the model alone are in no group and cost nothing:
+
+    rows         a a b - c b          slots 0 0 1 -1 2 1
+    tokens       by slot: [those of a, a | of b, b | of c]
+    tiles        first, stop and slot of every so many tokens, for the kernels; the CPU makes them and knows them all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+from lockstep.runtime import triton_trial
+from lockstep.runtime.checkpoint import WHOLE, Split
+
+Int32s = NDArray[np.int32]
+
+NO_SLOT = -1
+LOW_TILE, HIGH_TILE = 16, 64  # tokens of a tile: a decode has a few for each adapter, an extend many
+FEW_TOKENS = 32  # for each adapter, up to which tiles are low
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBatch:
+    """Which new tokens of a pass run on which slot. Only passes in which some do have one."""
+
+    tokens: Tensor  # int64 [tokens on adapters], numbers of new tokens, by slot
+    tiles: Tensor  # int32 [3, tiles]: first and stop in `tokens`, and slot
+    groups: tuple[tuple[int, int, int], ...]  # (slot, first, stop) in `tokens`, on the CPU
+    tile: int  # tokens of a tile at most
+
+
+def lay_out(slots: Int32s, counts: Int32s, upload: Callable[[Int32s], Tensor]) -> AdapterBatch:
+    """Which tokens run on what.
+
+    Args:
+        slots: [rows], of each row of the pass, NO_SLOT for the model alone; counts: its new tokens.
+        upload: brings an array to the device.
+    """
+    of_tokens = slots if (counts == 1).all() else np.repeat(slots, counts)
+    order = np.argsort(of_tokens, kind="stable")
+    order = order[np.searchsorted(of_tokens[order], 0) :]
+    used, firsts = np.unique(of_tokens[order], return_index=True)
+    stops = np.append(firsts[1:], len(order))
+    groups = tuple(zip(used.tolist(), firsts.tolist(), stops.tolist(), strict=True))
+    tile = LOW_TILE if len(order) <= FEW_TOKENS * len(used) else HIGH_TILE
+    tiles = np.array(
+        [(at, min(at + tile, stop), slot) for slot, first, stop in groups for at in range(first, stop, tile)], np.int32
+    ).T
+    flat = upload(np.concatenate((order.astype(np.int32), tiles.ravel())))
+    return AdapterBatch(flat[: len(order)].long(), flat[len(order) :].view(3, -1), groups, tile)
+
+
+class LoraSlots(nn.Module):
+    """What adapters add to one product of the model, which may be of several matrices that read the same input.
+
+    Args:
+        inputs: of this rank. sizes: outputs of each part, of this rank.
+    """
+
+    def __init__(
+        self, inputs: int, sizes: Sequence[int], slots: int, rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.rank, self.inputs, self.sizes = rank, inputs, tuple(sizes)
+        # Parameters, although nobody trains them: so they are counted, released and taken again with the weights.
+        self.down = nn.Parameter(
+            torch.zeros(slots, len(sizes) * rank, inputs, dtype=dtype, device=device), requires_grad=False
+        )
+        self.up = nn.Parameter(torch.zeros(slots, sum(sizes), rank, dtype=dtype, device=device), requires_grad=False)
+
+    def add_to(self, out: Tensor, hidden: Tensor, batch: AdapterBatch) -> Tensor:
+        """Add what adapters add, in place.
+
+        Args:
+            out: [tokens, outputs], the model's product, contiguous; hidden: [tokens, inputs], what it was made of.
+        """
+        device = out.device
+        if device.type == "cuda" and triton_trial.obstacle(device) is None:
+            from lockstep.runtime.lora.kernels import add_lora_triton
+
+            return add_lora_triton(out, hidden, self.down, self.up, self.sizes, batch)
+        return add_lora_reference(out, hidden, self.down, self.up, self.sizes, batch)
+
+
+def add_lora_reference(
+    out: Tensor, hidden: Tensor, down: Tensor, up: Tensor, sizes: Sequence[int], batch: AdapterBatch
+) -> Tensor:
+    """The product adapter by adapter, in place.
+
+    Args:
+        down: [slots, parts * rank, inputs]; up: [slots, outputs, rank].
+    """
+    for slot, first, stop in batch.groups:
+        at = batch.tokens[first:stop]
+        inner = F.linear(hidden.index_select(0, at), down[slot]).chunk(len(sizes), dim=1)
+        parts = up[slot].split_with_sizes(list(sizes))
+        out.index_add_(0, at, torch.cat([F.linear(*pair) for pair in zip(inner, parts, strict=True)], dim=1))
+    return out
+
+
+def run_once(targets: Sequence[Target], upload: Callable[[Int32s], Tensor]) -> int:
+    """Run each kind of product for a few tokens and for many, so that nobody waits for a kernel. Returns how many."""
+    kinds = {(one.into.sizes, one.into.down.shape): one.into for one in targets}
+    for into in kinds.values():
+        for tokens in (1, FEW_TOKENS + 1):  # low tiles, high tiles
+            batch = lay_out(np.zeros(1, np.int32), np.array([tokens], np.int32), upload)
+            into.add_to(into.up.new_zeros(tokens, sum(into.sizes)), into.down.new_zeros(tokens, into.inputs), batch)
+    return 2 * len(kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One matrix of a checkpoint that adapters may change, and where what they add to it goes on this rank.
+
+    A matrix whose rows ranks share shares those of `up`, and one whose columns they share those of `down`: partial
+    results are then summed with the model's own.
+    """
+
+    name: str  # model.layers.0.self_attn.q_proj
+    inputs: int  # of all ranks together
+    outputs: int
+    into: LoraSlots
+    part: int  # of its product
+    rows: Split = WHOLE  # of `up`
+    columns: Split = WHOLE  # of `down`

@@ -1,0 +1,233 @@
+"""Adapters of an engine: where their weights came from, and who brings them to the device.
+
+A name is loaded in versions, which rise. Where a version came from is part of the control that made it known, and so
+stands in the journal: an engine that begins again reads what it names.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from lockstep.core.commands import ControlAnswered
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import ControlRequested, LoadAdapterControl, ObservedEvent, UnloadAdapterControl
+from lockstep.host.weights import Folder, read_source, stamp_of_files, write_source
+
+if TYPE_CHECKING:
+    from lockstep.host.loop import RuntimeHost
+
+logger = logging.getLogger("lockstep.host")
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+LORAS = 8  # slots for adapters where some are named and nobody says how many
+LORA_OFF = "LoRA is off\nhint: start with max_loras, the number of adapters on the device"
+
+
+def source_of(folder: str | Path) -> str:
+    """A PEFT folder as LoadAdapterControl has it. Raises ConfigError if it is none."""
+    whole = Path(folder).resolve()
+    return write_source(Folder(str(whole), _stamp(whole)))
+
+
+def path_of(source: str) -> str:
+    """What a source is called."""
+    found = read_source(source)
+    return found.path if isinstance(found, Folder) else source
+
+
+def folder_of(source: str) -> Path:
+    """The folder that a source names. Raises ConfigError where its files are not those of then."""
+    found = read_source(source)
+    if not isinstance(found, Folder):
+        raise ConfigError(f"an adapter comes from a folder, got {source}")
+    folder = Path(found.path)
+    if found.stamp and _stamp(folder) != found.stamp:
+        raise ConfigError(
+            f"the files in {folder} are not those that were there when the adapter was loaded\n"
+            "hint: write each version into a folder of its own"
+        )
+    return folder
+
+
+def _stamp(folder: Path) -> str:
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"`{folder}` has no {CONFIG}\nhint: give a folder as PEFT writes it, with {TENSORS}")
+    return stamp_of_files([path for name in (CONFIG, TENSORS) if (path := folder / name).is_file()])
+
+
+def named_folders(settings: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH each, as a command line has them. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, path = setting.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"`lora` needs NAME=PATH, got `{setting}`")
+        if name in found:
+            raise ConfigError(f"`lora` has {name} twice")
+        found[name] = path
+    return found
+
+
+class Entry(NamedTuple):
+    """An adapter that requests may name."""
+
+    name: str
+    version: int
+    path: str
+
+
+class Known(NamedTuple):
+    """All of them; of two of one engine the one of the higher revision is newer."""
+
+    revision: int = 0
+    entries: tuple[Entry, ...] = ()
+
+    def next(self, log: AdaptersLog, gone: Sequence[str]) -> Known:
+        """What there is after a change; what was announced and is on its way stays."""
+        there = {one.name: one for one in self.entries if one.name not in gone}
+        there |= {one.name: one for one in log.entries()}
+        return Known(self.revision + 1, tuple(there.values()))
+
+
+class AdapterHands(Protocol):
+    """What a host can do about adapters."""
+
+    def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
+        """Copy into a slot that no batch uses, beside whatever runs; then call back, from any thread.
+
+        With a ConfigError the slot is free again, and requests that wait end with it; another error ends the engine.
+        """
+
+    def forget(self, name: str, version: int | None = None) -> None:
+        """Nobody needs this name, or this version of it, any more."""
+
+
+class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a host knows of its adapters; part of what it keeps in snapshots."""
+
+    sources: dict[str, dict[int, str]] = {}  # by name and version: those registered, and older ones that may be in use
+
+    def fold(self, engine: Engine, event: ObservedEvent) -> tuple[str, ...]:
+        """Follow an event that the engine has stepped. Returns names that nobody needs any more."""
+        adapters = engine.memory.adapters
+        if adapters is None:
+            return ()
+        if isinstance(event, ControlRequested) and isinstance(event.control, LoadAdapterControl):
+            name, version = event.control.adapter, event.control.version
+            known = adapters.registered.get(name)
+            if known is not None and known.version == version and event.control.source:
+                self.sources.setdefault(name, {}).setdefault(version, event.control.source)
+        if len(self.sources) <= len(adapters.registered):
+            return ()
+        gone = tuple(name for name in self.sources if name not in adapters.registered)
+        for name in gone:
+            del self.sources[name]
+        return gone
+
+    def newest(self) -> dict[str, tuple[int, str]]:
+        """The newest version of each name, and where it came from."""
+        return {name: (max(versions), versions[max(versions)]) for name, versions in self.sources.items() if versions}
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The same, for people."""
+        return tuple(Entry(name, version, path_of(source)) for name, (version, source) in self.newest().items())
+
+
+# ------------------------------------------------------------------------------------------- who loads and unloads them
+
+
+class Shelf(AdapterHands, Protocol):
+    """Adapters in host memory, and how they get to the device."""
+
+    def read(self, name: str, version: int, source: str) -> None:
+        """Into host memory. Raises ConfigError with everything that does not fit."""
+
+    def lack(self, name: str, version: int, why: str) -> None:
+        """One of before cannot be read again; requests on it end with this."""
+
+
+class AdapterDesk:
+    """Loads and unloads adapters of an engine that serves. For any thread.
+
+    Args:
+        source_of: a folder as LoadAdapterControl has it. Raises ConfigError.
+    """
+
+    def __init__(self, host: RuntimeHost, shelf: Shelf, source_of: Callable[[str | Path], str]) -> None:
+        self._host, self._shelf, self._source_of = host, shelf, source_of
+        self._lock = threading.Lock()  # versions rise in the order of the engine's inbox
+        known = host.engine.memory.adapters
+        if known is None:
+            raise ConfigError(LORA_OFF)
+        self._known = known
+
+    def load(self, name: str, folder: str | Path, *, pinned: bool = False) -> int:
+        """Make an adapter known, or a newer version of it. Returns its version. Raises ConfigError."""
+        source = self._source_of(folder)
+        with self._lock:
+            version = self._next_version(name)
+            self._shelf.read(name, version, source)
+            answered = self._host.ask(LoadAdapterControl(name, version, pinned, source)).result()
+            if not answered.ok:
+                self._shelf.forget(name, version)
+                raise ConfigError(answered.message)
+        return version
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; returns once nobody uses it. Raises ConfigError for one that is not there."""
+        answered = self._host.ask(UnloadAdapterControl(name)).result()
+        if not answered.ok:
+            raise ConfigError(answered.message)
+
+    def begin(self, sources: Mapping[str, str], *, restarted: bool) -> None:
+        """Read those that an engine before this one had, and those named at the start; before the engine runs.
+
+        Args:
+            restarted: by its server, since whose beginning some may have been unloaded again.
+        Raises: ConfigError for one that is named and cannot be read.
+        """
+        log = self._host.adapters_log
+        before = log.newest()
+        for name, versions in log.sources.items():
+            for version, source in versions.items():
+                try:
+                    self._shelf.read(name, version, source)
+                except ConfigError as error:  # whoever wants it hears of it; the others go on
+                    why = "; ".join(line.strip() for line in str(error).partition("\nhint: ")[0].splitlines())
+                    logger.error("adapter %s, version %d, cannot be read again: %s", name, version, why)
+                    self._shelf.lack(name, version, why)
+        seen = {*self._known.versions, *log.sources}
+        for name in [name for name in log.sources if name not in self._known.registered]:
+            del log.sources[name]  # the journal had no content: the engine has to be told again
+            if name in before:
+                self._first(name, *before[name])
+        for name, source in sources.items():
+            newest, there = before.get(name, (0, ""))
+            if (restarted and name in seen) or there == source:
+                continue
+            version = max(self._next_version(name), newest + 1)
+            self._shelf.read(name, version, source)
+            self._first(name, version, source)
+
+    def _next_version(self, name: str) -> int:
+        return self._known.versions.get(name, 0) + 1
+
+    def _first(self, name: str, version: int, source: str) -> None:
+        """Ask for what no request may come before, and say that it is there."""
+        host = self._host
+
+        def answered(future: Future[ControlAnswered]) -> None:
+            if future.exception() is None and not future.result().ok:
+                host.fail(f"adapter {name!r} cannot be loaded: {future.result().message}")
+
+        host.ask(LoadAdapterControl(name, version, False, source), answered)
+        others = [one for one in host.adapters.entries if one.name != name]
+        host.adapters = Known(host.adapters.revision, (*others, Entry(name, version, path_of(source))))
