@@ -95,6 +95,10 @@ class TableSampler:
             log.error("r%d cannot be sampled, and ends as invalid: %s", taken.request_id, why)
             self.table.refuse_row(taken.row)
 
+    def remembers(self, rows_host: Int32s) -> bool:
+        """Penalties count what is drawn."""
+        return bool(self.table.penalised[rows_host].any())
+
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
     ) -> Sampled:

@@ -1,0 +1,122 @@
+"""Drafts on the device: who is right, what comes of it, and that nobody's answer is another for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+
+
+from lockstep.core.events import BatchFinished, RequestRetracted  # noqa: E402
+from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.replay import replay  # noqa: E402
+from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
+from tests.support.small_runtime import CPU, SAMPLED, Foreseeing, SmallRuntime, alone  # noqa: E402
+
+NGRAM: dict[str, Any] = {"speculative_method": "ngram"}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "depth 0": {"overlap_depth": 0},
+    "depth 2": {"overlap_depth": 2},
+    "many drafts": {"num_speculative_tokens": 9},
+    "fewer where they are wrong": {"speculative_min_chance": 0.4},
+    "few at a time": {"speculative_max_batch_size": 3},
+    "mixed": {"batching": "mixed", "chunked_prefill_size": 8},
+    "running first": {"batching": "running_first", "chunked_prefill_size": 8, "overlap_depth": 2},
+    "retractions": {"retract_every": 3, "overlap_depth": 1},
+    "retractions, depth 0": {"retract_every": 3, "overlap_depth": 0},
+    "short of pages": {"pages": 20, "reserve": "on_demand"},
+    "small pages": {"page_size": 1, "pages": 200, "chunked_prefill_size": 5},
+    "shared in the same step": {"same_step_sharing": True},
+}
+
+
+def random_requests(seed: int, count: int) -> list[tuple[list[int], int]]:
+    """Prompts that begin alike, in groups, and lengths."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(97) for _ in range(rng.randrange(20))] for _ in range(3)]
+    return [
+        (rng.choice(beginnings) + [rng.randrange(97) for _ in range(rng.randrange(1, 24))], rng.randrange(1, 20))
+        for _ in range(count)
+    ]
+
+
+def accepted_counts(runtime: SmallRuntime) -> list[int]:
+    """Tokens that verifying and other sampling rows got, of all results."""
+    events = [event for event, _ in runtime.steps if isinstance(event, BatchFinished)]
+    return np.concatenate([np.frombuffer(event.accepted, np.int32) for event in events]).tolist()
+
+
+@pytest.mark.parametrize("canary", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_request_is_answered_as_if_there_were_no_drafts(name: str, canary: bool) -> None:
+    runtime = SmallRuntime(
+        run_at="launch" if canary else "collection",
+        canary=canary,
+        drafter=Foreseeing,
+        eos_token_ids=(5,),
+        **{**NGRAM, **SETTINGS[name]},
+    )
+    requests = random_requests(len(name), 14)
+    answers = [runtime.submit(prompt, count) for prompt, count in requests]
+    runtime.run()
+    for answer, (prompt, count) in zip(answers, requests, strict=True):
+        assert answer.tokens == alone(prompt, count, stops=(5,))
+    counts = accepted_counts(runtime)
+    assert min(counts) == 1 < max(counts)
+    if "retractions" in name:
+        assert runtime.decided(RequestRetracted)
+    if runtime.config.overlap_depth:
+        assert any(plan.starts_after for plan in runtime.plans)
+
+
+def drafts_of(tokens: list[int], drafts: int) -> list[int]:
+    """What is drafted by n-grams, in plain Python."""
+    last = len(tokens) - 1
+    best, place = 0, last
+    for at in range(last):
+        length = 0
+        while length < min(NGRAM_MAX, at + 1) and tokens[at - length] == tokens[last - length]:
+            length += 1
+        if length and length >= best:
+            best, place = length, at
+    if place == last:
+        return [tokens[-1]] * drafts
+    return [tokens[place + 1 + j % (last - place)] for j in range(drafts)]
+
+
+@pytest.mark.parametrize("words", [2, 4, 30])
+def test_ngrams_are_those_of_plain_python(words: int) -> None:
+    rng = random.Random(words)
+    texts = [[rng.randrange(words) for _ in range(rng.choice((1, 2, 3, 7, 19, 40)))] for _ in range(24)]
+    drafter, table = NgramDrafter(25 * 40, 4, CPU), torch.full((24, 10), 240, dtype=torch.int32)
+    pages = list(range(240))
+    rng.shuffle(pages)
+    for row, tokens in enumerate(texts):
+        count = -(-len(tokens) // 4)
+        table[row, :count] = torch.tensor(pages[10 * row : 10 * row + count], dtype=torch.int32)
+        at = torch.arange(len(tokens) - 1)
+        drafter.saw(torch.tensor(tokens[:-1], dtype=torch.int64), table[row][at >> 2].long() * 4 + (at & 3))
+    stands = torch.tensor([len(tokens) - 1 for tokens in texts])
+    newest = torch.tensor([tokens[-1] for tokens in texts])
+    for most in (39, 45):  # the most that anybody can stand at may be more than anybody does
+        found = drafter.draft(torch.arange(24), stands, newest, table, 5, most)
+        assert found.tolist() == [drafts_of(tokens, 5) for tokens in texts]
+
+
+def test_a_draft_counts_if_all_before_it_do() -> None:
+    places = torch.tensor([[0, 1, 2], [3, 3, 3], [4, 5, 6], [7, 8, 8]])
+    there = torch.tensor([[True] * 3, [True, False, False], [True] * 3, [True, True, False]])
+    fed = torch.tensor([0, 11, 12, 0, 0, 99, 15, 0, 17])  # behind the newest token, the drafts
+    tokens = torch.tensor([11, 12, 13, 14, 15, 15, 16, 17, 18], dtype=torch.int32)
+    valid = torch.zeros(9, dtype=torch.bool)
+    assert right_ones(tokens, valid, fed, places, there).tolist() == [3, 1, 1, 2]
+    invalid = valid.clone()
+    invalid[[0, 2, 8]] = True  # a row whose first is no number is reported by that; what is behind waits for its turn
+    assert right_ones(tokens, invalid, fed, places, there).tolist() == [2, 1, 1, 1]
