@@ -14,11 +14,12 @@ import zmq
 
 from lockstep.api.request_times import EngineTimes
 from lockstep.api.sockets import worker_address, writer
-from lockstep.api.wire import Answered, BatchDrift, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
+from lockstep.api.wire import Answered, BatchDrift, DraftFigures, Ended, Gauges, Logprobs, StepAnswers, ToWorker, encode
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.engine import Engine
 from lockstep.core.stats import stats
 from lockstep.host.batches import Float32s
+from lockstep.host.drafts import DraftCounts
 from lockstep.host.loop import Extras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
@@ -97,6 +98,7 @@ class Outbox:
         self._weights_version = engine.memory.weights_version
         self.workers: set[int] = set()  # who is told how the engine stands
         self.restarts = 0  # engines before this one
+        self.drafts = DraftCounts()  # of the host, while it goes on
 
     def page(self, worker: int) -> _Page:
         """Where to put down what is for a worker."""
@@ -151,7 +153,15 @@ class Outbox:
             pages_cached=now.pages_cached,
             restarts=self.restarts,
             weights_version=version,
+            drafts=self._draft_figures(),
         )
+
+    def _draft_figures(self) -> DraftFigures | None:
+        """What became of drafts so far, where any are verified."""
+        if not self._engine.config.speculates:
+            return None
+        found = self.drafts
+        return DraftFigures(found.verifications, found.drafts, found.right, tuple(found.right_by_position))
 
 
 class SampleSink:

@@ -195,10 +195,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
             _check_kind(name, value)
-        if (method := self.set.get("speculative_method", "none")) != "none":
+        method = self.set.get("speculative_method", "none")
+        if method != "none" and self.emulate is not None:
             raise ConfigError(
-                f"`speculative_method` is {method}, but what is served verifies no drafts yet\n"
+                f"`speculative_method` is {method}, but an emulated engine verifies no drafts\n"
                 "hint: leave it out; `lockstep simulate` says what it would bring"
+            )
+        if method not in ("none", "ngram"):
+            raise ConfigError(
+                f"`speculative_method` is {method}, but what is served drafts by ngram only\n"
+                "hint: take ngram, or leave it out; `lockstep simulate` says what others would bring"
             )
         if (role := self.set.get("role", "mixed")) != "mixed":
             raise ConfigError(

@@ -26,6 +26,7 @@ from lockstep.host.loop import HostClock
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.canary import Canary
+from lockstep.runtime.drafting import NgramDrafter
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
@@ -227,7 +228,18 @@ def make_executor(
         enabled = logit_processors or {}
         table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
         context = config.context_tokens_max if graph_sizes else None
-        tables = Tables(config.rows_max, config.pages, config.page_size, device, context_tokens=context, debug=debug)
+        tables = Tables(
+            config.rows_max,
+            config.pages,
+            config.page_size,
+            device,
+            context_tokens=context,
+            debug=debug,
+            speculates=config.speculates,
+        )
+        drafter = None
+        if config.speculates:
+            drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
         if debug:
             canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
@@ -254,6 +266,7 @@ def make_executor(
             graphs=graphs,
             pooling=pooling,
             split=split,
+            drafter=drafter,
         )
 
 
@@ -322,16 +335,18 @@ def _sized(
             f"{model.settings.context_tokens}\nhint: leave it out to take the model's"
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
-    if without_pages.speculates:
+    if without_pages.speculates and without_pages.speculative_method != "ngram":
         raise ConfigError(
-            f"`speculative_method` is {without_pages.speculative_method}, but this runtime verifies no drafts yet\n"
-            "hint: leave it out; `lockstep simulate` says what it would bring"
+            f"`speculative_method` is {without_pages.speculative_method}, but this runtime drafts by ngram only\n"
+            "hint: take ngram, or leave it out; `lockstep simulate` says what others would bring"
         )
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     check_page_table(without_pages.rows_max, context, page_size)
     page_bytes = page_bytes_of(model, page_size)
+    if without_pages.speculates:
+        page_bytes += NgramDrafter.bytes_of(page_size)
     choice, sizes = pick(without_pages)
     if ranks is not None:
         ranks.compare(f"{choice.name} with {len(sizes)} graphs")
@@ -349,6 +364,7 @@ def _sized(
             page_size,
             without_pages.max_running_requests,
             max(sizes, default=0),
+            without_pages.drafts_max,
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
@@ -388,12 +404,17 @@ def _run_once(
     page_size: int,
     samples: int,
     graph_rows: int,
+    drafts: int = 0,
 ) -> None:
     """One extend of so many tokens, of prompts up to `context` long that share one page, and a draw for so many rows.
 
-    The workspace of the largest graph, `graph_rows`, is there as well.
+    The workspace of the largest graph, `graph_rows`, is there as well. Where so many drafts of each row are verified
+    they are sought first, in the longest context, and drawn behind.
     """
     device = model.device
+    if drafts:
+        _seek_once(samples, context, page_size, drafts, device)
+        samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
     attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=graph_rows)
     starts = np.arange(0, tokens, context)
@@ -417,6 +438,16 @@ def _run_once(
         hidden = model.forward(batch, attention)
         if model.settings.generates:
             _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
+
+
+def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: torch.device) -> None:
+    """Drafts of so many rows that stand at the end of the context, all in one page."""
+    table = torch.zeros((rows, -(-context // page_size)), dtype=torch.int32, device=device)
+    stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        NgramDrafter(page_size, page_size, device).draft(
+            torch.arange(rows, device=device), stands, stands, table, drafts, context - 1
+        )
 
 
 def _draw_once(logits: Tensor) -> None:

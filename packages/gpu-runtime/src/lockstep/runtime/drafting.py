@@ -69,10 +69,10 @@ class NgramDrafter:
         self.page_shift, self.page_mask = page_size.bit_length() - 1, page_size - 1
         self.tokens = torch.zeros(slots, dtype=torch.int32, device=device)  # of each slot
 
-    @property
-    def bytes(self) -> int:
-        """Of device memory."""
-        return self.tokens.numel() * 4
+    @staticmethod
+    def bytes_of(slots: int) -> int:
+        """Device memory for the tokens of so many slots."""
+        return 4 * slots
 
     def saw(self, token_ids: Tensor, slots: Tensor) -> None:
         """Keep the token of each slot."""

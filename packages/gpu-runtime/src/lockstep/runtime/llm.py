@@ -56,6 +56,7 @@ from lockstep.core.requests import prompt_bytes
 from lockstep.core.stats import Stats
 from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
 from lockstep.host.batches import Float32s
+from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
@@ -178,6 +179,7 @@ class LlmStats:
     engine: Stats
     device: DeviceTime
     batches: int  # launched so far
+    drafts: DraftCounts  # what became of them, where drafts are verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +491,9 @@ class LLM:
         """How the engine stands, and what became of the device's time so far. Raises EngineStopped."""
         answered = self.host.ask(GetState()).result()
         assert answered.stats is not None
-        return LlmStats(answered.stats, self._bubbles.read(), self.host.batches)
+        drafts = self.host.drafts
+        drafts = replace(drafts, right_by_position=list(drafts.right_by_position))
+        return LlmStats(answered.stats, self._bubbles.read(), self.host.batches, drafts)
 
     def start_profile(self, folder: str | Path, **options: Any) -> None:
         """Record what CPU and GPU do from the next launch on, into files of `folder`.

@@ -244,8 +244,10 @@ def in_turn(contexts: Iterable[RowContext]) -> ContextOf:
 
 
 def drawn_digest(result: BatchResult) -> bytes:
-    """Of the tokens of a batch, and of which of them mean nothing."""
+    """Of the tokens of a batch, of which of them mean nothing, and of how many each verifying row got."""
     invalid = np.array(result.invalid, np.int32)
+    if result.accepted is not None:
+        invalid = np.concatenate((result.accepted, invalid))
     return blake2b(result.tokens.astype("<i4").tobytes() + invalid.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 

@@ -81,6 +81,7 @@ from lockstep.core.events import (
 from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
+from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
 from lockstep.host.weights import Hands, WeightsLog
@@ -298,6 +299,7 @@ class RuntimeHost:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why nothing is accepted any more
         self.batches = 0
+        self.drafts = DraftCounts()
         self.turns = 0  # of the loop; several a second unless something does not return
         self._check_request = check_request
         self._watch_text = watch_text
@@ -628,6 +630,8 @@ class RuntimeHost:
             return
         text_stops, text_held = self._watch(result)
         self._keep(result)
+        if plan.speculation is not None:
+            self.drafts.fold(plan, result.accepted)
         finished_us = min(result.finished_us, now_us)
         self._fold(
             BatchFinished(
