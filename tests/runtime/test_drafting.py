@@ -15,8 +15,20 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.core.events import BatchFinished, RequestRetracted  # noqa: E402
 from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
+from lockstep.host.loop import HostClock  # noqa: E402
+from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
 from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
-from tests.support.small_runtime import CPU, SAMPLED, Foreseeing, SmallRuntime, alone  # noqa: E402
+from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from tests.support.small_runtime import (  # noqa: E402
+    CPU,
+    SAMPLED,
+    VOCABULARY,
+    Foreseeing,
+    SmallRuntime,
+    alone,
+    make_executor,
+    small_config,
+)
 
 NGRAM: dict[str, Any] = {"speculative_method": "ngram"}
 
@@ -120,3 +132,111 @@ def test_a_draft_counts_if_all_before_it_do() -> None:
     invalid = valid.clone()
     invalid[[0, 2, 8]] = True  # a row whose first is no number is reported by that; what is behind waits for its turn
     assert right_ones(tokens, invalid, fed, places, there).tolist() == [2, 1, 1, 1]
+
+
+DEPTHS = [0, 1, 2]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_journal_replays_strictly_and_its_plans_run_again(depth: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**NGRAM, "overlap_depth": depth, "retract_every": 4, "batching": "mixed"}
+    config = small_config(**settings)
+    with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:
+        runtime = SmallRuntime(journal=journal, drafter=Foreseeing, **settings)
+        asked = random_requests(8, 12)
+        for prompt, count in asked:
+            runtime.submit(prompt, count)
+        runtime.run()
+    assert replay(tmp_path).digest == runtime.engine.digest
+    executor = make_executor(config, CpuLane(HostClock()), drafter=Foreseeing)
+    answers: list[RecordedAnswer] = []
+    for event, result in run_recorded(tmp_path, executor, VOCABULARY, answers.append):
+        assert result.tokens.tobytes() == event.tokens
+        assert (b"" if result.accepted is None else result.accepted.tobytes()) == event.accepted
+    for answer in answers:
+        assert answer.tokens == alone(answer.prompt.tolist(), len(answer.tokens))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_plans_of_a_run_whose_drafts_were_others_run_too(depth: int, tmp_path: Path) -> None:
+    """Rows go on where the journal says, whatever is right here; of what they read then, nothing was never written."""
+    settings: dict[str, Any] = {**NGRAM, "overlap_depth": depth}
+    config = small_config(**settings)
+    with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:
+        runtime = SmallRuntime(journal=journal, drafter=Foreseeing, **settings)
+        for prompt, count in random_requests(8, 12):
+            runtime.submit(prompt, count)
+        runtime.run()
+    executor = make_executor(config, CpuLane(HostClock()), canary=False)
+    answers: list[RecordedAnswer] = []
+    results = list(run_recorded(tmp_path, executor, VOCABULARY, answers.append))
+    assert not any(result.error for _, result in results)
+    assert len(answers) == 12
+    assert sum(len(answer.tokens) for answer in answers) == sum(count for _, count in random_requests(8, 12))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_logprobs_and_hidden_states_are_those_without_drafts(depth: int) -> None:
+    def run(**settings: Any) -> list[Any]:
+        runtime = SmallRuntime(drafter=Foreseeing, **settings)
+        wanted = {"sampling": SAMPLED, "return_hidden_states": True}
+        answers = [runtime.submit(prompt, count, **wanted) for prompt, count in random_requests(3, 8)]
+        runtime.run()
+        return [(one.tokens, one.logprobs, one.extras.hidden_states) for one in answers if one.extras is not None]
+
+    plain, drafted = run(overlap_depth=0), run(overlap_depth=depth, retract_every=5, **NGRAM)
+    for (tokens, logprobs, states), (same_tokens, same_logprobs, same_states) in zip(plain, drafted, strict=True):
+        assert tokens == same_tokens
+        assert len(logprobs) == len(same_logprobs) == len(tokens)
+        assert str(logprobs) == str(same_logprobs)
+        assert states.keys() == same_states.keys()
+        assert all(np.array_equal(state, same_states[position]) for position, state in states.items())
+
+
+@pytest.mark.parametrize("run_at", ["launch", "collection"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_batch_that_fails_ends_its_own_and_nobody_elses_text_changes(depth: int, run_at: Any) -> None:
+    runtime = SmallRuntime(run_at=run_at, overlap_depth=depth, max_running_requests=2, drafter=Foreseeing, **NGRAM)
+    asked = random_requests(5, 9)
+    failing = iter([7, 15])
+    fail_next = [next(failing)]
+
+    def fail(batch: Any) -> Exception | None:
+        if len(runtime.model.batches) < fail_next[0]:
+            return None
+        fail_next[0] = next(failing, 1 << 30)
+        return RuntimeError("no such kernel")
+
+    runtime.model.fail_at = fail
+    answers = [runtime.submit(prompt, count) for prompt, count in asked]
+    runtime.run()
+    assert {answer.reason for answer in answers} == {"length", "error"}
+    for answer, (prompt, count) in zip(answers, asked, strict=True):
+        said = alone(prompt, count)
+        assert answer.tokens == (said if answer.reason == "length" else said[: len(answer.tokens)])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_what_is_no_number_behind_a_draft_ends_its_request_where_it_would_have_without(depth: int) -> None:
+    broken = alone([3, 1, 4], 12)[8]
+    runtime = SmallRuntime(overlap_depth=depth, drafter=Foreseeing, num_speculative_tokens=5, **NGRAM)
+    runtime.model.not_a_number = {broken}
+    answers = [runtime.submit([3, 1, 4], 12), *(runtime.submit([one], 12) for one in range(3))]
+    runtime.run()
+    assert answers[0].reason == "invalid"
+    assert answers[0].tokens == alone([3, 1, 4], 12, stops=(broken,))
+    assert max(accepted_counts(runtime)) > 1
+
+
+def test_counts_are_those_of_the_results() -> None:
+    runtime = SmallRuntime(overlap_depth=1, drafter=Foreseeing, num_speculative_tokens=4, **NGRAM)
+    for prompt, count in random_requests(2, 10):
+        runtime.submit(prompt, count)
+    runtime.run()
+    found = runtime.host.drafts
+    plans = {plan.batch_id: plan for plan in runtime.plans if plan.speculation is not None}
+    drafts = sum(int(plan.speculation.draft_lengths.sum()) for plan in plans.values() if plan.speculation is not None)
+    right = sum(count - 1 for count in accepted_counts(runtime))
+    assert (found.drafts, found.right, sum(found.right_by_position)) == (drafts, right, right)
+    assert found.verifications == sum(len(plan.rows) - plan.extend_rows for plan in plans.values())
+    assert found.accepted_length_mean == 1 + right / found.verifications > 1.2
