@@ -15,10 +15,15 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.core.events import BatchFinished, RequestRetracted  # noqa: E402
 from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
+from lockstep.core.events import SamplingParams  # noqa: E402
+from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
+from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime.assembly import TableSampler  # noqa: E402
 from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
     CPU,
     SAMPLED,
@@ -240,3 +245,82 @@ def test_counts_are_those_of_the_results() -> None:
     assert (found.drafts, found.right, sum(found.right_by_position)) == (drafts, right, right)
     assert found.verifications == sum(len(plan.rows) - plan.extend_rows for plan in plans.values())
     assert found.accepted_length_mean == 1 + right / found.verifications > 1.2
+
+
+# ------------------------------------------------------------------------------------------------------ a real model
+
+PHRASES = [
+    "The scheduler writes a journal. The scheduler reads a journal. The scheduler",
+    "one two three four one two three four one two",
+    "A page is free. A page is held. A page is",
+    "the end of the end of the",
+]
+
+
+def said(params: Params, **settings: Any) -> tuple[list[tuple[list[int], list[float] | None]], DraftCounts]:
+    """What the demo model answers, and how drafts fared."""
+    with LLM(device="cpu", max_running_requests=6, dtype="float32", **settings) as llm:
+        prompts = [f"{phrase} {number}" * 2 for number in range(3) for phrase in PHRASES]
+        answers = llm.generate(prompts, params)
+        return [(answer.token_ids, answer.logprobs) for answer in answers], llm.stats().drafts
+
+
+KINDS = {
+    "greedy": Params(max_new_tokens=20),
+    "drawn": Params(max_new_tokens=20, temperature=0.4, top_p=0.9, seed=5, logprobs=1),
+    "penalised": Params(
+        max_new_tokens=20, temperature=0.3, seed=3, frequency_penalty=0.1, repetition_penalty=1.1, min_new_tokens=18
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_model_says_what_it_says_without_drafts(kind: str) -> None:
+    """Drawn tokens too: each is drawn by its seed and position, and a draft is right if it is that token."""
+    plain, none = said(KINDS[kind])
+    assert not none.verifications
+    for settings in ({"overlap_depth": 0}, {"overlap_depth": 1, "retract_every": 7, "attention_backend": "reference"}):
+        drafted, counts = said(KINDS[kind], num_speculative_tokens=4, **settings, **NGRAM)
+        assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
+        assert counts.right > 5
+        for (_, logprobs), (_, expected) in zip(drafted, plain, strict=True):
+            assert logprobs == pytest.approx(expected, abs=1e-4) if expected is not None else logprobs is None
+
+
+class Markov:
+    """A model whose next token depends on the one before, by fixed chances."""
+
+    def __init__(self, chances: Any) -> None:
+        self.chances = torch.tensor(chances, dtype=torch.float32)
+
+    def forward(self, batch: Any, attention: Any) -> Any:
+        return batch.token_ids[:, None].to(torch.float32)
+
+    def logits(self, hidden: Any) -> Any:
+        return self.chances[hidden[:, 0].long() % 4].log()
+
+
+def test_drawn_tokens_have_the_models_chances() -> None:
+    """Chi-square of 2,000 seeds: of each token behind each other one, with drafts of which many are right."""
+    chances = np.array([[0.1, 0.6, 0.2, 0.1], [0.5, 0.1, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.1, 0.8]])
+    runtime = SmallRuntime(
+        check=False, canary=False, max_running_requests=200, pages=2000, overlap_depth=1, num_speculative_tokens=5,
+        chunked_prefill_size=800, **NGRAM
+    )  # fmt: skip
+    runtime.executor.model = Markov(chances)
+    table = SamplingTable(runtime.config.rows_max, 4, CPU)
+    runtime.executor.sampler = TableSampler(table, Sampler(table))
+    answers = [
+        runtime.submit([0, 1, 0, 1, 3, 3, 0], 12, sampling=SamplingParams(temperature=1.0, seed=seed))
+        for seed in range(2000)
+    ]
+    runtime.run()
+    seen = np.zeros((4, 4))
+    for answer in answers:
+        tokens = [0, *answer.tokens]
+        np.add.at(seen, (tokens[:-1], tokens[1:]), 1)
+    expected = chances * seen.sum(1, keepdims=True)
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    assert statistic < 32.9  # of 12 degrees of freedom: exceeded by chance once in a thousand
+    assert runtime.host.drafts.right > 5000
+    assert runtime.host.drafts.accepted_length_mean > 1.4

@@ -242,7 +242,11 @@ class Metrics:
         """What became of drafts, under the names that vLLM gave these figures."""
         labels = ("model_name", "engine")
         for name, about, value in (
-            ("num_drafts", "Verifications of a row: each gives a token, and one more for each draft.", found.verifications),
+            (
+                "num_drafts",
+                "Verifications of a row: each gives a token, and one more for each draft.",
+                found.verifications,
+            ),
             ("num_draft_tokens", "Drafts that were verified.", found.drafts),
             ("num_accepted_tokens", "Drafts that were right.", found.right),
         ):

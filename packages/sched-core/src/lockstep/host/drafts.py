@@ -17,7 +17,9 @@ class DraftCounts:
     verifications: int = 0  # of a row in a batch, those without room for a draft included
     drafts: int = 0
     right: int = 0
-    right_by_position: list[int] = field(default_factory=list)  # verifications whose first n drafts were right, n from 1
+    right_by_position: list[int] = field(
+        default_factory=list
+    )  # verifications whose first n drafts were right, n from 1
 
     @property
     def accepted_length_mean(self) -> float:
