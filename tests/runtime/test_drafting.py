@@ -12,10 +12,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.events import BatchFinished, RequestRetracted  # noqa: E402
+from lockstep.core.events import (  # noqa: E402
+    BatchFinished,
+    RequestRetracted,
+    SamplingParams,
+)
 from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
-from lockstep.core.events import SamplingParams  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402

@@ -15,9 +15,9 @@ from lockstep.core.commands import (  # noqa: E402
     AfterBatch,
     BatchPlan,
     PageCopies,
-    Speculation,
     PageDeltas,
     RowTaken,
+    Speculation,
 )
 from lockstep.core.errors import ConfigError, ContractError  # noqa: E402
 from lockstep.core.events import Grammar, RequestArrived, RequestId  # noqa: E402

@@ -396,45 +396,59 @@ class Executor:
     ) -> None:
         """Draw behind every verified token, and see which drafts were right. All that was drawn is brought back."""
         assert one.samples is not None
-        rows_host, samples = one.rows[one.sample_rows], len(logits)
+        rows_host, samples = one.rows[one.sample_rows].repeat(one.samples), len(logits)
         places_host, there_host = places_of(one.samples)
         fed = self.tables.token_ids(tensors).index_select(0, tensors.logits_at[:samples])
-        if self.sampler.remembers(rows_host):  # what is drawn behind a draft depends on the draft being right
-            turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
+        allowed = None if launched.allowed is None else launched.allowed.repeat(one.samples, axis=0)
+        if not self.sampler.remembers(rows_host):
+            masks = None if allowed is None else self.lane.upload(allowed)
+            sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, masks)
+            found = {"tokens": sampled.tokens, "invalid": sampled.invalid} | (_reported(sampled) if asked else {})
         else:
-            turns = [np.arange(samples)]
-        of_sampler = np.arange(len(rows_host)).repeat(one.samples)
-        going = torch.ones(len(rows_host), dtype=torch.bool, device=fed.device)
-        parts: dict[str, list[Tensor]] = {}
-        for number, turn in enumerate(turns):
-            mine = of_sampler[turn]
-            at = self.lane.upload(turn)
-            rows = tensors.sample_rows.index_select(0, at)
-            if number:  # a row of which a draft was wrong draws no more: what comes of it here is not looked at
-                whose = self.lane.upload(mine)
-                right = fed.index_select(0, at) == sampled.tokens.index_select(0, self.lane.upload(before[mine]))
-                going[whose] = going[whose] & right
-                rows = torch.where(going[whose], rows, self.tables.count)
-            allowed = None if launched.allowed is None else self.lane.upload(launched.allowed[mine])
-            positions = tensors.sampled_positions.index_select(0, at)
-            turned = logits if len(turns) == 1 else logits.index_select(0, at)
-            sampled = self.sampler.sample(turned, rows, positions, rows_host[mine], allowed)
-            before = np.zeros(len(rows_host), np.int64)  # of each sampler its place in this turn
-            before[mine] = np.arange(len(mine))
-            parts.setdefault("tokens", []).append(sampled.tokens)
-            parts.setdefault("invalid", []).append(sampled.invalid)
-            for name, part in _reported(sampled).items() if asked else ():
-                parts.setdefault(name, []).append(part)
-        found = {name: _joined(some) for name, some in parts.items()}
-        if len(turns) > 1:
-            in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
-            found = {name: part.index_select(0, in_order) for name, part in found.items()}
+            turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
+            found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, asked)
         places, there = self.lane.upload(places_host), self.lane.upload(there_host)
         accepted = right_ones(found["tokens"], found["invalid"], fed, places, there)
         last = places.gather(1, (accepted - 1)[:, None])[:, 0]
         self.tables.verified(tensors, found["tokens"], last)
         found["accepted"] = accepted.to(torch.int32)
         drawn |= {name: [part] for name, part in found.items()}
+
+    def _draw_in_turn(
+        self,
+        turns: list[NDArray[np.int64]],
+        tensors: PassTensors,
+        logits: Tensor,
+        fed: Tensor,
+        rows_host: Int32s,
+        allowed: Int32s | None,
+        asked: bool,
+    ) -> dict[str, Tensor]:
+        """Draw one token of each row after another, where a row remembers: nothing is counted behind a wrong draft.
+
+        Args:
+            turns: samples that are drawn together, the first of each row, then the second of those that have one, ...
+        Returns: what was drawn, by sample.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        tokens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        for number, turn in enumerate(turns):
+            at = self.lane.upload(turn)
+            rows = tensors.sample_rows.index_select(0, at)
+            if number:  # a row of which a draft was wrong draws in the row of padding; nobody looks at that
+                still = going.index_select(0, at - 1) & (fed.index_select(0, at) == tokens.index_select(0, at - 1))
+                going.index_copy_(0, at, still)
+                rows = torch.where(still, rows, self.tables.count)
+            masks = None if allowed is None else self.lane.upload(allowed[turn])
+            positions = tensors.sampled_positions.index_select(0, at)
+            sampled = self.sampler.sample(logits.index_select(0, at), rows, positions, rows_host[turn], masks)
+            tokens.index_copy_(0, at, sampled.tokens)
+            parts.setdefault("invalid", []).append(sampled.invalid)
+            for name, part in _reported(sampled).items() if asked else ():
+                parts.setdefault(name, []).append(part)
+        in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
+        return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
 
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
         """Logprobs of given tokens behind given new tokens, and of so many of the likeliest; some positions at a time.
