@@ -70,7 +70,7 @@ def random_requests(seed: int, count: int) -> list[tuple[list[int], int]]:
 def accepted_counts(runtime: SmallRuntime) -> list[int]:
     """Tokens that verifying and other sampling rows got, of all results."""
     events = [event for event, _ in runtime.steps if isinstance(event, BatchFinished)]
-    return np.concatenate([np.frombuffer(event.accepted, np.int32) for event in events]).tolist()
+    return [int(count) for event in events for count in np.frombuffer(event.accepted, np.int32)]
 
 
 @pytest.mark.parametrize("canary", [True, False])

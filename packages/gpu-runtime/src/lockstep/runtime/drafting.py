@@ -7,8 +7,9 @@ Whoever drafts is told of each pass before it runs (`saw`), and asked for drafts
                          `-- the longest suffix found before, of several places the latest
 
 n-grams (prompt lookup) need no model: the row's own tokens are searched for the latest of the longest suffixes of what
-it has so far. The tokens of each KV slot are kept beside the KV: a row's own are wherever its page table leads, those of
-a prefix found in the radix cache among them, and nothing has to be undone when a row is retracted, moved back, or fails.
+it has so far. The tokens of each KV slot are kept beside the KV: a row's own are wherever its page table leads, those
+of a prefix found in the radix cache among them, and nothing has to be undone when a row is retracted, moved back, or
+fails.
 
 Any guess will do: the model says whether it is right, and a wrong one costs what no guess would have cost, since the
 plan has room for it. So a row that finds no suffix repeats its newest token.
