@@ -6,6 +6,7 @@ the way, and with --temperature they are drawn. What a repetitive text gains is 
 verification costs more than a decode.
 
     python benchmarks/drafts.py                         the demo model, greedy
+    python benchmarks/drafts.py --random-weights 1      a model that soon says the same over and over
     python benchmarks/drafts.py --model DIR --device cuda --rows 16 --tokens 256
     python benchmarks/drafts.py --check 200             greedy tokens of so many requests, overlap 0 and 1, retracted
 """
@@ -107,6 +108,7 @@ def checked(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder; the demo model unless given")
+    parser.add_argument("--random-weights", type=int, metavar="SEED", help="instead of the model's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=4, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer, at most")
@@ -118,6 +120,7 @@ def main() -> int:
     arguments = parser.parse_args()
     options: dict[str, Any] = {"device": arguments.device, "overlap_depth": arguments.overlap}
     options["max_running_requests"] = max(arguments.rows, 8)
+    options["random_weights_seed"] = arguments.random_weights
     if arguments.model is not None:
         options["model"] = arguments.model
     return 1 if (checked if arguments.check else compared)(arguments, options) else 0
