@@ -236,6 +236,40 @@ def test_what_is_no_number_behind_a_draft_ends_its_request_where_it_would_have_w
     assert max(accepted_counts(runtime)) > 1
 
 
+class Until:
+    """Ends a text behind a token, and sees each token once, in order."""
+
+    def __init__(self, prompt: list[int], last: int) -> None:
+        self.tokens, self.last, self.prompt = [], last, prompt
+
+    def push(self, number: int, token: int) -> tuple[bool, int]:
+        assert number == len(self.tokens)
+        self.tokens.append(token)
+        return token == self.last, 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rows_with_stop_texts_go_on_token_by_token_beside_the_others(depth: int) -> None:
+    watched, asked = [], random_requests(6, 10)
+    ends = [alone(prompt, 12)[7] for prompt, _ in asked]
+    by_prompt = {np.array(prompt, np.int32).tobytes(): end for (prompt, _), end in zip(asked, ends, strict=True)}
+
+    def watch(event: Any) -> Until:
+        watched.append(Until(event.prompt, by_prompt[event.prompt.ids]))
+        return watched[-1]
+
+    runtime = SmallRuntime(overlap_depth=depth, drafter=Foreseeing, host_options={"watch_text": watch}, **NGRAM)
+    answers = [
+        runtime.submit(prompt, 12, **({"stop_texts": ("end",)} if number % 2 else {}))
+        for number, (prompt, _) in enumerate(asked)
+    ]
+    runtime.run()
+    assert len(watched) == 5
+    for number, (answer, (prompt, _), end) in enumerate(zip(answers, asked, ends, strict=True)):
+        assert answer.tokens == alone(prompt, 12, stops=(end,) if number % 2 else ())
+    assert runtime.host.drafts.right
+
+
 def test_counts_are_those_of_the_results() -> None:
     runtime = SmallRuntime(overlap_depth=1, drafter=Foreseeing, num_speculative_tokens=4, **NGRAM)
     for prompt, count in random_requests(2, 10):
