@@ -45,7 +45,11 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
         (
             {"set": {"speculative_method": "eagle"}},
-            "`speculative_method` is eagle, but what is served drafts by ngram only",
+            "`speculative_method` is eagle, but what is served drafts by ngram or draft_model only",
+        ),
+        (
+            {"set": {"speculative_method": "draft_model"}},
+            "`draft_model` is None, but `speculative_method` is draft_model and `tp` is 1",
         ),
         (
             {"set": {"speculative_method": "ngram"}, "emulate": "a@b"},

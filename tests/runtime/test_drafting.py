@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
+from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import (  # noqa: E402
     BatchFinished,
     RequestRetracted,
@@ -22,9 +27,11 @@ from lockstep.core.replay import replay  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
-from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime import LLM, Params, assembly  # noqa: E402
 from lockstep.runtime.assembly import TableSampler  # noqa: E402
+from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402
 from lockstep.runtime.drafting import NGRAM_MAX, NgramDrafter, right_ones  # noqa: E402
+from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
@@ -122,11 +129,13 @@ def test_ngrams_are_those_of_plain_python(words: int) -> None:
         count = -(-len(tokens) // 4)
         table[row, :count] = torch.tensor(pages[10 * row : 10 * row + count], dtype=torch.int32)
         at = torch.arange(len(tokens) - 1)
-        drafter.saw(torch.tensor(tokens[:-1], dtype=torch.int64), table[row][at >> 2].long() * 4 + (at & 3))
+        slots = table[row][at >> 2].long() * 4 + (at & 3)
+        drafter.saw(SimpleNamespace(token_ids=torch.tensor(tokens[:-1], dtype=torch.int64), slots=slots))
     stands = torch.tensor([len(tokens) - 1 for tokens in texts])
     newest = torch.tensor([tokens[-1] for tokens in texts])
     for most in (39, 45):  # the most that anybody can stand at may be more than anybody does
-        found = drafter.draft(torch.arange(24), stands, newest, table, 5, most)
+        five, host = np.full(24, 5, np.int32), np.full(24, most, np.int32)
+        found = drafter.draft(torch.arange(24), stands, newest, table, five, stands + 5, host)
         assert found.tolist() == [drafts_of(tokens, 5) for tokens in texts]
 
 
@@ -322,6 +331,55 @@ def test_a_real_model_says_what_it_says_without_drafts(kind: str) -> None:
         assert counts.right > 5
         for (_, logprobs), (_, expected) in zip(drafted, plain, strict=True):
             assert logprobs == pytest.approx(expected, abs=1e-4) if expected is not None else logprobs is None
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_model_that_drafts_for_itself_is_right_and_one_that_says_something_else_does_no_harm(
+    depth: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"overlap_depth": depth, "retract_every": 5}
+    params = Params(max_new_tokens=12, ignore_eos=True)
+    plain, _ = said(params)
+    folder = demo_model_folder()
+    drafted, counts = said(params, draft_model=folder, **settings)
+    assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
+    assert counts.acceptance_ratio > 0.99  # all but where two tokens all but tie
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor.roll(1, 0) for name, tensor in tensors.items()}, other / "model.safetensors")
+    wrong, counts = said(params, draft_model=other, **settings)
+    assert [tokens for tokens, _ in wrong] == [tokens for tokens, _ in plain]
+    assert counts.acceptance_ratio < 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculative_method": "draft_model"}, "no `draft_model` is given"),
+        ({"speculative_method": "eagle"}, "is eagle, but this runtime drafts by ngram or draft_model only"),
+        ({"speculative_method": "ngram", "draft_model": "x"}, "`draft_model` is x, but `speculative_method` is ngram"),
+        ({"draft_model": "x", "tensor_parallel": 2}, "`draft_model` is x, but `tensor_parallel` is 2"),
+    ],
+)
+def test_who_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(device="cpu", **settings)
+
+
+@pytest.mark.parametrize("what", ["vocab_size", "max_position_embeddings"])
+def test_a_draft_model_that_does_not_fit_is_one_error(what: str, tmp_path: Path) -> None:
+    config = json.loads((demo_model_folder() / "config.json").read_text())
+    config[what] //= 2
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **small}))
+    model = build_model({**config, **small}, random_weights_seed=1)
+    monkey = {"vocab_size": "tokens, the model", "max_position_embeddings": "tokens, but `context_tokens_max` is"}
+    with pytest.MonkeyPatch.context() as patch:
+        whole = assembly.build_model
+        patch.setattr(assembly, "build_model", lambda at, *a, **b: model if at == tmp_path else whole(at, *a, **b))
+        with pytest.raises(ConfigError, match=monkey[what]):
+            LLM(device="cpu", draft_model=tmp_path)
 
 
 class Markov:

@@ -125,18 +125,24 @@ def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[
 class Foreseeing(NgramDrafter):
     """Drafts what `SumModel` will say, wrong from some place on that follows from the row and where it stands."""
 
-    def __init__(self, *of_pool: Any) -> None:
-        super().__init__(*of_pool)
-        self.asked: list[tuple[list[int], int]] = []  # where rows stood, and the most they could
-
-    def draft(self, rows: Tensor, stands: Tensor, newest: Tensor, page_table: Tensor, drafts: int, most: int) -> Tensor:
-        self.asked.append((stands.tolist(), most))
+    def draft(
+        self,
+        rows: Tensor,
+        stands: Tensor,
+        newest: Tensor,
+        page_table: Tensor,
+        drafts: Int32s,
+        reach: Tensor,
+        stands_host: Int32s,
+    ) -> Tensor:
+        assert (stands <= torch.from_numpy(stands_host)).all()
+        assert (reach - stands).tolist() == drafts.tolist()
         guesses = []
         for row, stand, token in zip(rows.tolist(), stands.tolist(), newest.tolist(), strict=True):
             at = torch.arange(stand)
             slots = (page_table[row][at >> self.page_shift].long() << self.page_shift) + (at & self.page_mask)
             tokens = [*self.tokens[slots].tolist(), token]
-            for number in range(drafts):
+            for number in range(int(drafts.max())):
                 wrong = number >= (row * 7 + stand * 5 + stand // 3) % 5
                 tokens.append((next_token(tokens) + wrong) % VOCABULARY)
             guesses.append(tokens[stand + 1 :])

@@ -23,7 +23,7 @@ from lockstep.core.router import RouterConfig, RouterPolicy
 LOOPBACK = ("localhost",)
 OF_A_MODEL = (
     *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
-    "logit_processors",
+    *("logit_processors", "draft_model"),
 )
 AT_MOST = {
     "port": 65535,
@@ -98,6 +98,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto"
     cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
+    draft_model: str | None = None  # folder of the model whose guesses are verified
     grammar_backend: Literal["auto", "llguidance", "xgrammar", "none"] = "auto"  # what keeps answers to grammars
     grammar_compile_s: float = 2.0  # CPU time that one may take to compile,
     grammar_compile_mb: int = 512  # and memory beside what the library needs by itself
@@ -160,7 +161,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 raise ConfigError(f"`{name}` must be at most {most}, got `{getattr(self, name)}`")
         if self.random_weights is not None and self.random_weights < 0:
             raise ConfigError(f"`random_weights` must be a seed of at least 0, got `{self.random_weights}`")
-        for name in ("model", "journal", "usage_dir", "admin_socket", "profile_dir", "tokenizer", "api_keys"):
+        for name in (
+            "model",
+            "journal",
+            "usage_dir",
+            "admin_socket",
+            "profile_dir",
+            "tokenizer",
+            "api_keys",
+            "draft_model",
+        ):
             if getattr(self, name) == "":
                 raise ConfigError(f"`{name}` is empty\nhint: give a path, or drop it")
         for name in ("served_model_name", "allowed_hosts"):
@@ -201,10 +211,17 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"`speculative_method` is {method}, but an emulated engine verifies no drafts\n"
                 "hint: leave it out; `lockstep simulate` says what it would bring"
             )
-        if method not in ("none", "ngram"):
+        if method not in ("none", "ngram", "draft_model"):
             raise ConfigError(
-                f"`speculative_method` is {method}, but what is served drafts by ngram only\n"
-                "hint: take ngram, or leave it out; `lockstep simulate` says what others would bring"
+                f"`speculative_method` is {method}, but what is served drafts by ngram or draft_model only\n"
+                "hint: take one of these; `lockstep simulate` says what others would bring"
+            )
+        if self.draft_model is not None and "speculative_method" not in self.set:
+            method = "draft_model"
+        if (method == "draft_model") != (self.draft_model is not None) or (self.draft_model and self.tp > 1):
+            raise ConfigError(
+                f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
+                "hint: drafts of a model need its folder, and tp 1"
             )
         if (role := self.set.get("role", "mixed")) != "mixed":
             raise ConfigError(

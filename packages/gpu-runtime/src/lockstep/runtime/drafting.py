@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.delivery import step_numbers
+from lockstep.runtime.forward import ForwardBatch
 
 Int32s = NDArray[np.int32]
 
@@ -41,18 +42,29 @@ WINDOW = 8192  # newest tokens of a row that are searched
 class Drafter(Protocol):
     """Guesses tokens. Everything runs on the stream of the passes."""
 
-    def saw(self, token_ids: Tensor, slots: Tensor) -> None:
-        """These tokens are computed now, in these slots: int64 [tokens] both."""
+    def saw(self, batch: ForwardBatch) -> None:
+        """This pass runs next, with the drafts that it verifies."""
 
-    def draft(self, rows: Tensor, stands: Tensor, newest: Tensor, page_table: Tensor, drafts: int, most: int) -> Tensor:
+    def draft(
+        self,
+        rows: Tensor,
+        stands: Tensor,
+        newest: Tensor,
+        page_table: Tensor,
+        drafts: Int32s,
+        reach: Tensor,
+        stands_host: Int32s,
+    ) -> Tensor:
         """Guess what follows the newest token of each row.
 
         Args:
             rows: int64 [rows], of `page_table`, int32 [table rows, width].
-            stands: int64 [rows], positions of the newest tokens, `most` the largest that there can be.
+            stands: int64 [rows], positions of the newest tokens; `stands_host` the most that they can be, exact where
+                the attention backend wants that.
             newest: int64 [rows]; `saw` is not told of them before.
-            drafts: how many to guess of each, at least one.
-        Returns: int64 [rows, drafts].
+            drafts: int32 [rows], how many are wanted of each; of one at least one.
+            reach: int64 [rows], the last position that a row has a page for, its last draft's.
+        Returns: int64 [rows, most drafts]; what is not wanted means nothing.
         """
 
 
@@ -73,13 +85,22 @@ class NgramDrafter:
         """Device memory for the tokens of so many slots."""
         return 4 * slots
 
-    def saw(self, token_ids: Tensor, slots: Tensor) -> None:
+    def saw(self, batch: ForwardBatch) -> None:
         """Keep the token of each slot."""
-        self.tokens.index_copy_(0, slots, token_ids.to(torch.int32))
+        self.tokens.index_copy_(0, batch.slots, batch.token_ids.to(torch.int32))
 
-    def draft(self, rows: Tensor, stands: Tensor, newest: Tensor, page_table: Tensor, drafts: int, most: int) -> Tensor:
+    def draft(
+        self,
+        rows: Tensor,
+        stands: Tensor,
+        newest: Tensor,
+        page_table: Tensor,
+        drafts: Int32s,
+        reach: Tensor,
+        stands_host: Int32s,
+    ) -> Tensor:
         """See `Drafter`. Time and memory go with rows x the longest row, or WINDOW."""
-        width = min(most, WINDOW) + 1
+        width = min(int(stands_host.max()), WINDOW) + 1
         # Column c is position first + c; the newest token is in the last column, where it may not be in its slot yet.
         positions = (stands - (width - 1))[:, None] + torch.arange(width, device=rows.device)
         known = positions >= 0
@@ -101,7 +122,7 @@ class NgramDrafter:
         found = (lengths * width + columns).argmax(1)  # the longest, of these the latest
         # What follows goes round: behind the newest token comes again what followed the place found.
         period = (width - 1 - found).clamp(min=1)
-        numbers = torch.arange(drafts, device=rows.device)
+        numbers = torch.arange(int(drafts.max()), device=rows.device)
         behind = found[:, None] + 1 + numbers % period[:, None]
         return tokens.gather(1, torch.where(lengths.gather(1, found[:, None]) > 0, behind, width - 1))
 

@@ -323,21 +323,24 @@ class Executor:
         drafter, verifying, there = self.drafter, one.verifying, tensors.verifying
         assert drafter is not None
         if verifying is not None and there is not None:
+            stands_host = verifying.most
+            if not verifying.exact and (self.attention.exact_lengths or self.canary is not None):
+                stands_host = there.stands.cpu().numpy().astype(np.int32)  # waits for the batch in front
+                behind = len(one.rows) - len(verifying.rows)
+                starts, stops = one.starts.copy(), one.stops.copy()
+                starts[behind:], stops[behind:] = stands_host, stands_host + verifying.counts
+                one = launched.packed.passes[0] = replace(one, starts=starts, stops=stops)
             newest = self.tables.newest.index_select(0, there.rows)
-            fed, drafts = newest[:, None], int(verifying.drafts.max())
-            if drafts:
-                most = int(verifying.most.max())
-                guessed = drafter.draft(there.rows, there.stands, newest, self.tables.page_table, drafts, most)
+            fed = newest[:, None]
+            if verifying.drafts.any():
+                reach = there.stands + self.lane.upload(verifying.drafts)
+                guessed = drafter.draft(
+                    there.rows, there.stands, newest, self.tables.page_table, verifying.drafts, reach, stands_host
+                )
                 fed = torch.cat((fed, guessed), 1)
             given = torch.cat((tensors.given_ids, fed[there.members, there.numbers]))
             tensors = launched.laid[0] = replace(tensors, given_ids=given)
-            if not verifying.exact and (self.attention.exact_lengths or self.canary is not None):
-                behind = len(one.rows) - len(verifying.rows)  # waits for the batch in front
-                stands = there.stands.cpu().numpy().astype(np.int32)
-                starts, stops = one.starts.copy(), one.stops.copy()
-                starts[behind:], stops[behind:] = stands, stands + verifying.counts
-                launched.packed.passes[0] = replace(one, starts=starts, stops=stops)
-        drafter.saw(self.tables.token_ids(tensors), tensors.slots)
+        drafter.saw(self._batch(one, tensors))
 
     def _batch(self, one: Pass, tensors: PassTensors) -> ForwardBatch:
         """A pass as models and backends are given it."""

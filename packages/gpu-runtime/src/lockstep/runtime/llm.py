@@ -75,7 +75,7 @@ from lockstep.host.weights import (
     write_source,
 )
 from lockstep.runtime import watchdog
-from lockstep.runtime.assembly import assemble, choose_device, device_name
+from lockstep.runtime.assembly import assemble, check_draft_model, choose_device, device_name
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.graphs import (
@@ -216,6 +216,8 @@ class LLM:
         text: the tokenizer; None: that of the folder, if it has one.
         debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
+        draft_model: folder of a small model of the same vocabulary, whose guesses are verified; stands for
+            `speculative_method="draft_model"`. Not with `tensor_parallel`.
         batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
             the time is `rank_timeout_s`.
         rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
@@ -248,6 +250,7 @@ class LLM:
         warm_up: bool | None = None,
         debug: bool = False,
         tensor_parallel: int = 1,
+        draft_model: str | Path | None = None,
         batch_timeout_s: float = watchdog.TIMEOUT_S,
         rank_timeout_s: float = TIMEOUT_S,
         **sched: Any,
@@ -264,12 +267,15 @@ class LLM:
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
         packages = processors.versions(logit_processors)
+        if draft_model is not None:
+            sched = {"speculative_method": "draft_model"} | sched
         folder = demo_folder() if model is None else Path(model)
         where = choose_device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
         self.pooling = choose_pooling(folder, pooling, normalize)
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
+        check_draft_model(draft_model, sched.get("speculative_method"), tensor_parallel)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -286,6 +292,7 @@ class LLM:
             pooling=self.pooling,
             debug=debug,
             sched=sched,
+            draft_model=None if draft_model is None else str(Path(draft_model).resolve()),
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
         self.seed = seed

@@ -54,6 +54,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pooling: Pooling
     debug: bool
     sched: dict[str, Any]  # of SchedConfig, as given
+    draft_model: str | None = None
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
