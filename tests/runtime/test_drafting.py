@@ -306,7 +306,7 @@ PHRASES = [
 def said(params: Params, **settings: Any) -> tuple[list[tuple[list[int], list[float] | None]], DraftCounts]:
     """What the demo model answers, and how drafts fared."""
     with LLM(device="cpu", max_running_requests=6, dtype="float32", **settings) as llm:
-        prompts = [f"{phrase} {number}" * 2 for number in range(3) for phrase in PHRASES]
+        prompts = [f"{phrase} {number}" * 2 for number in range(2) for phrase in PHRASES]
         answers = llm.generate(prompts, params)
         return [(answer.token_ids, answer.logprobs) for answer in answers], llm.stats().drafts
 
@@ -325,20 +325,20 @@ def test_a_real_model_says_what_it_says_without_drafts(kind: str) -> None:
     """Drawn tokens too: each is drawn by its seed and position, and a draft is right if it is that token."""
     plain, none = said(KINDS[kind])
     assert not none.verifications
-    for settings in ({"overlap_depth": 0}, {"overlap_depth": 1, "retract_every": 7, "attention_backend": "reference"}):
+    for settings in ({"overlap_depth": 0}, {"overlap_depth": 1, "retract_every": 7}):
         drafted, counts = said(KINDS[kind], num_speculative_tokens=4, **settings, **NGRAM)
         assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
-        assert counts.right > 5
+        assert counts.right > 2
         for (_, logprobs), (_, expected) in zip(drafted, plain, strict=True):
             assert logprobs == pytest.approx(expected, abs=1e-4) if expected is not None else logprobs is None
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", [0, 1])
 def test_a_model_that_drafts_for_itself_is_right_and_one_that_says_something_else_does_no_harm(
     depth: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"overlap_depth": depth, "retract_every": 5}
-    params = Params(max_new_tokens=12, ignore_eos=True)
+    params = Params(max_new_tokens=9, ignore_eos=True)
     plain, _ = said(params)
     folder = demo_model_folder()
     drafted, counts = said(params, draft_model=folder, **settings)
