@@ -1,4 +1,4 @@
-"""The examples of docs/features.md run as printed, against a server that was started without arguments."""
+"""The examples of docs/features.md run as printed, against one server in which drafts are switched on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,26 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 FOUND = dict(re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL))
 SECTIONS = {section: source for section, source in FOUND.items() if "admin.sock" not in source}  # test_live_weights.py
 PRINTED = {
+    "Drafts": r"40 tokens\ntokens of a verification: [1-5]\.\d+\n",
     "Structured output": r"verdict='(yes|no)' percent=\d{1,3}\n\d{3}-\d{4}\n",
     "Tools and thoughts": r"tool_calls get_weather \{'city': '(Rome|Paris)', 'days': [123]\}\n",
 }
 
+STARTED = (
+    "--device",
+    "cpu",
+    "--shutdown-s",
+    "1",
+    "--set",
+    "speculative_method=ngram",
+    "--set",
+    "num_speculative_tokens=4",
+)
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("features") / "log", "--device", "cpu", "--shutdown-s", "1") as made:
+    with serving(tmp_path_factory.mktemp("features") / "log", *STARTED) as made:
         yield made
 
 

@@ -129,3 +129,29 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
     for engine in (0, 1):
         assert replay(run / "engines" / str(engine)).batches > 0
     assert verify_router(run)[1] == 4
+
+
+def test_drafts_change_no_text_and_are_counted(
+    undisturbed: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed where tokens and their logprobs were written and not sent, in the midst of verified drafts."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:1")
+    run = tmp_path / "run"
+    drafting = ("--set", "speculative_method=ngram", "--metrics-compat", "vllm", "--journal", str(run))
+    with serving(tmp_path / "log", *SETTINGS, *drafting) as server:
+        equal(Reader(server).wait(), undisturbed)
+        assert server.text().count(" s after the end of the one before") == 1
+        figures = {
+            line.partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in httpx2.get(f"{server.url}/metrics").text.splitlines()
+            if "{" in line
+        }
+        verified, right = (
+            figures["lockstep_spec_decode_num_drafts_total"],
+            figures["vllm:spec_decode_num_accepted_tokens_total"],
+        )
+        assert figures["lockstep_spec_decode_num_draft_tokens_total"] > right > 0
+        assert figures["lockstep_accepted_length_mean"] == pytest.approx(1 + right / verified)
+        assert "vllm:accepted_length_mean" not in figures
+    for life in sorted(run.iterdir()):
+        assert replay(life).digest

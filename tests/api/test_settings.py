@@ -44,8 +44,16 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"tiers": 1}}, r"`tiers` .* are simulated only: .*\nhint: drop it, or try lockstep simulate"),
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
         (
-            {"set": {"speculative_method": "ngram"}},
-            "`speculative_method` is ngram, but what is served",
+            {"set": {"speculative_method": "eagle"}},
+            "`speculative_method` is eagle, but what is served drafts by ngram or draft_model only",
+        ),
+        (
+            {"set": {"speculative_method": "draft_model"}},
+            "`draft_model` is None, but `speculative_method` is draft_model and `tp` is 1",
+        ),
+        (
+            {"set": {"speculative_method": "ngram"}, "emulate": "a@b"},
+            "`speculative_method` is ngram, but an emulated engine verifies no drafts",
         ),
         ({"limits": {"samples": 3}}, "unknown field `samples`"),
         ({"api_workers": 10**6}, "`api_workers` must be at most 256, got `1000000`"),

@@ -17,6 +17,7 @@ from lockstep.core.commands import (  # noqa: E402
     PageCopies,
     PageDeltas,
     RowTaken,
+    Speculation,
 )
 from lockstep.core.errors import ConfigError, ContractError  # noqa: E402
 from lockstep.core.events import Grammar, RequestArrived, RequestId  # noqa: E402
@@ -200,7 +201,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "verify": (
         plan(1, "verify", [(3, 0, 5, 6)]),
-        "batch 1 has mode 'verify'; this executor runs decode, extend, mixed",
+        "batch 1 has mode 'verify', but no `speculation` that says what it verifies",
     ),
     "copies": (
         plan(1, "decode", [(3, 0, 5, 6)], copies=PageCopies(ints(1), ints(2))),
@@ -208,7 +209,15 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "after": (
         plan(1, "decode", [(3, 0, 5, 6)], starts_after=(AfterBatch(0, 0, 3),)),
-        "batch 1 has `starts_after`, which this executor does not do",
+        "batch 1 has `starts_after`, but no `speculation` that says what it verifies",
+    ),
+    "drafts without a drafter": (
+        plan(1, "verify", [(3, 0, 5, 7)], speculation=Speculation(3, ints(1), "ngram")),
+        "batch 1 verifies drafts, but this executor has nobody who drafts",
+    ),
+    "another mode": (
+        plan(1, "draft_extend", [(3, 0, 5, 6)]),
+        "batch 1 has mode 'draft_extend'; this executor runs decode, extend, mixed, verify",
     ),
     "steps": (
         plan(1, "extend", [(3, 0, 0, 5)], steps=2),

@@ -42,6 +42,7 @@ from tests.support.small_runtime import (  # noqa: E402
     VOCABULARY,
     Answer,
     Ends,
+    Foreseeing,
     SmallRuntime,
     alone,
     make_executor,
@@ -453,7 +454,8 @@ class Alternating:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any) -> None:
     served = []
-    for settings in ({}, {"retract_every": 3}):
+    drafts: dict[str, Any] = {"speculative_method": "ngram", "drafter": Foreseeing}
+    for settings in ({}, {"retract_every": 3}, drafts, {**drafts, "retract_every": 3}):
         runtime = SmallRuntime(
             run_at=run_at,
             overlap_depth=depth,
@@ -470,7 +472,8 @@ def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any
             assert [token % 2 for token in answer.tokens] == [n % 2 for n in range(len(answer.tokens))]
             assert answer.reason == ("grammar" if answer.tokens[-1] % 10 == 0 else "length")
         served.append([answer.tokens for answer in bound])
-    assert served[0] == served[1]
+        assert bool(runtime.host.drafts.right) == ("drafter" in settings)
+    assert served == [served[0]] * 4
 
 
 def test_who_no_longer_waits_for_an_answer_ends_nothing() -> None:

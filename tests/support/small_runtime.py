@@ -24,6 +24,7 @@ from lockstep.core.events import ObservedEvent, RequestArrived, SamplingParams, 
 from lockstep.host.batches import RowContext
 from lockstep.host.loop import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.canary import Canary
+from lockstep.runtime.drafting import NgramDrafter
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs, Recorder
@@ -60,6 +61,7 @@ class SumAttention:
 
     name = "sum"
     graphs = True
+    exact_lengths = False
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
@@ -120,6 +122,33 @@ def alone(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[
     return tokens[len(prompt) :]
 
 
+class Foreseeing(NgramDrafter):
+    """Drafts what `SumModel` will say, wrong from some place on that follows from the row and where it stands."""
+
+    def draft(
+        self,
+        rows: Tensor,
+        stands: Tensor,
+        newest: Tensor,
+        page_table: Tensor,
+        drafts: Int32s,
+        reach: Tensor,
+        stands_host: Int32s,
+    ) -> Tensor:
+        assert (stands <= torch.from_numpy(stands_host)).all()
+        assert (reach - stands).tolist() == drafts.tolist()
+        guesses = []
+        for row, stand, token in zip(rows.tolist(), stands.tolist(), newest.tolist(), strict=True):
+            at = torch.arange(stand)
+            slots = (page_table[row][at >> self.page_shift].long() << self.page_shift) + (at & self.page_mask)
+            tokens = [*self.tokens[slots].tolist(), token]
+            for number in range(int(drafts.max())):
+                wrong = number >= (row * 7 + stand * 5 + stand // 3) % 5
+                tokens.append((next_token(tokens) + wrong) % VOCABULARY)
+            guesses.append(tokens[stand + 1 :])
+        return torch.tensor(guesses)
+
+
 class GreedySampler:
     """The likeliest token that is allowed; ties go to the lowest id."""
 
@@ -128,6 +157,9 @@ class GreedySampler:
 
     def take_row(self, taken: RowTaken, context: RowContext) -> None:
         self.taken.append((taken, context))
+
+    def remembers(self, rows_host: Int32s) -> bool:
+        return False
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
@@ -217,6 +249,7 @@ class SmallRuntime:
         graphs: Recorder | None = None,
         graph_sizes: Sequence[int] = (1, 2, 4, 8),
         host_options: dict[str, Any] | None = None,
+        drafter: type[NgramDrafter] = NgramDrafter,
         **settings: Any,
     ) -> None:
         self.config = small_config(**settings)
@@ -224,7 +257,13 @@ class SmallRuntime:
         self.clock = clock or HostClock()
         lane = CpuLane(self.clock, run_at=run_at)
         self.executor = make_executor(
-            self.config, lane, canary=canary, matchers=matchers, graphs=graphs, graph_sizes=graph_sizes
+            self.config,
+            lane,
+            canary=canary,
+            matchers=matchers,
+            graphs=graphs,
+            graph_sizes=graph_sizes,
+            drafter=drafter,
         )
         self.model: SumModel = self.executor.model  # type: ignore[assignment]
         self.steps: list[tuple[ObservedEvent, Step]] = []
@@ -279,11 +318,20 @@ def make_executor(
     matchers: Matchers | None = None,
     graphs: Recorder | None = None,
     graph_sizes: Sequence[int] = (1, 2, 4, 8),
+    drafter: type[NgramDrafter] = NgramDrafter,
 ) -> Executor:
     """The executor over the small model. With `graphs` its decodes are padded to `graph_sizes` rows and recorded."""
     pool = KvPool(1, config.pages, config.page_size, 1, 1, torch.float64, CPU)
     context = config.context_tokens_max if graphs is not None else None
-    tables = Tables(config.rows_max, config.pages, config.page_size, CPU, context_tokens=context, debug=True)
+    tables = Tables(
+        config.rows_max,
+        config.pages,
+        config.page_size,
+        CPU,
+        context_tokens=context,
+        debug=True,
+        speculates=config.speculates,
+    )
     watching = None
     if canary:
         watching = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, CPU)
@@ -291,7 +339,18 @@ def make_executor(
     if graphs is not None:
         decodes = DecodeGraphs(model, attention, tables, graph_sizes, graphs)
         decodes.prepare(lane)
-    return Executor(model, attention, GreedySampler(), tables, lane, matchers=matchers, canary=watching, graphs=decodes)
+    drafts = drafter((config.pages + 1) * config.page_size, config.page_size, CPU) if config.speculates else None
+    return Executor(
+        model,
+        attention,
+        GreedySampler(),
+        tables,
+        lane,
+        matchers=matchers,
+        canary=watching,
+        graphs=decodes,
+        drafter=drafts,
+    )
 
 
 SAMPLED = SamplingParams(top_logprobs=1)

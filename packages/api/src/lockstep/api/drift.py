@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import numpy as np
+from msgspec.structs import replace
 
 from lockstep.api.wire import RATIOS, BatchDrift
 from lockstep.core.commands import BatchPlan, Step
@@ -63,6 +64,9 @@ class DriftMeter:
         else:
             rows, context_tokens = len(plan.rows), int(np.add.reduce(plan.starts))
             shape = BatchShape(decode_rows=rows, decode_context_tokens=context_tokens, sampled_rows=rows)
+        if plan.speculation is not None:
+            drafts = int(plan.speculation.draft_lengths.sum())
+            shape = replace(shape, sampled_rows=shape.sampled_rows + drafts, draft_tokens=drafts)
         us = self._cost.batch_us(shape).mean_us
         for _ in range(1, plan.steps):  # each step one position on, with every row of the launch
             context_tokens += shape.decode_rows

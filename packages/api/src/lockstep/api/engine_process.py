@@ -118,7 +118,7 @@ class EngineProcess:
         self.outbox = Outbox(
             Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift, unit.host
         )
-        self.outbox.restarts = generation
+        self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
         self._open: dict[tuple[int, int], _Open] = {}  # by worker and ticket; entries leave in the host's thread
 

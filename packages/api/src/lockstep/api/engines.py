@@ -229,6 +229,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         attention_backend=settings.attention_backend,
         numerics=settings.numerics,
         random_weights_seed=settings.random_weights,
+        draft_model=settings.draft_model,
         mem_fraction=settings.mem_fraction,
         cuda_graphs=settings.cuda_graphs,
         cuda_graph_max_batch=settings.cuda_graph_max_batch,

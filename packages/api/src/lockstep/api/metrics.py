@@ -20,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from lockstep.api.metrics_folder import FOLDER
-from lockstep.api.wire import ITERATION_TOKENS, RATIOS, BatchDrift, Ended, Gauges
+from lockstep.api.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Ended, Gauges
 
 if TYPE_CHECKING:
     from lockstep.api.bridge import Ticket
@@ -55,7 +55,7 @@ SGLANG = {
 
 NOT_VLLM = (
     *("engine_up", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
-    *("num_requests", "num_aborted_requests"),
+    *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
 NOT_VLLM_GROUPS = ("http_", "batch_")
 """What vLLM has not is called, or begins, so; everything else is its name, too."""
@@ -233,8 +233,38 @@ class Metrics:
         if gauges.batch_counts:
             batches.add_metric(values, list(bounds), gauges.batch_tokens)
             yield batches
+        if gauges.drafts is not None:
+            yield from self._drafts(values, gauges.drafts)
         if gauges.drift:
             yield from self._drift(engine, gauges.drift)
+
+    def _drafts(self, values: tuple[str, str], found: DraftFigures) -> Iterator[Metric]:
+        """What became of drafts, under the names that vLLM gave these figures."""
+        labels = ("model_name", "engine")
+        for name, about, value in (
+            (
+                "num_drafts",
+                "Verifications of a row: each gives a token, and one more for each draft.",
+                found.verifications,
+            ),
+            ("num_draft_tokens", "Drafts that were verified.", found.drafts),
+            ("num_accepted_tokens", "Drafts that were right.", found.right),
+        ):
+            counted = CounterMetricFamily(f"lockstep_spec_decode_{name}", about, labels=labels)
+            counted.add_metric(values, value)
+            yield counted
+        about = "Verifications whose drafts were right up to this position, from 0 on."
+        by_position = CounterMetricFamily(
+            "lockstep_spec_decode_num_accepted_tokens_per_pos", about, labels=(*labels, "position")
+        )
+        for position, right in enumerate(found.right_by_position):
+            by_position.add_metric((*values, str(position)), right)
+        yield by_position
+        mean = GaugeMetricFamily(
+            "lockstep_accepted_length_mean", "Tokens that a row got from a verification.", labels=labels
+        )
+        mean.add_metric(values, 1 + found.right / max(found.verifications, 1))
+        yield mean
 
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
         """How far the cost model is off, by kind of batch. Buckets of Prometheus contain those before them."""

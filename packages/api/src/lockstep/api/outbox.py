@@ -19,6 +19,7 @@ from lockstep.api.wire import (
     AdaptersKnown,
     Answered,
     BatchDrift,
+    DraftFigures,
     Ended,
     Gauges,
     Logprobs,
@@ -31,6 +32,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.stats import stats
 from lockstep.host.adapters import Known
 from lockstep.host.batches import Float32s
+from lockstep.host.drafts import DraftCounts
 from lockstep.host.loop import Extras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
@@ -118,6 +120,7 @@ class Outbox:
         self.workers: set[int] = set()  # who is told how the engine stands
         self._host, self._adapters = host, 0
         self.restarts = 0  # engines before this one
+        self.drafts = DraftCounts()  # of the host, while it goes on
 
     def page(self, worker: int) -> _Page:
         """Where to put down what is for a worker."""
@@ -176,7 +179,15 @@ class Outbox:
             pages_cached=now.pages_cached,
             restarts=self.restarts,
             weights_version=version,
+            drafts=self._draft_figures(),
         )
+
+    def _draft_figures(self) -> DraftFigures | None:
+        """What became of drafts so far, where any are verified."""
+        if not self._engine.config.speculates:
+            return None
+        found = self.drafts
+        return DraftFigures(found.verifications, found.drafts, found.right, tuple(found.right_by_position))
 
 
 class SampleSink:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from lockstep.api.wire import ITERATION_TOKENS
-from lockstep.core.commands import LaunchBatch, Step
+from lockstep.core.commands import BatchPlan, LaunchBatch, Step
 from lockstep.core.events import Observed, RequestAdmitted, RequestArrived, RequestId, RequestRejected
 from lockstep.core.support import samples_asked
 
@@ -45,7 +45,7 @@ class EngineTimes:
                 self.take(decided.request_id, -1, -1)
         for command in step.commands:
             if type(command) is LaunchBatch:
-                tokens = int(command.plan.stops.sum() - command.plan.starts.sum())
+                tokens = new_tokens_of(command.plan)
                 self.batch_counts[bisect_left(ITERATION_TOKENS, tokens)] += 1
                 self.batch_tokens += tokens
 
@@ -63,3 +63,12 @@ class EngineTimes:
         if first_us < 0:
             return RequestTimes(queue_us)
         return RequestTimes(queue_us, first_us - admitted_us, last_us - first_us)
+
+
+def new_tokens_of(plan: BatchPlan) -> int:
+    """New tokens of a plan. Where a row stands may be open, how many it verifies is not."""
+    if plan.speculation is None:
+        return int(plan.stops.sum() - plan.starts.sum())
+    extending = slice(plan.extend_rows)
+    extended = int(plan.stops[extending].sum() - plan.starts[extending].sum())
+    return extended + len(plan.rows) - plan.extend_rows + int(plan.speculation.draft_lengths.sum())

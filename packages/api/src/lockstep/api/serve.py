@@ -75,6 +75,7 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("router_sessions_max", int, "Sessions that the router remembers.")
 @_option("cuda_graphs", click.Choice(["auto", "on", "off", "eager"]), "Whether decodes replay CUDA graphs.")
 @_option("cuda_graph_max_batch", int, "Rows of the largest graph.")
+@_option("draft_model", str, "Folder of a small model whose guesses are verified.", metavar="DIR")
 @_option("random_weights", int, "Small random weights; only config.json is read.", metavar="SEED")
 @_option(
     "logit_processors",

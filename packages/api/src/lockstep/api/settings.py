@@ -23,8 +23,7 @@ from lockstep.core.router import RouterConfig, RouterPolicy
 LOOPBACK = ("localhost",)
 OF_A_MODEL = (
     *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
-    "logit_processors",
-    "max_lora_rank",
+    *("logit_processors", "max_lora_rank", "draft_model"),
 )
 AT_MOST = {
     "port": 65535,
@@ -100,6 +99,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto"
     cuda_graph_max_batch: int | None = None
     random_weights: int | None = None
+    draft_model: str | None = None  # folder of the model whose guesses are verified
     grammar_backend: Literal["auto", "llguidance", "xgrammar", "none"] = "auto"  # what keeps answers to grammars
     grammar_compile_s: float = 2.0  # CPU time that one may take to compile,
     grammar_compile_mb: int = 512  # and memory beside what the library needs by itself
@@ -165,7 +165,16 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 raise ConfigError(f"`{name}` must be at most {most}, got `{getattr(self, name)}`")
         if self.random_weights is not None and self.random_weights < 0:
             raise ConfigError(f"`random_weights` must be a seed of at least 0, got `{self.random_weights}`")
-        for name in ("model", "journal", "usage_dir", "admin_socket", "profile_dir", "tokenizer", "api_keys"):
+        for name in (
+            "model",
+            "journal",
+            "usage_dir",
+            "admin_socket",
+            "profile_dir",
+            "tokenizer",
+            "api_keys",
+            "draft_model",
+        ):
             if getattr(self, name) == "":
                 raise ConfigError(f"`{name}` is empty\nhint: give a path, or drop it")
         for name, path in self.lora.items():
@@ -207,10 +216,23 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if name not in known:
                 raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
             _check_kind(name, value)
-        if (method := self.set.get("speculative_method", "none")) != "none":
+        method = self.set.get("speculative_method", "none")
+        if method != "none" and self.emulate is not None:
             raise ConfigError(
-                f"`speculative_method` is {method}, but what is served verifies no drafts yet\n"
+                f"`speculative_method` is {method}, but an emulated engine verifies no drafts\n"
                 "hint: leave it out; `lockstep simulate` says what it would bring"
+            )
+        if method not in ("none", "ngram", "draft_model"):
+            raise ConfigError(
+                f"`speculative_method` is {method}, but what is served drafts by ngram or draft_model only\n"
+                "hint: take one of these; `lockstep simulate` says what others would bring"
+            )
+        if self.draft_model is not None and "speculative_method" not in self.set:
+            method = "draft_model"
+        if (method == "draft_model") != (self.draft_model is not None) or (self.draft_model and self.tp > 1):
+            raise ConfigError(
+                f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
+                "hint: drafts of a model need its folder, and tp 1"
             )
         if (role := self.set.get("role", "mixed")) != "mixed":
             raise ConfigError(

@@ -291,6 +291,15 @@ class BatchDrift(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     predicted_s: float
 
 
+class DraftFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Totals since the engine began; see `lockstep.host.drafts.DraftCounts`."""
+
+    verifications: int
+    drafts: int
+    right: int
+    right_by_position: tuple[int, ...]
+
+
 ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
 """Upper bounds of the counts of batches by their tokens, as vLLM has them."""
 
@@ -315,6 +324,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     pages_cached: int = 0  # held by nobody but the radix cache
     restarts: int = 0  # engines before this one
     weights_version: int = 0
+    drafts: DraftFigures | None = None  # where drafts are verified
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -26,6 +26,8 @@ from lockstep.host.loop import HostClock
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.canary import Canary
+from lockstep.runtime.draft_model import ModelDrafter
+from lockstep.runtime.drafting import Drafter, NgramDrafter
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
@@ -96,6 +98,10 @@ class TableSampler:
             log.error("r%d cannot be sampled, and ends as invalid: %s", taken.request_id, why)
             self.table.refuse_row(taken.row)
 
+    def remembers(self, rows_host: Int32s) -> bool:
+        """Penalties count what is drawn."""
+        return bool(self.table.penalised[rows_host].any())
+
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
     ) -> Sampled:
@@ -162,7 +168,13 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
-    config, memory, choice, sizes = _sized(model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks)
+    draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
+    config, memory, choice, sizes = _sized(
+        model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks, draft
+    )
+    if draft is not None:  # the same backend, which may not know its heads
+        kind = (choice.name, device, draft.dtype, draft.head_dim, config.page_size)
+        choose(*kind, numerics=settings.numerics, group=draft.heads // draft.kv_heads)
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -178,11 +190,42 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
         debug=settings.debug,
         graph_sizes=sizes,
         matchers=None if ranks is None else ranks.matchers,
+        draft=draft,
     )
     if model.adapter_slots and device.type == "cuda":
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
     return Assembled(model, config, memory, choice.name, enabled, executor)
+
+
+def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
+    """Raise ConfigError where who drafts and the model that is to do so do not go together."""
+    if method in ("eagle", "mtp"):
+        raise ConfigError(
+            f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"
+            "hint: take one of these; `lockstep simulate` says what others would bring"
+        )
+    if folder is None and method == "draft_model":
+        raise ConfigError("`speculative_method` is draft_model, but no `draft_model` is given\nhint: give its folder")
+    if folder is not None and method != "draft_model":
+        raise ConfigError(f"`draft_model` is {folder}, but `speculative_method` is {method}\nhint: drop one of the two")
+    if folder is not None and ranks > 1:
+        raise ConfigError(
+            f"`draft_model` is {folder}, but `tensor_parallel` is {ranks}: a draft model is not split\n"
+            "hint: speculative_method ngram needs no model"
+        )
+
+
+def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: torch.device) -> Decoder:
+    """The model that drafts. Raises ConfigError if it has other tokens."""
+    with explained("the draft model's weights", device, "a smaller draft model, or none"):
+        draft = build_model(Path(folder), _dtype(settings.dtype, device), device)
+    if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
+        raise ConfigError(
+            f"`draft_model` {folder} has {draft.settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
+            "hint: take a model that generates, of the same family"
+        )
+    return draft
 
 
 def make_executor(
@@ -198,10 +241,12 @@ def make_executor(
     lane: Lane | None = None,
     graph_sizes: Sequence[int] = (),
     matchers: Matchers | None = None,
+    draft: Decoder | None = None,
 ) -> Executor:
     """The executor of a model under these settings, with its pool, tables and sampler.
 
     Args:
+        draft: the model that drafts, where the settings say that one does.
         graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
     """
     device = model.device
@@ -237,7 +282,23 @@ def make_executor(
             context_tokens=context,
             debug=debug,
             adapter_slots=model.adapter_slots,
+            speculates=config.speculates,
         )
+        drafter: Drafter | None = None
+        if draft is not None:
+            plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
+            pool_of_drafts = make_pool(draft, config.pages, config.page_size)
+            drafting = make(
+                attention_backend,
+                pool_of_drafts,
+                draft.heads,
+                scale=draft.scale,
+                numerics=numerics,
+                plans_in_flight=plans,
+            )
+            drafter = ModelDrafter(draft, drafting, config.pages)
+        elif config.speculates:
+            drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
         if debug:
             canary = Canary(config.rows_max, config.pages, config.page_size, config.context_tokens_max, device)
@@ -264,6 +325,7 @@ def make_executor(
             graphs=graphs,
             pooling=pooling,
             split=split,
+            drafter=drafter,
         )
 
 
@@ -315,6 +377,7 @@ def _sized(
     pick: Callable[[SchedConfig], Picked],
     sched: dict[str, Any],
     ranks: OtherRanks | None,
+    draft: Decoder | None,
 ) -> tuple[SchedConfig, MemoryBudget, Choice, tuple[int, ...]]:
     """Scheduler settings, with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
@@ -332,22 +395,32 @@ def _sized(
             f"{model.settings.context_tokens}\nhint: leave it out to take the model's"
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
-    if without_pages.speculates:
+    method = without_pages.speculative_method
+    if draft is None and without_pages.speculates and method != "ngram":  # of a journal that is executed again
         raise ConfigError(
-            f"`speculative_method` is {without_pages.speculative_method}, but this runtime verifies no drafts yet\n"
-            "hint: leave it out; `lockstep simulate` says what it would bring"
+            f"`speculative_method` is {method}, but there is nobody who drafts so\n"
+            "hint: ngram needs no model; LLM and lockstep serve take a draft_model"
+        )
+    if draft is not None and draft.settings.context_tokens < without_pages.context_tokens_max:
+        raise ConfigError(
+            f"`draft_model` takes {draft.settings.context_tokens:,} tokens, but `context_tokens_max` is "
+            f"{without_pages.context_tokens_max:,}\nhint: a shorter context_tokens_max, or another draft model"
         )
     if strange := [token for token in without_pages.eos_token_ids if token >= model.settings.vocab]:
         raise ConfigError(f"`eos_token_ids` holds token {strange[0]}, but the model has {model.settings.vocab}")
     page_size, context = without_pages.page_size, without_pages.context_tokens_max
     check_page_table(without_pages.rows_max, context, page_size)
     page_bytes = page_bytes_of(model, page_size)
+    if draft is not None:
+        page_bytes += page_bytes_of(draft, page_size)
+    elif without_pages.speculates:
+        page_bytes += NgramDrafter.bytes_of(page_size)
     choice, sizes = pick(without_pages)
     if ranks is not None:
         ranks.compare(f"{choice.name} with {len(sizes)} graphs")
     budget = size_pool(
         page_bytes=page_bytes,
-        weight_bytes=model.weight_bytes,
+        weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),
         device=device,
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
@@ -359,6 +432,7 @@ def _sized(
             page_size,
             without_pages.max_running_requests,
             max(sizes, default=0),
+            without_pages.drafts_max,
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),
@@ -398,12 +472,17 @@ def _run_once(
     page_size: int,
     samples: int,
     graph_rows: int,
+    drafts: int = 0,
 ) -> None:
     """One extend of so many tokens, of prompts up to `context` long that share one page, and a draw for so many rows.
 
-    The workspace of the largest graph, `graph_rows`, is there as well.
+    The workspace of the largest graph, `graph_rows`, is there as well. Where so many drafts of each row are verified
+    they are sought first, in the longest context, and drawn behind.
     """
     device = model.device
+    if drafts:
+        _seek_once(samples, context, page_size, drafts, device)
+        samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
     attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=graph_rows)
     starts = np.arange(0, tokens, context)
@@ -427,6 +506,22 @@ def _run_once(
         hidden = model.forward(batch, attention)
         if model.settings.generates:
             _draw_once(model.logits(hidden.index_select(0, batch.logits_at)))
+
+
+def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: torch.device) -> None:
+    """Drafts of so many rows that stand at the end of the context, all in one page."""
+    table = torch.zeros((rows, -(-context // page_size)), dtype=torch.int32, device=device)
+    stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        NgramDrafter(page_size, page_size, device).draft(
+            torch.arange(rows, device=device),
+            stands,
+            stands,
+            table,
+            np.full(rows, drafts, np.int32),
+            stands,
+            np.full(rows, context - 1, np.int32),
+        )
 
 
 def _draw_once(logits: Tensor) -> None:

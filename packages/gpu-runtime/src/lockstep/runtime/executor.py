@@ -40,6 +40,7 @@ from lockstep.host.batches import (
 )
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.canary import Canary
+from lockstep.runtime.drafting import Drafter, kept_samples, places_of, right_ones
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
@@ -49,7 +50,7 @@ from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
 from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
 
-MODES = frozenset({"extend", "decode", "mixed"})
+MODES = frozenset({"extend", "decode", "mixed", "verify"})
 JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
 
 
@@ -72,6 +73,9 @@ class RowSampler(Protocol):
     def take_row(self, taken: RowTaken, context: RowContext) -> None:
         """A row changes hands: settings, penalties' counts, seed. Called in launch order."""
 
+    def remembers(self, rows_host: Int32s) -> bool:
+        """Whether what one of these rows draws changes how it draws the token behind."""
+
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
     ) -> Sampled:
@@ -79,7 +83,8 @@ class RowSampler(Protocol):
 
         Args:
             logits: float32 [samples, vocabulary]; may be overwritten.
-            rows: int32 [samples]; rows_host: the same on the CPU.
+            rows: int32 [samples]; rows_host: the same on the CPU, but where a row was exchanged on the device for that
+                of padding. Each at most once if any of them remembers.
             positions: int64 [samples], of the tokens to draw, in their requests.
             allowed: int32 [samples, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set where token t may be
                 drawn; None for all.
@@ -137,6 +142,7 @@ class Executor:
         pooling: of requests of kind embed; None is the mean.
         canary: verify the tag of every KV slot before it is read; for debugging.
         graphs: prepared; decodes that they hold are replayed.
+        drafter: of plans that verify drafts; the tables then know where rows stand. None: such plans are refused.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
     """
 
@@ -153,10 +159,11 @@ class Executor:
         graphs: DecodeGraphs | None = None,
         pooling: Pooling | None = None,
         split: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
-        self.pooling, self.split = pooling or Pooling(), split
+        self.pooling, self.split, self.drafter = pooling or Pooling(), split, drafter
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
         self._unfolded: deque[_Launched] = deque()  # begun, and not in the tables: failed, or newest
@@ -178,6 +185,8 @@ class Executor:
         Raises: PlanError for what no executor can run; DeviceLost.
         """
         refuse_unknown(plan)
+        if plan.speculation is not None and self.drafter is None:
+            raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has nobody who drafts")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
         packed = self.tables.take_in(plan)
@@ -284,6 +293,8 @@ class Executor:
 
     def _pass(self, launched: _Launched, number: int) -> Tensor:
         """Run one pass; keep what is wanted of its hidden states. Returns the logits of its sampling rows."""
+        if self.drafter is not None:
+            self._draft(launched, number)
         one, tensors = launched.packed.passes[number], launched.laid[number]
         if self.canary is not None:
             found = self.canary.check(self._batch(one, tensors))
@@ -296,7 +307,7 @@ class Executor:
             self.attention.plan(batch)
             hidden = self.model.forward(batch, self.attention)
         self.forwards += 1
-        samples = len(one.sample_rows)
+        samples = len(tensors.sampled_rows)
         if len(one.logprob_targets):
             plan = launched.plan
             launched.prompt_tops = [self._prompt_tops[int(plan.rows[span.index])] for span in plan.logprob_spans]
@@ -306,6 +317,31 @@ class Executor:
         if launched.plan.extend_rows:
             self._pool(launched, one, hidden)
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
+
+    def _draft(self, launched: _Launched, number: int) -> None:
+        """Give a pass the drafts that it verifies. Whoever drafts is told what is computed."""
+        one, tensors = launched.packed.passes[number], launched.laid[number]
+        drafter, verifying, there = self.drafter, one.verifying, tensors.verifying
+        assert drafter is not None
+        if verifying is not None and there is not None:
+            stands_host = verifying.most
+            if not verifying.exact and (self.attention.exact_lengths or self.canary is not None):
+                stands_host = there.stands.cpu().numpy().astype(np.int32)  # waits for the batch in front
+                behind = len(one.rows) - len(verifying.rows)
+                starts, stops = one.starts.copy(), one.stops.copy()
+                starts[behind:], stops[behind:] = stands_host, stands_host + verifying.counts
+                one = launched.packed.passes[0] = replace(one, starts=starts, stops=stops)
+            newest = self.tables.newest.index_select(0, there.rows)
+            fed = newest[:, None]
+            if verifying.drafts.any():
+                reach = there.stands + self.lane.upload(verifying.drafts)
+                guessed = drafter.draft(
+                    there.rows, there.stands, newest, self.tables.page_table, verifying.drafts, reach, stands_host
+                )
+                fed = torch.cat((fed, guessed), 1)
+            given = torch.cat((tensors.given_ids, fed[there.members, there.numbers]))
+            tensors = launched.laid[0] = replace(tensors, given_ids=given)
+        drafter.saw(self._batch(one, tensors))
 
     def _batch(self, one: Pass, tensors: PassTensors) -> ForwardBatch:
         """A pass as models and backends are given it."""
@@ -338,6 +374,9 @@ class Executor:
             assert logits is not None
             if not len(one.sample_rows):
                 continue
+            if one.verifying is not None:
+                self._verify(launched, one, tensors, logits, drawn, asked)
+                continue
             allowed = None if launched.allowed is None else self.lane.upload(launched.allowed)
             rows_host = one.rows[one.sample_rows]
             sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, allowed)
@@ -352,6 +391,71 @@ class Executor:
                 launched.wanted[name] = joined
         launched.download = self.lane.download(launched.wanted, launched.begun)
         launched.wanted = {}
+
+    def _verify(
+        self,
+        launched: _Launched,
+        one: Pass,
+        tensors: PassTensors,
+        logits: Tensor,
+        drawn: dict[str, list[Tensor]],
+        asked: bool,
+    ) -> None:
+        """Draw behind every verified token, and see which drafts were right. All that was drawn is brought back."""
+        assert one.samples is not None
+        rows_host, samples = one.rows[one.sample_rows].repeat(one.samples), len(logits)
+        places_host, there_host = places_of(one.samples)
+        fed = self.tables.token_ids(tensors).index_select(0, tensors.logits_at[:samples])
+        allowed = None if launched.allowed is None else launched.allowed.repeat(one.samples, axis=0)
+        if not self.sampler.remembers(rows_host):
+            masks = None if allowed is None else self.lane.upload(allowed)
+            sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, masks)
+            found = {"tokens": sampled.tokens, "invalid": sampled.invalid} | (_reported(sampled) if asked else {})
+        else:
+            turns = [places_host[there_host[:, number], number] for number in range(places_host.shape[1])]
+            found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, asked)
+        places, there = self.lane.upload(places_host), self.lane.upload(there_host)
+        accepted = right_ones(found["tokens"], found["invalid"], fed, places, there)
+        last = places.gather(1, (accepted - 1)[:, None])[:, 0]
+        self.tables.verified(tensors, found["tokens"], last)
+        found["accepted"] = accepted.to(torch.int32)
+        drawn |= {name: [part] for name, part in found.items()}
+
+    def _draw_in_turn(
+        self,
+        turns: list[NDArray[np.int64]],
+        tensors: PassTensors,
+        logits: Tensor,
+        fed: Tensor,
+        rows_host: Int32s,
+        allowed: Int32s | None,
+        asked: bool,
+    ) -> dict[str, Tensor]:
+        """Draw one token of each row after another, where a row remembers: nothing is counted behind a wrong draft.
+
+        Args:
+            turns: samples that are drawn together, the first of each row, then the second of those that have one, ...
+        Returns: what was drawn, by sample.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        tokens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        for number, turn in enumerate(turns):
+            at = self.lane.upload(turn)
+            rows = tensors.sample_rows.index_select(0, at)
+            if number:  # a row of which a draft was wrong draws in the row of padding; nobody looks at that
+                still = going.index_select(0, at - 1) & (fed.index_select(0, at) == tokens.index_select(0, at - 1))
+                going.index_copy_(0, at, still)
+                rows = torch.where(still, rows, self.tables.count)
+            masks = None if allowed is None else self.lane.upload(allowed[turn])
+            positions = tensors.sampled_positions.index_select(0, at)
+            sampled = self.sampler.sample(logits.index_select(0, at), rows, positions, rows_host[turn], masks)
+            tokens.index_copy_(0, at, sampled.tokens)
+            parts.setdefault("invalid", []).append(sampled.invalid)
+            for name, part in _reported(sampled).items() if asked else ():
+                parts.setdefault(name, []).append(part)
+        in_order = self.lane.upload(np.argsort(np.concatenate(turns)))
+        return {"tokens": tokens} | {name: _joined(some).index_select(0, in_order) for name, some in parts.items()}
 
     def _judge(self, hidden: Tensor, at: Tensor, targets: Tensor, tops: int) -> dict[str, Tensor]:
         """Logprobs of given tokens behind given new tokens, and of so many of the likeliest; some positions at a time.
@@ -373,6 +477,8 @@ class Executor:
         for i, first, last in _hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
             # A copy even of float32: a graph's hidden states are gone with its next replay.
             launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32, copy=True)
+            if (there := launched.laid[number].verifying) is not None:
+                launched.wanted["stands"] = there.stands
 
     def _pool(self, launched: _Launched, one: Pass, hidden: Tensor) -> None:
         """Add up what rows of kind embed computed, and set aside what becomes of prompts that end here."""
@@ -416,6 +522,10 @@ class Executor:
             result.tokens, result.logprobs = arrays["tokens"], arrays.get("logprobs")
             result.top_ids, result.top_logprobs = arrays.get("top_ids"), arrays.get("top_logprobs")
             result.invalid = tuple(np.flatnonzero(arrays["invalid"]).tolist())
+            if "accepted" in arrays:
+                samples = passes[0].samples
+                assert samples is not None
+                _verified(result, samples, arrays)
             if plan.steps > 1:
                 drawn_by = np.concatenate([np.flatnonzero(plan.stops - plan.starts > n) for n in range(len(passes))])
                 by_row = np.argsort(drawn_by, kind="stable")
@@ -427,8 +537,9 @@ class Executor:
                     result.top_ids, result.top_logprobs = result.top_ids[by_row], result.top_logprobs[by_row]
         if self.matchers is not None:
             rows = plan.rows[plan.sample_rows]
-            under = np.flatnonzero(self.tables.under_grammar[rows]) if len(result.tokens) == len(rows) else NONE
-            ended = [i for i in under.tolist() if self.matchers.ended(int(rows[i]), int(result.tokens[i]))]
+            under = np.flatnonzero(self.tables.under_grammar[rows]) if plan.steps == 1 and len(result.tokens) else NONE
+            firsts = result.firsts()
+            ended = [i for i in under.tolist() if self.matchers.ended(int(rows[i]), int(result.tokens[firsts[i]]))]
             result.grammar_ended = tuple(ended)
         first = 0
         for span, tops in zip(plan.logprob_spans, launched.prompt_tops, strict=True):
@@ -447,6 +558,10 @@ class Executor:
                     one = passes[int(number)]
                     whose = int(plan.request_ids[np.flatnonzero(plan.rows == one.rows[int(i)])[0]])
                     start = int(one.stops[int(i)]) - len(array)
+                    if one.verifying is not None and int(i) >= plan.extend_rows:
+                        start = int(arrays["stands"][int(i) - plan.extend_rows])
+                        sampler = int(np.flatnonzero(plan.sample_rows == int(i))[0])
+                        array = array[: int(arrays["accepted"][sampler])]
                     result.hidden_states.append(HiddenStates(whose, start, array))
                 case ["scores"]:
                     ids = plan.request_ids[launched.scored].tolist()
@@ -454,6 +569,18 @@ class Executor:
                 case ["pooled", i]:
                     result.pooled.append(Pooled(int(plan.request_ids[int(i)]), "embed", array))
         return result
+
+
+def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[Any]]) -> None:
+    """Keep of what a verification drew what counts."""
+    accepted: Int32s = arrays["accepted"]
+    kept = kept_samples(samples, accepted)
+    result.accepted, result.tokens = accepted, result.tokens[kept]
+    result.invalid = tuple(np.flatnonzero(arrays["invalid"][np.cumsum(samples) - samples]).tolist())
+    if result.logprobs is not None:
+        result.logprobs = result.logprobs[kept]
+    if result.top_ids is not None and result.top_logprobs is not None:
+        result.top_ids, result.top_logprobs = result.top_ids[kept], result.top_logprobs[kept]
 
 
 def _reported(sampled: Sampled) -> dict[str, Tensor]:
@@ -483,15 +610,18 @@ def refuse_unknown(plan: BatchPlan) -> None:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
     for name, given in (
         ("microbatch", plan.microbatch),
-        ("starts_after", plan.starts_after),
         ("copies", plan.copies),
-        ("speculation", plan.speculation),
         ("ranks", plan.ranks),
         ("layers", plan.layers),
         ("media_spans", plan.media_spans),
     ):
         if given:
             raise PlanError(f"batch {plan.batch_id} has `{name}`, which this executor does not do")
+    if plan.speculation is None and (plan.starts_after or plan.mode == "verify"):
+        what = "`starts_after`" if plan.starts_after else "mode 'verify'"
+        raise PlanError(f"batch {plan.batch_id} has {what}, but no `speculation` that says what it verifies")
+    if plan.steps > 1 and plan.speculation is not None:
+        raise PlanError(f"batch {plan.batch_id} both verifies drafts and has {plan.steps} steps")
     if plan.steps > 1 and plan.mode != "decode":
         raise PlanError(
             f"batch {plan.batch_id} has {plan.steps} steps in mode {plan.mode!r}; only decodes have several"
@@ -500,7 +630,8 @@ def refuse_unknown(plan: BatchPlan) -> None:
 
 def _hidden_wanted(plan: BatchPlan, one: Pass, tables: Tables) -> list[tuple[int, int, int]]:
     """Rows of a pass whose hidden states are wanted, with the first and the last of their new tokens: [first:last)."""
-    decoding = tables.with_hidden_states[one.rows[one.extend_rows :]]
+    decodes_from = one.extend_rows - (0 if one.verifying is None else len(one.verifying.rows))
+    decoding = tables.with_hidden_states[one.rows[decodes_from:]]
     if not plan.hidden_spans and not decoding.any():
         return []
     indptr = one.indptr
@@ -509,5 +640,5 @@ def _hidden_wanted(plan: BatchPlan, one: Pass, tables: Tables) -> list[tuple[int
         (span.index, int(indptr[span.index]) + span.start - int(one.starts[span.index]), int(indptr[span.index + 1]))
         for span in spans
     ]
-    found += [(i, int(indptr[i]), int(indptr[i + 1])) for i in (np.flatnonzero(decoding) + one.extend_rows).tolist()]
+    found += [(i, int(indptr[i]), int(indptr[i + 1])) for i in (np.flatnonzero(decoding) + decodes_from).tolist()]
     return found

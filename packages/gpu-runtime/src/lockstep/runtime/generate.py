@@ -88,6 +88,7 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
     help="Where the answers go, as JSONL; default: stdout.",
 )
 @click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
+@click.option("--draft-model", type=click.Path(path_type=Path), help="A small model whose guesses are verified.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
@@ -171,6 +172,7 @@ def generate(
     logit_processors: tuple[str, ...],
     settings: tuple[str, ...],
     random_weights: int | None,
+    draft_model: Path | None,
     profile: Path | None,
     profile_start_step: int,
     profile_steps: int,
@@ -219,6 +221,7 @@ def generate(
             cuda_graphs="off" if no_cuda_graphs else "auto",
             cuda_graph_max_batch=cuda_graph_max_batch,
             random_weights_seed=random_weights,
+            draft_model=draft_model,
             seed=seed,
             journal=journal,
             adapters=named_folders(lora),

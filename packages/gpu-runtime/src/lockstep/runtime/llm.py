@@ -57,6 +57,7 @@ from lockstep.core.stats import Stats
 from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterDesk, source_of
 from lockstep.host.batches import Float32s
+from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
@@ -75,7 +76,7 @@ from lockstep.host.weights import (
     write_source,
 )
 from lockstep.runtime import watchdog
-from lockstep.runtime.assembly import assemble, choose_device, device_name
+from lockstep.runtime.assembly import assemble, check_draft_model, choose_device, device_name
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
 from lockstep.runtime.graphs import (
@@ -182,6 +183,7 @@ class LlmStats:
     engine: Stats
     device: DeviceTime
     batches: int  # launched so far
+    drafts: DraftCounts  # what became of them, where drafts are verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,8 @@ class LLM:
         adapters: LoRA adapters, folders as PEFT writes them by name; others may be loaded later.
         max_lora_rank: of those; slots on the device have room for it.
         tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
+        draft_model: folder of a small model of the same vocabulary, whose guesses are verified; stands for
+            `speculative_method="draft_model"`. Not with `tensor_parallel`.
         batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
             the time is `rank_timeout_s`.
         rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
@@ -255,6 +259,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         max_lora_rank: int = 16,
         tensor_parallel: int = 1,
+        draft_model: str | Path | None = None,
         batch_timeout_s: float = watchdog.TIMEOUT_S,
         rank_timeout_s: float = TIMEOUT_S,
         **sched: Any,
@@ -272,6 +277,8 @@ class LLM:
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
         packages = processors.versions(logit_processors)
+        if draft_model is not None:
+            sched = {"speculative_method": "draft_model"} | sched
         folder = demo_folder() if model is None else Path(model)
         where = choose_device(device)
         check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
@@ -285,6 +292,7 @@ class LLM:
             sched = keeper.settings(sched)
         if sources and not sched["max_loras"]:
             raise ConfigError("`adapters` are named, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
+        check_draft_model(draft_model, sched.get("speculative_method"), tensor_parallel)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -302,6 +310,7 @@ class LLM:
             debug=debug,
             max_lora_rank=max_lora_rank,
             sched=sched,
+            draft_model=None if draft_model is None else str(Path(draft_model).resolve()),
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
         self.seed = seed
@@ -518,7 +527,9 @@ class LLM:
         """How the engine stands, and what became of the device's time so far. Raises EngineStopped."""
         answered = self.host.ask(GetState()).result()
         assert answered.stats is not None
-        return LlmStats(answered.stats, self._bubbles.read(), self.host.batches)
+        drafts = self.host.drafts
+        drafts = replace(drafts, right_by_position=list(drafts.right_by_position))
+        return LlmStats(answered.stats, self._bubbles.read(), self.host.batches, drafts)
 
     def start_profile(self, folder: str | Path, **options: Any) -> None:
         """Record what CPU and GPU do from the next launch on, into files of `folder`.

@@ -55,6 +55,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     debug: bool
     max_lora_rank: int
     sched: dict[str, Any]  # of SchedConfig, as given
+    draft_model: str | None = None
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -286,8 +287,10 @@ def in_turn(contexts: Iterable[RowContext]) -> ContextOf:
 
 
 def drawn_digest(result: BatchResult) -> bytes:
-    """Of the tokens of a batch, and of which of them mean nothing."""
+    """Of the tokens of a batch, of which of them mean nothing, and of how many each verifying row got."""
     invalid = np.array(result.invalid, np.int32)
+    if result.accepted is not None:
+        invalid = np.concatenate((result.accepted, invalid))
     return blake2b(result.tokens.astype("<i4").tobytes() + invalid.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 

@@ -11,6 +11,9 @@ passes, so that a table is changed behind the batches that read what was there b
     flat     | taken | places | page places | offsets | tokens | ... |  rows | indptr | lengths | pages |
              |<----------- used as int64, converted in one launch --->|<----- used as int32 ----------->|
 
+Where a row stands is known here alone while a batch that verifies drafts is in flight (`stands`, the position of its
+newest token): a plan says the least and the most, and the fold puts positions, slots and lengths where the row stands.
+
 Whose rows are is known on the CPU as well (`holders`): with `debug`, each plan is checked against that and against a
 copy of the page tables before it is launched, and what cannot be is refused with a PlanError that says where.
 """
@@ -40,6 +43,26 @@ NONE: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
+class Verifying:
+    """Rows that compute their newest token and drafts behind it, the last ones of a pass. int32 [rows] all."""
+
+    rows: Int32s
+    least: Int32s  # where a row can stand ...
+    most: Int32s  # ... at most
+    drafts: Int32s
+
+    @property
+    def counts(self) -> Int32s:
+        """New tokens of each."""
+        return self.drafts + np.int32(1)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the CPU knows where they stand."""
+        return np.array_equal(self.least, self.most)
+
+
+@dataclass(slots=True)
 class Pass:
     """One forward pass of a plan, as the CPU knows it. A plan has one, or one for each of its `steps`.
 
@@ -55,6 +78,8 @@ class Pass:
     logprob_at: Int32s = field(default_factory=lambda: NONE)  # new tokens behind which a given token is judged ...
     logprob_targets: Int32s = field(default_factory=lambda: NONE)  # ... and these tokens
     adapter_slots: Int32s | None = None  # [rows], -1 for the model alone; None where all are
+    verifying: Verifying | None = None  # its last rows; they count among `extend_rows`, and `starts` has their most
+    samples: Int32s | None = None  # [samplers] tokens that each samples; None: one each
 
     @property
     def indptr(self) -> Int32s:
@@ -62,6 +87,16 @@ class Pass:
         if not self.extend_rows:  # one each
             return np.arange(len(self.rows) + 1, dtype=np.int32)
         return np.concatenate((np.zeros(1, np.int32), np.cumsum(self.stops - self.starts, dtype=np.int32)))
+
+
+@dataclass(slots=True)
+class VerifyingTensors:
+    """Of the verifying rows of a pass, on the device. int64 all."""
+
+    rows: Tensor  # [rows]
+    stands: Tensor  # [rows], position of the newest token
+    members: Tensor  # [new tokens of these rows]: whose each is
+    numbers: Tensor  # [new tokens]: 0 for the newest token, then the drafts' numbers from 1 on
 
 
 @dataclass(slots=True)
@@ -80,6 +115,7 @@ class PassTensors:
     sampled_rows: Tensor  # int64, the same
     sampled_positions: Tensor  # int64 [samples], of the tokens to draw
     logprob_targets: Tensor  # int64 [logprobs]
+    verifying: VerifyingTensors | None = None
 
 
 @dataclass(slots=True)
@@ -89,15 +125,41 @@ class PackedPlan:
     flat: Int32s
     longs: int  # so many from the left are used as int64
     sizes: list[int]  # of the parts, in order
+    long_parts: int  # so many of them are used as int64
     passes: list[Pass]
     taken: int  # rows that change hands
     width: int  # of the page table that the places are meant for
 
 
+def verifies(plan: BatchPlan) -> bool:
+    """Whether rows of a plan verify drafts, or stand where only the device knows. Others merely decode."""
+    return plan.speculation is not None and bool(plan.starts_after or plan.speculation.draft_lengths.any())
+
+
 def passes_of(plan: BatchPlan) -> list[Pass]:
     """The forward passes of a plan: one, or one for each step of a plan that decodes several times."""
+    at, targets = _judged(plan)
+    if verifies(plan):
+        assert plan.speculation is not None
+        first, drafts = plan.extend_rows, plan.speculation.draft_lengths
+        verifying = Verifying(plan.rows[first:], plan.starts[first:], plan.stops[first:] - np.int32(1) - drafts, drafts)
+        samples = np.ones(len(plan.rows), np.int32)
+        samples[first:] += drafts
+        return [
+            Pass(
+                plan.rows,
+                np.concatenate((plan.starts[:first], verifying.most)),
+                plan.stops,
+                len(plan.rows),
+                plan.token_ids,
+                plan.sample_rows,
+                at,
+                targets,
+                verifying=verifying,
+                samples=samples[plan.sample_rows],
+            )
+        ]
     if plan.steps == 1:
-        at, targets = _judged(plan)
         return [
             Pass(plan.rows, plan.starts, plan.stops, plan.extend_rows, plan.token_ids, plan.sample_rows, at, targets)
         ]
@@ -115,7 +177,8 @@ def _judged(plan: BatchPlan) -> tuple[Int32s, Int32s]:
     """Of a plan's logprob spans: the new tokens behind which a token is judged, and these tokens, end to end."""
     if not plan.logprob_spans:
         return NONE, NONE
-    first = np.concatenate((np.zeros(1, np.int32), np.cumsum(plan.stops - plan.starts, dtype=np.int32)))
+    counts = (plan.stops - plan.starts)[: plan.extend_rows]
+    first = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
     at = [
         np.arange(len(span.targets), dtype=np.int32) + (first[span.index] + span.start - plan.starts[span.index])
         for span in plan.logprob_spans
@@ -143,6 +206,7 @@ class Tables:
         context_tokens: with it, tables are as wide as they can ever need to be; without they grow by doubling.
         debug: check every plan against what the rows hold.
         adapter_slots: of the model; rows may run on adapters in these.
+        speculates: plans may verify drafts, so the device keeps where each row stands.
     Raises: ConfigError, see `check_page_table`.
     """
 
@@ -156,6 +220,7 @@ class Tables:
         context_tokens: int | None = None,
         debug: bool = False,
         adapter_slots: int = 0,
+        speculates: bool = False,
     ) -> None:
         check_page_table(rows, page_size if context_tokens is None else context_tokens, page_size)
         self.count, self.page_count, self.page_size = rows, pages, page_size
@@ -165,6 +230,9 @@ class Tables:
         self.debug = debug
         self.page_table = torch.full((rows + 1, self.width), pages, dtype=torch.int32, device=device)
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.stands: Tensor | None = None  # int64 [rows + 1], position of the newest token
+        if speculates:
+            self.stands = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         # What the CPU knows of the rows, as of the last plan launched.
         self.holders: Int64s = np.full(rows, NOBODY, np.int64)
         self.taken: list[RowTaken | None] = [None] * rows
@@ -232,24 +300,34 @@ class Tables:
             if one.extend_rows:  # else one new token for each row
                 counts = one.stops - one.starts
                 token_rows, positions = one.rows.repeat(counts), one.starts.repeat(counts) + step_numbers(counts)
-            sampling = one.rows[one.sample_rows]
+            sampling, behind = one.rows[one.sample_rows], indptr[one.sample_rows + 1] - np.int32(1)
+            stops = one.stops[one.sample_rows]
+            if one.samples is not None:
+                back = step_numbers(one.samples) + np.int32(1) - one.samples.repeat(one.samples)
+                sampling, behind = sampling.repeat(one.samples), behind.repeat(one.samples) + back
+                stops = stops.repeat(one.samples) + back
             longs += (
                 positions,
                 token_rows * width + (positions >> self.page_shift),
                 positions & mask,
                 one.token_ids,
                 one.rows[one.extend_rows :],
-                np.concatenate((indptr[one.sample_rows + 1] - np.int32(1), one.logprob_at)),
+                np.concatenate((behind, one.logprob_at)),
                 sampling,
-                one.stops[one.sample_rows],
+                stops,
                 one.logprob_targets,
             )
             ints += (one.rows, indptr, one.stops, sampling)
+        if (drafted := passes[0].verifying if passes else None) is not None:
+            counts = drafted.counts
+            members = np.arange(len(counts), dtype=np.int32).repeat(counts)
+            longs += (drafted.rows, drafted.least, drafted.most, members, step_numbers(counts))
         parts = longs + ints
         return PackedPlan(
             np.concatenate(parts).astype(np.int32, copy=False),
             sum(map(len, longs)),
             [len(part) for part in parts],
+            len(longs),
             passes,
             len(plan.rows_taken),
             self.width,
@@ -275,7 +353,16 @@ class Tables:
         spans = plan.stops - plan.starts
         if (spans <= 0).any() or (plan.starts < 0).any():
             raise PlanError(f"{name} has an empty span: {_few(plan.starts)} to {_few(plan.stops)}")
-        if (spans[plan.extend_rows :] > plan.steps).any():
+        if plan.speculation is not None:
+            drafts = plan.speculation.draft_lengths
+            if len(drafts) != len(plan.rows) - plan.extend_rows or (drafts < 0).any():
+                raise PlanError(f"{name} verifies {_few(drafts)} drafts of {len(plan.rows) - plan.extend_rows} rows")
+            spare = spans[plan.extend_rows :] - np.int32(1) - drafts
+            open_ones = np.zeros(len(plan.rows), np.bool_)
+            open_ones[[after.index for after in plan.starts_after]] = True
+            if (spare < 0).any() or spare[~open_ones[plan.extend_rows :]].any():
+                raise PlanError(f"{name} has spans of {_few(spans[plan.extend_rows :])} for {_few(drafts)} drafts")
+        elif (spans[plan.extend_rows :] > plan.steps).any():
             raise PlanError(f"{name} decodes more than {plan.steps} tokens of a row: {_few(spans[plan.extend_rows :])}")
         if int(spans[: plan.extend_rows].sum()) != len(plan.token_ids):
             raise PlanError(
@@ -302,16 +389,18 @@ class Tables:
         Returns: for each pass its tensors. What its decode rows compute is asked for pass by pass, see `token_ids`.
         """
         longs = flat[: packed.longs].to(torch.int64)
-        parts = list(torch.split(longs, packed.sizes[: 2 + 9 * len(packed.passes)]))
-        parts += torch.split(flat[packed.longs :], packed.sizes[2 + 9 * len(packed.passes) :])
+        parts = list(torch.split(longs, packed.sizes[: packed.long_parts]))
+        parts += torch.split(flat[packed.longs :], packed.sizes[packed.long_parts :])
         if packed.width > self.page_table.shape[1]:
             wider = torch.full((self.count + 1, packed.width), self.page_count, dtype=torch.int32, device=self.device)
             wider[:, : self.page_table.shape[1]] = self.page_table
             self.page_table = wider
-        taken, places, pages = parts[0], parts[1], parts[2 + 9 * len(packed.passes)]
+        taken, places, pages = parts[0], parts[1], parts[packed.long_parts]
         if packed.taken:
             self.page_table.index_fill_(0, taken, self.page_count)
             self.newest.index_fill_(0, taken, 0)
+            if self.stands is not None:
+                self.stands.index_fill_(0, taken, 0)
         if len(places):
             self.page_table.view(-1).index_copy_(0, places, pages)
         table = self.page_table.view(-1)
@@ -319,12 +408,32 @@ class Tables:
         for number in range(len(packed.passes)):
             at = 2 + 9 * number
             positions, page_places, offsets, ids, decoding, logits_at, rows, drawn, targets = parts[at : at + 9]
-            at = 3 + 9 * len(packed.passes) + 4 * number
+            at = packed.long_parts + 1 + 4 * number
             of_rows, indptr, lengths, sample_rows = parts[at : at + 4]
             slots = table.index_select(0, page_places).to(torch.int64) * self.page_size + offsets
             given = (of_rows, indptr, lengths, positions, slots, ids, decoding, logits_at)
             laid.append(PassTensors(*given, sample_rows, rows, drawn, targets))
+        if packed.passes and packed.passes[0].verifying is not None:
+            self._place(laid[0], *parts[11:16])
         return laid
+
+    def _place(
+        self, tensors: PassTensors, rows: Tensor, least: Tensor, most: Tensor, members: Tensor, numbers: Tensor
+    ) -> None:
+        """Put the verifying rows of a pass where they stand. Where a batch in front failed, that is anywhere it may."""
+        assert self.stands is not None
+        stands = torch.minimum(torch.maximum(self.stands.index_select(0, rows), least), most)
+        tensors.verifying = VerifyingTensors(rows, stands, members, numbers)
+        others, moved = len(tensors.rows) - len(rows), (most - stands).to(torch.int32)
+        tensors.lengths = torch.cat((tensors.lengths[:others], tensors.lengths[others:] - moved))
+        positions = stands.index_select(0, members) + numbers
+        given = len(tensors.given_ids)
+        tensors.positions = torch.cat((tensors.positions[:given], positions))
+        pages = self.page_table[rows.index_select(0, members), positions >> self.page_shift].to(torch.int64)
+        slots = pages * self.page_size + (positions & (self.page_size - 1))
+        tensors.slots = torch.cat((tensors.slots[:given], slots))
+        samples = len(tensors.sampled_rows)
+        tensors.sampled_positions = tensors.positions.index_select(0, tensors.logits_at[:samples]) + 1
 
     def token_ids(self, tensors: PassTensors) -> Tensor:
         """The new tokens of a pass, int64 [tokens]: given ones first, then the newest of each decode row.
@@ -339,6 +448,18 @@ class Tables:
     def sampled(self, tensors: PassTensors, tokens: Tensor) -> None:
         """Keep each token, int32 [samples], as the newest of its row."""
         self.newest.index_copy_(0, tensors.sampled_rows, tokens.to(torch.int64))
+        if self.stands is not None:
+            self.stands.index_copy_(0, tensors.sampled_rows, tensors.sampled_positions)
+
+    def verified(self, tensors: PassTensors, tokens: Tensor, last: Tensor) -> None:
+        """Keep the last token that each sampler got as its row's newest.
+
+        Args: tokens: int32 [samples]; last: int64 [samplers], which of them that is.
+        """
+        assert self.stands is not None
+        rows = tensors.sampled_rows.index_select(0, last)
+        self.newest.index_copy_(0, rows, tokens.index_select(0, last).to(torch.int64))
+        self.stands.index_copy_(0, rows, tensors.sampled_positions.index_select(0, last))
 
 
 def last_entries(deltas: PageDeltas) -> tuple[Int32s, Int32s, Int32s]:

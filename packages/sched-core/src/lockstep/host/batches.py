@@ -78,10 +78,11 @@ class BatchResult:
 
     plan: BatchPlan
     error: str = ""
-    tokens: Int32s = field(default_factory=lambda: NONE)  # by sampling row; with `steps` those of each row end to end
+    tokens: Int32s = field(default_factory=lambda: NONE)  # by sampling row; if several, those of each row end to end
     logprobs: Float32s | None = None  # of these, where any row asked
     top_ids: Int32s | None = None  # [tokens, most asked for]
     top_logprobs: Float32s | None = None
+    accepted: Int32s | None = None  # where drafts were verified: tokens of each sampling row
     invalid: tuple[int, ...] = ()  # sampling rows
     grammar_ended: tuple[int, ...] = ()  # sampling rows
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -89,6 +90,12 @@ class BatchResult:
     pooled: list[Pooled] = field(default_factory=list)
     started_us: int = 0
     finished_us: int = 0
+
+    def firsts(self) -> Int32s:
+        """Which token is the first of each sampling row of a plan with one forward. int32 [sampling rows]"""
+        if self.accepted is None:
+            return np.arange(len(self.plan.sample_rows), dtype=np.int32)
+        return np.cumsum(self.accepted, dtype=np.int32) - self.accepted
 
 
 # ---------------------------------------------------------------------------------------------------------- who runs it

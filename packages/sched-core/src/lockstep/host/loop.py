@@ -83,6 +83,7 @@ from lockstep.core.requests import Request
 from lockstep.core.support import sample_of, samples_asked
 from lockstep.host.adapters import AdapterHands, AdaptersLog, Known
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
+from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
 from lockstep.host.weights import Hands, WeightsLog
@@ -303,6 +304,7 @@ class RuntimeHost:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why nothing is accepted any more
         self.batches = 0
+        self.drafts = DraftCounts()
         self.turns = 0  # of the loop; several a second unless something does not return
         self._check_request = check_request
         self._watch_text = watch_text
@@ -642,6 +644,8 @@ class RuntimeHost:
             return
         text_stops, text_held = self._watch(result)
         self._keep(result)
+        if plan.speculation is not None:
+            self.drafts.fold(plan, result.accepted)
         finished_us = min(result.finished_us, now_us)
         self._fold(
             BatchFinished(
@@ -653,6 +657,7 @@ class RuntimeHost:
                 plan.generation,
                 invalid=result.invalid,
                 text_stops=text_stops,
+                accepted=b"" if result.accepted is None else result.accepted.astype("<i4", copy=False).tobytes(),
                 grammar_ended=result.grammar_ended,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,
@@ -670,6 +675,7 @@ class RuntimeHost:
         held: list[tuple[int, int]] = []
         if self._watch_text is None or plan.steps > 1:
             return (), ()
+        firsts = result.firsts()  # rows with stop texts have one token: they verify no drafts
         for i, number in enumerate(plan.sample_rows.tolist()):
             request = self._open.get(int(plan.request_ids[number]))
             if request is None or not request.event.stop_texts:
@@ -677,7 +683,7 @@ class RuntimeHost:
             if request.watch is None:
                 request.watch = self._watch_text(request.event)
             output = int(plan.stops[number]) - self._prompt_tokens(plan, number)
-            stopped, behind = request.watch.push(output, int(result.tokens[i]))
+            stopped, behind = request.watch.push(output, int(result.tokens[firsts[i]]))
             if stopped:
                 stops.append(i)
             elif behind:
@@ -707,13 +713,13 @@ class RuntimeHost:
                 request.extras.pooled = pooled
         if result.logprobs is None:
             return
-        counts = plan.stops[plan.sample_rows] - plan.starts[plan.sample_rows] if plan.steps > 1 else None
+        positions, counts = sampled_spans(self.engine, plan, result.accepted)
         at = 0
         for i, number in enumerate(plan.sample_rows.tolist()):
-            count = 1 if counts is None else int(counts[i])
+            count = int(counts[i])
             request = self._open.get(int(plan.request_ids[number]))
             if request is not None and int(plan.request_ids[number]) in self.engine.requests and _asks(request.event):
-                first = int(plan.stops[number]) - count + 1 - self._prompt_tokens(plan, number)
+                first = int(positions[i]) - self._prompt_tokens(plan, number)
                 most = request.event.sampling.top_logprobs if request.event.sampling is not None else 0
                 for j in range(count):
                     tops: tuple[Int32s | None, Float32s | None] = (None, None)
@@ -898,6 +904,23 @@ def row_context(request: Request, kind: RequestKind) -> RowContext:
         min_new_tokens=request.min_new_tokens,
         stop_token_ids=request.stop_token_ids,
     )
+
+
+def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
+    """Positions of the first token that each sampling row of the oldest batch got, and how many it got.
+
+    To be asked before the engine takes in the result: until then only it knows where verifying rows stand.
+
+    Args:
+        accepted: of the result, where drafts were verified.
+    Returns: int32 [sampling rows] both.
+    """
+    rows = plan.sample_rows
+    if plan.speculation is not None:
+        positions: Int32s = engine.in_flight[0].sampled_at
+        return positions, np.ones(len(rows), np.int32) if accepted is None else accepted
+    counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
+    return plan.stops[rows] - counts + np.int32(1), counts
 
 
 def _drop_behind_the_end(extras: Extras, end: FinishRequest) -> None:

@@ -9,6 +9,9 @@ A simulator's ids know which tokens are equal and not what they say, and there a
 An id of an answer stands for the token that was drawn in its place, every other id for its remainder by the model's
 vocabulary. A prompt that quotes an answer of which nothing was drawn yet (a trace whose turns overlap) is no such text:
 its batches run and take as long, but its tokens mean nothing, and a canary finds its KV.
+
+Drafts are made and verified here as well. Where others are right than in the journal, as with another model, plans go
+on from where the journal's row stood, and the text of that request means nothing from there on.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from lockstep.core.batching import InFlight
 from lockstep.core.commands import BatchPlan, LaunchBatch, RowTaken, SampleBatch
 from lockstep.core.engine import Engine
 from lockstep.core.errors import LockstepError
@@ -109,6 +113,7 @@ class _Recorded:
         self.engine, self.executor, self.vocab, self.simulated = engine, executor, vocab, simulated
         self.in_flight: deque[BatchPlan] = deque()
         self._unsampled: set[int] = set()
+        self._verifying: dict[int, InFlight] = {}  # by batch in flight: what the engine knows of where rows stand
         self._going: dict[RequestId, _Going] = {}
         self._said: dict[int, int] = {}  # the token that was drawn where a simulator's answer has this id
 
@@ -143,6 +148,8 @@ class _Recorded:
             plan = msgspec.structs.replace(plan, token_ids=self._new_tokens(plan), logprob_spans=tuple(spans))
         self.executor.launch(plan, deferred=deferred, contexts=self._context)
         self.in_flight.append(plan)
+        if plan.speculation is not None:
+            self._verifying[plan.batch_id] = self.engine.in_flight[-1]
         if deferred:
             self._unsampled.add(plan.batch_id)
 
@@ -154,6 +161,7 @@ class _Recorded:
     def collect(self, event: BatchFinished) -> BatchResult:
         """The oldest batch, and what was drawn in it."""
         plan = self.in_flight.popleft()
+        verified = self._verifying.pop(plan.batch_id, None)
         if plan.batch_id in self._unsampled:  # it failed there before it was sampled
             self.sample(plan.batch_id)
         result = self.executor.collect()
@@ -164,13 +172,18 @@ class _Recorded:
         recorded = np.frombuffer(event.tokens, "<i4").tolist()
         rows = plan.sample_rows
         counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
-        at = 0
+        positions = plan.stops[rows] - counts + np.int32(1)
         tokens = result.tokens.tolist()
-        for request_id, stop, count in zip(
-            plan.request_ids[rows].tolist(), plan.stops[rows].tolist(), counts.tolist(), strict=True
+        if verified is not None:
+            counts = np.frombuffer(event.accepted, "<i4") if event.accepted else counts
+            positions = verified.sampled_at
+            tokens = _as_many(result, counts)
+        at = 0
+        for request_id, position, count in zip(
+            plan.request_ids[rows].tolist(), positions.tolist(), counts.tolist(), strict=True
         ):
             if (going := self._going.get(request_id)) is not None:
-                first = stop - count + 1 - going.prompt_tokens
+                first = position - going.prompt_tokens
                 going.drawn[first : first + count] = tokens[at : at + count]
                 going.recorded[first : first + count] = recorded[at : at + count]
             at += count
@@ -180,6 +193,7 @@ class _Recorded:
         """Nobody asks any more for what is in flight."""
         while self.in_flight:
             plan = self.in_flight.popleft()
+            self._verifying.pop(plan.batch_id, None)
             if plan.batch_id in self._unsampled:
                 self.sample(plan.batch_id)
             self.executor.collect()
@@ -223,3 +237,14 @@ class _Recorded:
                 if (drawn := said(token)) is not None:
                     words[i] = drawn
         return words
+
+
+def _as_many(result: BatchResult, counts: Int32s) -> list[int]:
+    """A verification's tokens, of each row as many as the journal has: those behind are dropped, the last repeated."""
+    tokens, firsts = result.tokens.tolist(), result.firsts().tolist()
+    ends = [*firsts[1:], len(tokens)]
+    return [
+        tokens[min(first + j, end - 1)]
+        for first, end, count in zip(firsts, ends, counts.tolist(), strict=True)
+        for j in range(count)
+    ]

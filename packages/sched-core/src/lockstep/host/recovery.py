@@ -48,7 +48,7 @@ from lockstep.core.requests import Request, prompt_length
 from lockstep.core.support import samples_asked
 from lockstep.host.batches import Float32s, Int32s
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
-from lockstep.host.loop import RuntimeHost
+from lockstep.host.loop import RuntimeHost, sampled_spans
 
 log = logging.getLogger("lockstep.host")
 
@@ -267,12 +267,13 @@ def _keep_logprobs(told: Recovered, plan: BatchPlan, event: BatchFinished) -> No
     tops = len(event.top_ids) // 4 // len(logprobs)
     top_ids = np.frombuffer(event.top_ids, "<i4").reshape(len(logprobs), tops)
     top_logprobs = np.frombuffer(event.top_logprobs, "<f4").reshape(len(logprobs), tops)
+    accepted = np.frombuffer(event.accepted, "<i4") if event.accepted else None
+    positions, counts = sampled_spans(told.engine, plan, accepted)
     at = 0
-    for number in plan.sample_rows.tolist():
-        count = int(plan.stops[number] - plan.starts[number]) if plan.steps > 1 else 1
+    for number, position, count in zip(plan.sample_rows.tolist(), positions.tolist(), counts.tolist(), strict=True):
         request = told.engine.requests.get(int(plan.request_ids[number]))
         if request is not None and request.extras is not None and request.extras.logprobs:
-            first = int(plan.stops[number]) - count + 1 - request.prompt_tokens
+            first = position - request.prompt_tokens
             most = request.sampling.top_logprobs if request.sampling is not None else 0
             for j in range(count):
                 beside = (top_ids[at + j, :most], top_logprobs[at + j, :most]) if most else (None, None)

@@ -18,6 +18,7 @@ class AttentionBackend(Protocol):
     name: str
     pool: KvPool
     graphs: bool  # whether `run` may be captured in a CUDA graph
+    exact_lengths: bool  # whether host twins must be exact where rows extend; else the most that they can be will do
 
     def plan(self, batch: ForwardBatch, graph: bool = False) -> None:
         """Prepare for a pass: whatever depends on the batch and not on the layer. Outside of any CUDA graph.

@@ -40,6 +40,7 @@ class FlashInferAttention:
 
     name = "flashinfer"
     graphs = True
+    exact_lengths = True  # its plan cuts the pages of each row on the CPU
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ class ReferenceAttention:
 
     name = "reference"
     graphs = False  # lengths of rows are shapes of its tensors
+    exact_lengths = True
 
     def __init__(self, pool: KvPool, scale: float | None = None) -> None:
         """Args: scale: of the scores before the softmax; head_dim ** -0.5 unless given."""

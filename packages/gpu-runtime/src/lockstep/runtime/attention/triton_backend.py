@@ -67,6 +67,7 @@ class TritonAttention:
 
     name = "triton"
     graphs = True
+    exact_lengths = False  # only grids and tiles follow from them
 
     def __init__(
         self, pool: KvPool, heads: int, scale: float | None = None, numerics: Numerics = "fast", piece: int = PIECE

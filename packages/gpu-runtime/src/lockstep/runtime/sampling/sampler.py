@@ -114,9 +114,11 @@ class Sampler:
 
         Args:
             logits: float [samples, vocab]. If float32 and contiguous, they are overwritten.
-            rows: int32 [samples], of the request table; each at most once, but for the padding row.
+            rows: int32 [samples], of the request table; each at most once, but for the padding row, and those that no
+                penalty holds for.
             positions: int64 [samples], of the token to be drawn: for the first one the length of the prompt.
-            rows_host: int32 [samples], the same as `rows`, on the host.
+            rows_host: int32 [samples], the same as `rows`, on the host. Where the device has the padding row instead,
+                the row is not counted, and what it draws means nothing.
             allowed: int32 [samples, ceil(vocab / 32)]: token t may be drawn if bit t % 32 of word t // 32 is set, and
                 the row's own mask allows it. None: all that the row allows may.
         Raises: ValueError if shapes do not fit together.

@@ -1,0 +1,46 @@
+"""What became of drafts: how many were verified, how many were right, and how many of the first n of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.core.commands import BatchPlan
+from lockstep.host.batches import Int32s
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Totals since the engine began, of all verifying rows whose results came, dead ones included."""
+
+    verifications: int = 0  # of a row in a batch, those without room for a draft included
+    drafts: int = 0
+    right: int = 0
+    right_by_position: list[int] = field(
+        default_factory=list
+    )  # verifications whose first n drafts were right, n from 1
+
+    @property
+    def accepted_length_mean(self) -> float:
+        """Tokens that a row got from one verification: the drafts that were right, and one. 0 where there was none."""
+        return 1 + self.right / self.verifications if self.verifications else 0.0
+
+    @property
+    def acceptance_ratio(self) -> float:
+        """Drafts that were right, of all; 0 where there was none."""
+        return self.right / self.drafts if self.drafts else 0.0
+
+    def fold(self, plan: BatchPlan, accepted: Int32s | None) -> None:
+        """Count a batch that verified; `accepted` as in `BatchResult`."""
+        assert plan.speculation is not None
+        verifying = plan.sample_rows >= plan.extend_rows
+        right = np.zeros(len(verifying), np.int32) if accepted is None else accepted - np.int32(1)
+        right = right[verifying]
+        self.verifications += len(right)
+        self.drafts += int(plan.speculation.draft_lengths.sum())
+        self.right += int(right.sum())
+        most = int(right.max(initial=0))
+        self.right_by_position += [0] * (most - len(self.right_by_position))
+        for position in range(most):
+            self.right_by_position[position] += int(np.count_nonzero(right > position))
