@@ -50,12 +50,18 @@ class SplitCostModel(CostModel, Protocol):
         """Return the part of `batch_us` that is collectives, for a batch of so many tokens."""
         ...
 
+    def launched_us(self, shape: BatchShape, us: float) -> float:
+        """Return the time of kernels that take `us`: at least what launching them takes."""
+        ...
+
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is done to the time of a batch. Nothing is negative, so more work never becomes faster.
 
     us = kernels * kernels' time + collectives * collectives' time
          + step_us + row_us * rows + collective_us * number of collectives
+
+    where the first two are together at least `kernels` times what launching takes.
     """
 
     kernels: float = 1.0
@@ -333,6 +339,7 @@ class CalibratedModel:
         c = calibration.correction
         self._kernels = c.kernels * factor
         self._collectives = c.collectives * factor
+        self._may_undercut = c.collectives < c.kernels  # then launching may take longest, where it did not before
         self._row_us = c.row_us * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread = calibration.spread
@@ -347,10 +354,12 @@ class CalibratedModel:
         more_us = self._tokens_us.get(tokens)
         if more_us is None:
             collectives_us = self.base.collectives_us(tokens)
-            more_us = (self._collectives - self._kernels) * collectives_us + self._fixed_us
-            self._tokens_us[tokens] = more_us
+            more_us = self._tokens_us[tokens] = (self._collectives - self._kernels) * collectives_us
         base = self.base.batch_us(shape)
-        us = self._kernels * base.mean_us + more_us + self._row_us * (shape.extend_rows + decode_rows)
+        us = self._kernels * base.mean_us + more_us
+        if self._may_undercut:
+            us = max(us, self._kernels * self.base.launched_us(shape, 0.0))
+        us += self._fixed_us + self._row_us * (shape.extend_rows + decode_rows)
         spread_us = self._spread * us
         if base.spread_us:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
@@ -374,7 +383,10 @@ class CalibratedModel:
 
 
 def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:
-    """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these."""
+    """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these.
+
+    (At least that of launching, see `Correction`: of that a fit knows nothing.)
+    """
     tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
     collectives_us = base.collectives_us(tokens)
     kernels_us = base.batch_us(shape).mean_us - collectives_us

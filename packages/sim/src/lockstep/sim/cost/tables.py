@@ -339,7 +339,11 @@ class MeasuredModel:
             us += self.base.delta_us(own)
         if shape.sampled_rows:
             us += self.base.sampling_us(shape.sampled_rows)
-        return Duration(self.base.launched_us(shape, us))
+        return Duration(self.launched_us(shape, us))
+
+    def launched_us(self, shape: BatchShape, us: float) -> float:
+        """Return the time of kernels that take `us`, launched as a graph or one by one."""
+        return self.base.launched_us(shape, us)
 
     def collectives_us(self, tokens: int) -> float:
         """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
