@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,13 +16,24 @@ from lockstep.core import snapshot
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchFinished, EngineRestarted, LaneReady, ObservedEvent, RequestArrived, TokenIds
+from lockstep.core.events import (
+    BatchFinished,
+    CancelMany,
+    Control,
+    ControlRequested,
+    EngineRestarted,
+    LaneReady,
+    ObservedEvent,
+    RequestArrived,
+    SetState,
+    TokenIds,
+)
 from lockstep.core.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
 from lockstep.core.replay import fold, replay
 from lockstep.host import durable
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.keeping import Keeper
-from lockstep.host.recovery import recover
+from lockstep.host.recovery import Probation, recover
 from tests.support.driver import Driver, pressed_actions, pressed_config
 
 
@@ -128,6 +141,53 @@ def test_an_engine_begins_where_the_one_before_stopped(tmp_path: Path) -> None:
     assert isinstance(list(read_journal(tmp_path).events())[-1].event, EngineRestarted)
     with pytest.raises(ConfigError, match="`page_size` 4 \\(was 2\\)"):
         keeper.check(SchedConfig(pages=64, page_size=4))
+
+
+@dataclass
+class Asked:
+    """A host as far as `Probation` knows one: what it asks is done at once."""
+
+    engine: Engine
+    journal: DurableJournal
+
+    def fold(self, *events: ObservedEvent) -> None:
+        for event in events:
+            self.journal.append(event, self.engine.step(event).digest)
+        self.journal.flush()
+
+    def ask(self, control: Control) -> None:
+        self.fold(ControlRequested(self.engine.now_us + 1, 0, control))
+
+
+def test_suspects_that_leave_before_they_are_tried_leave_the_limit_as_it_was(tmp_path: Path) -> None:
+    """The engine that let one run at a time was killed, its suspects left, and the next one went on like that."""
+    header = JournalHeader(config=SchedConfig(pages=64, page_size=2))
+    arrivals = [
+        RequestArrived(5, request_id=number, prompt=TokenIds(bytes(16)), max_new_tokens=4, origin=f"server/0/{number}")
+        for number in range(2)
+    ]
+    host = Asked(*Keeper(tmp_path).begin(header))
+    at_once = host.engine.config.max_running_requests
+    assert at_once > 1
+    host.ask(SetState("max_running_requests", at_once - 1))  # an operator's wish
+    host.fold(*arrivals, LaneReady(6))
+    host.journal.writer._release()  # it dies
+
+    for _ in range(2):
+        keeper = Keeper(tmp_path, death="crashed")
+        host = Asked(*keeper.begin(header))
+        assert set(keeper.suspects()) == {0, 1}
+        assert not Probation(cast(Any, host), keeper.recovered.image).over  # type: ignore[union-attr]  # there is one
+        assert host.engine.config.max_running_requests == 1
+        host.journal.writer._release()
+    host = Asked(*Keeper(tmp_path, death="killed").begin(header))
+    host.ask(CancelMany((0, 1)))
+    host.journal.writer._release()
+    keeper = Keeper(tmp_path, death="killed")
+    host = Asked(*keeper.begin(header))
+    assert keeper.recovered is not None
+    assert Probation(cast(Any, host), keeper.recovered.image).over
+    assert host.engine.config.max_running_requests == at_once - 1
 
 
 def test_an_answer_that_ended_before_the_snapshot_is_found_again(tmp_path: Path) -> None:

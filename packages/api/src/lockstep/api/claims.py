@@ -137,7 +137,6 @@ class Claims:
         suspects = self._keeper.suspects()
         for one in [one for one in suspects if one not in self._taken]:
             del suspects[one]
-        if not suspects:
-            return
-        probation = Probation(host, suspects, self._told.header.config.max_running_requests)
-        host.observe = both(host.observe, probation.fold)
+        probation = Probation(host, self._told.image)
+        if not probation.over:
+            host.observe = both(host.observe, probation.fold)

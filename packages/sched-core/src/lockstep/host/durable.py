@@ -45,6 +45,7 @@ class HostImage(msgspec.Struct, forbid_unknown_fields=True):
     origins: dict[str, tuple[RequestId, int]] = {}  # of open requests: id of the first sample, samples
     newest: dict[str, int] = {}  # by sender: the highest number of an arrival in the journal
     suspects: dict[RequestId, int] = {}  # on probation, see recovery: output tokens each had when the engine died
+    running_max: int | None = None  # requests at once, while suspects are let in one at a time: as it was before
     alone: dict[RequestId, int] = {}  # how often the engine was killed while this one was being tried
     strikes: dict[str, int] = {}  # by origin: how often the engine died of taking it in
     weights: WeightsLog = msgspec.field(default_factory=WeightsLog)

@@ -140,6 +140,8 @@ class Keeper:
             self.verdict = judge(told, self.death)
         writer = JournalWriter.go_on(told.journal, durability=self.durability)
         image.suspects, image.origins = dict(self.verdict.suspects), dict(told.origins)
+        if image.suspects and image.running_max is None:
+            image.running_max = engine.config.max_running_requests
         journal = DurableJournal(writer, engine, self.retention, image=image)
         event = EngineRestarted(self.start_us, engine.generation + 1)
         step = engine.step(event)

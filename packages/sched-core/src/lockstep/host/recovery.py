@@ -337,7 +337,7 @@ def judge(told: Recovered, death: Death) -> Verdict:
             return Verdict(guilty=tuple(on_trial))
         image.alone = {on_trial[0]: times}
         return Verdict(suspects=still)
-    if death == "killed" and (told.batches or on_trial):
+    if not in_flight or (death == "killed" and (told.batches or on_trial)):
         return Verdict(suspects=still)
     tried: Iterable[Request] = [one for one in in_flight if one.request_id in on_trial] if on_trial else in_flight
     return Verdict(suspects={request.request_id: engine.outputs_of(request) for request in tried})
@@ -353,37 +353,49 @@ class Probation:
     """Lets suspects in one at a time, by the number of requests that may run at once.
 
     Whoever is let in last must get past where it stood before the next one is. Others that run already are past it, or
-    were never suspected, so whoever is being tried is alone.
+    were never suspected, so whoever is being tried is alone. At the end the number is what it was, also where an engine
+    died in the middle and all suspects are gone since.
 
     Args:
-        suspects: taken away from as they are cleared.
-        running_max: the scheduler's own limit, set again at the end.
+        image: says who is suspected, and how many could run before that was so. Suspects are taken away as they are
+            cleared.
     """
 
-    def __init__(self, host: RuntimeHost, suspects: dict[RequestId, int], running_max: int) -> None:
-        self._host, self._suspects, self._running_max = host, suspects, running_max
+    def __init__(self, host: RuntimeHost, image: HostImage) -> None:
+        self._host, self._image = host, image
         self._limit = 1
-        self.over = not suspects
-        if suspects:
-            log.warning("%d requests were in flight when the engine died: they are let in one at a time", len(suspects))
+        if image.suspects:
+            many = len(image.suspects)
+            log.warning("%d requests were in flight when the engine died: they are let in one at a time", many)
             self._allow(1)
+        else:
+            self._end()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nobody left to try."""
+        return self._image.running_max is None
 
     def fold(self, event: ObservedEvent, step: Step) -> None:
         """Called behind each event."""
-        if self.over or not isinstance(event, BatchFinished):
+        if self._image.running_max is None or not isinstance(event, BatchFinished):
             return
-        engine, suspects = self._host.engine, self._suspects
+        engine, suspects = self._host.engine, self._image.suspects
         for request_id in list(suspects):
             request = engine.requests.get(request_id)
             if request is None or not _not_past(engine, request, suspects):
                 del suspects[request_id]
         if not suspects:
-            self.over = True
-            self._allow(self._running_max)
+            self._end()
             return
         running = [request for request in engine.requests.values() if request.row >= 0]
         if not any(request.request_id in suspects for request in running) and len(running) >= self._limit:
-            self._allow(min(len(running) + 1, self._running_max))
+            self._allow(min(len(running) + 1, self._image.running_max))
+
+    def _end(self) -> None:
+        if self._image.running_max is not None:
+            self._allow(self._image.running_max)
+            self._image.running_max = None
 
     def _allow(self, running: int) -> None:
         self._limit = running
