@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 import sys
 import threading
 import urllib.request
@@ -228,6 +230,19 @@ def test_every_metric_of_the_dashboard_is_there(emulated: LiveServer) -> None:
         assert f'{label}="' in shown
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
+
+
+def test_an_idle_engine_says_how_it_stands_from_its_beginning(tmp_path: Path) -> None:
+    def figures() -> dict[str, float]:
+        lines = re.findall(r"^lockstep_(\w+)\{[^}]*\} (\S+)$", get(f"{server.url}/metrics"), re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+    with serving(tmp_path / "log", *EMULATED) as server:
+        first = figures()
+        assert (first["num_requests_running"], first["engine_restarts_total"]) == (0, 0)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        until(lambda: figures().get("engine_restarts_total") == 1)
+        assert {"kv_cache_usage_perc", "num_requests_waiting"} <= set(figures())
 
 
 VLLM = """e2e_request_latency_seconds_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket

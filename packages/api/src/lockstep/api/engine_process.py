@@ -181,7 +181,8 @@ class EngineProcess:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
         about = msgspec.structs.replace(self.unit.about, weights_version=self.host.weights.version)
-        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters))
+        stands = self.outbox.newest
+        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters, stands))
 
     def submit(self, message: Submit) -> None:
         """A request. What was meant for an engine before this one comes again, by its worker's own account."""
