@@ -355,7 +355,8 @@ def main(folder: Path, generation: int, before: Before, alive: Callable[[], obje
     try:
         unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
-        log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)
+        memory = "" if unit.about.kind == "model" else f"\n{unit.memory}"  # a model's was logged when it was shared out
+        log.info("%s on %s, ready%s", unit.about.model, unit.about.device, memory)
         EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
