@@ -22,7 +22,7 @@ pytest.importorskip("fastapi", reason="needs lockstep-api")
 
 from lockstep.api.logs import EXTRA, JsonLines
 from lockstep.api.metrics import Metrics
-from lockstep.api.serve import check, serve
+from lockstep.api.serve import check
 from lockstep.api.served import RECENT, Recent, Served
 from lockstep.api.settings import read_settings
 from lockstep.api.wire import Gauges
@@ -272,16 +272,3 @@ def test_dashboards_of_other_servers_find_their_names() -> None:
     assert re.search(r"\nvllm:num_requests_waiting\{[^}]*\} 3\.0\n", text)
     assert "vllm:num_requests_total" not in text
     assert "vllm:kv_used_tokens" not in text
-
-
-def test_the_settings_of_the_deployment_page_are_settings(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
-    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "serve.toml").write_text(block)
-    settings = read_settings(tmp_path / "serve.toml", {})
-    assert (settings.log_format, settings.limits.requests_max, settings.api_workers) == ("json", 2048, 2)
-    options = {option for parameter in serve.params for option in parameter.opts}
-    for command in re.findall(r"lockstep serve ([^`\n]*)", page):
-        assert {word for word in command.split() if word.startswith("--")} <= options
-    stop_s = int(re.search(r"TimeoutStopSec=(\d+)", page)[1])  # type: ignore[index]  # it is there
-    assert stop_s > settings.shutdown_s
