@@ -1,4 +1,4 @@
-"""What docs/deploy.md prints: commands that are commands, settings that are settings, a proxy that lets streams through."""
+"""What docs/deploy.md prints: commands that are commands, settings that are settings, a proxy for streams."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_brackets_of_the_proxies_are_closed() -> None:
                 assert line[-1] in "{};", line
 
 
-# -------------------------------------------------------------------------------------------------------------- watching
+# ------------------------------------------------------------------------------------------------------------ watching
 
 
 def test_what_is_watched_is_there(emulated: LiveServer) -> None:

@@ -142,8 +142,13 @@ class EngineProcess:
                     turns, heard_s = self.host.turns, now_s
                     self._alive()
         finally:
-            self.unit.close()
-            self._context.destroy(linger=500)
+            try:
+                self.unit.close()
+            except JournalError:  # that cannot be written: it was said, and the next engine may have more luck
+                if not self.host.failure:
+                    raise
+            finally:
+                self._context.destroy(linger=500)
 
     def _await_claims(self) -> None:
         """Give workers a moment to ask for what was open."""
@@ -361,5 +366,6 @@ def main(folder: Path, generation: int, before: Before, alive: Callable[[], obje
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
-        return children.EXIT_FOR_GOOD if for_good else 1
+        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)  # perhaps not for long
+        return children.EXIT_FOR_GOOD if for_good and not full else 1
     return 0
