@@ -107,6 +107,8 @@ BAD = [
     b'{"prompt": "a", "max_tokens": 0, "echo": true, "n": 2}',
     b'{"prompt": "a", "best_of": 2}',
     b'{"prompt": "a", "suffix": "b"}',
+    b'{"prompt": "a", "skip_special_tokens": false}',
+    b'{"prompt": "a", "spaces_between_special_tokens": false}',
     b'{"prompt": "a", "logprobs": 1}',
     b'{"prompt": "a", "guided_json": {"type": "object"}}',
     b'{"prompt": "a", "seed": 99999999999999999999999999}',
@@ -133,8 +135,10 @@ def test_a_bad_body_is_refused_in_a_sentence(client: Any, body: bytes) -> None:
 
 def test_statuses_of_http(client: Any) -> None:
     assert client.get("/v1/nothing").status_code == 404
-    error_of(client.get("/v1/nothing"))
-    assert client.get("/v1/completions").status_code == 405
+    assert "there is no /v1/nothing here" in error_of(client.get("/v1/nothing"))["message"]
+    assert len(client.get("/v1/" + 1000 * "n").content) < 400
+    assert (wrong := client.get("/v1/completions")).status_code == 405
+    assert (wrong.headers["Allow"], "takes POST" in error_of(wrong)["message"]) == ("POST", True)
     assert client.post("/v1/completions", content=b"prompt=a").status_code == 415
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert client.post("/v1/completions", content=b'{"prompt": "a"}', headers=form).status_code == 415

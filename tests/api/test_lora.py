@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.core.replay import replay  # noqa: E402
-from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving  # noqa: E402
+from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
 
 OPERATOR = "sk-a-key-of-an-operator"
 KEYS = f"[[keys]]\ntenant = 'operator'\nkey = '{OPERATOR}'\nadmin = true\n"
@@ -51,6 +52,12 @@ class Operated:
     def models(self) -> dict[str, str | None]:
         """Who is whose child."""
         return {one["id"]: one["parent"] for one in self.client.get("/v1/models").json()["data"]}
+
+    def figure(self, name: str, engine: int = 0) -> float:
+        """A figure of /metrics, over its other labels."""
+        lines = re.findall(rf'^{name}{{engine="{engine}".*}} (.*)$', self.client.get("/metrics").text, re.MULTILINE)
+        assert lines, name
+        return sum(map(float, lines))
 
     def kill(self) -> None:
         """End the engine, and wait for the next one."""
@@ -127,7 +134,38 @@ def example(server: Operated, folder: Path) -> str:
     return done.stdout
 
 
+def test_each_of_several_engines_has_the_adapters(tmp_path: Path) -> None:
+    with operated(tmp_path, *EMULATED, "--speed", "10", "--lora", "law=of/law", "--dp", "2") as two:
+        base = "qwen3-0.6b"
+        plain, law = two.complete(), two.complete("law")
+        assert two.order("/load_lora_adapter", lora_name="med", lora_path="of/med")[0] == 200
+        assert two.order("/load_lora_adapter?engine=1", lora_name="odd", lora_path="of/odd")[0] == 200
+        assert two.models() == {base: None, "law": base, "med": base}  # `odd` is served once all have it
+
+        def answered() -> list[float]:
+            return [two.figure("lockstep_num_requests_total", engine) for engine in (0, 1)]
+
+        before = answered()
+        streams = [threading.Thread(target=two.complete, args=(name,), kwargs={"tokens": 400}) for name in ("med",) * 4]
+        for one in streams:
+            one.start()
+        for one in streams:
+            one.join(60)
+        assert [now - then for now, then in zip(answered(), before, strict=True)] == [2, 2]
+
+        os.kill(two.server.children()["engine 1"], signal.SIGKILL)
+        asked = [two.complete("law") for _ in range(4)]  # some wait for the next engine
+        until(lambda: two.figure("lockstep_engine_up", 1) == 1)
+        assert [law] * 4 == asked != [plain] * 4
+        assert two.models() == {base: None, "law": base, "med": base}
+        status, said = two.order("/load_lora_adapter", lora_name="odd", lora_path="of/odd")
+        assert (status, "odd" in two.models()) == (200, True), said
+        assert two.order("/unload_lora_adapter", lora_name="odd")[0] == 200
+        assert "`odd` does not exist" in two.complete("odd", 404)
+
+
 def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> None:
+    """And drafts, which change no token: those of merged models without any."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     openai = pytest.importorskip("openai", reason="the official client is not installed")
     from lockstep.runtime import LLM, Params
@@ -140,7 +178,8 @@ def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> 
             (answer,) = llm.generate("def f(", Params(max_new_tokens=40, ignore_eos=True))
             expected[name] = answer.token_ids
     journal = ("--journal", str(tmp_path / "run"), "--device", "cpu", "--numerics", "invariant")
-    with operated(tmp_path, "--lora", f"one={folders['one']}", "--set", "max_loras=2", *journal) as model:
+    drafts = ("--set", "speculative_method=ngram")
+    with operated(tmp_path, "--lora", f"one={folders['one']}", "--set", "max_loras=2", *drafts, *journal) as model:
         client = openai.OpenAI(base_url=f"{model.server.url}/v1", api_key=OPERATOR)
         assert [one.id for one in client.models.list()] == ["demo", "one"]
         asked: dict[str, Any] = {"prompt": "def f(", "max_tokens": 40, "temperature": 0}
@@ -162,6 +201,7 @@ def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> 
         streams.join(60)
         assert found == expected["one"]
         assert client.completions.create(model="two", **asked).choices[0].token_ids == expected["two"]  # type: ignore[attr-defined]
+        assert model.figure("lockstep_spec_decode_num_draft_tokens_total") > 0
         chat = client.chat.completions.create(model="two", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
         assert chat.model == "two"
         wrong = write_adapter(tmp_path / "wrong", 3, rank=20)

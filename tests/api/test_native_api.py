@@ -100,6 +100,37 @@ def test_tokens_there_and_back(client: Any) -> None:
     assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
+def test_a_conversation_has_the_tokens_that_a_chat_of_it_has(client: Any) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
+    on = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
+    told = client.post("/tokenize", json={**on, "return_token_strs": True}).json()
+    assert bytes(told["tokens"]).decode() == "".join(told["token_strs"]) == "user: hi\nassistant: I say"
+    chat = client.post("/v1/chat/completions", json={**on, "max_tokens": 1, "return_token_ids": True}).json()
+    assert chat["choices"][0]["prompt_token_ids"] == told["tokens"]
+
+
+def test_what_cannot_be_tokenized(client: Any) -> None:
+    hello = {"messages": [{"role": "user", "content": "hi"}]}
+    for fields, param in (
+        ({"messages": []}, "messages"),
+        ({**hello, "tools": [{"x": 1}]}, "tools.0.type"),
+        ({**hello, "tools": [{"type": "function", "function": {"name": 5}}]}, "tools.0.function.name"),
+        ({**hello, "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({**hello, "add_special_tokens": True}, "add_special_tokens"),
+        ({**hello, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"prompt": "hi", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"prompt": "hi", "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
+        ({"prompt": "hi", "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "hi", "prompts": ["a"]}, None),
+    ):
+        answer = client.post("/tokenize", json=fields)
+        said = answer.json().get("error", {})
+        assert (answer.status_code, said.get("param")) == (200 if param is None else 400, param), fields
+    for fields, param in (({"tokens": [1], "skip_special_tokens": False}, "skip_special_tokens"), ({}, "tokens")):
+        answer = client.post("/detokenize", json=fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_health_and_info(client: Any) -> None:
     assert [client.get(path).status_code for path in ("/health", "/ready", "/ping")] == [200, 200, 200]
     assert client.get("/health").content == b""

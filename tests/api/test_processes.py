@@ -20,7 +20,9 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 zmq = pytest.importorskip("zmq", reason="the server is not installed")
 
-from tests.support.live_server import EMULATED, LiveServer, running, serving, until  # noqa: E402
+from lockstep.api import launch  # noqa: E402
+from lockstep.core.errors import ConfigError  # noqa: E402
+from tests.support.live_server import EMULATED, LiveServer, ask_operator, running, serving, until  # noqa: E402
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 pytestmark = linux
@@ -128,6 +130,37 @@ def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_pat
         assert httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         shared = server.folder() / "metrics"
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+
+
+def test_when_the_operators_worker_dies_another_hears_the_operator(tmp_path: Path) -> None:
+    keys, admin, key = tmp_path / "keys.toml", tmp_path / "admin", "sk-a-key-of-an-operator"
+    keys.write_text(f"[[keys]]\ntenant = 'operator'\nkey = '{key}'\nadmin = true\n")
+    access = ("--api-keys", str(keys), "--admin-socket", str(admin), "--api-workers", "2", "--shutdown-s", "0")
+    with serving(tmp_path / "log", *EMULATED, *access) as server:
+        until(lambda: len(server.children()) == 4)
+        for number in (0, 1):  # the second is nobody the operator knows
+            victim = server.children()[f"worker {number}"]
+            until(lambda victim=victim: _age_s(victim) > 2.5)
+            os.kill(victim, signal.SIGKILL)
+            until(lambda number=number: f"worker {number + 2}" in server.children())
+            until(lambda: ask_operator(admin, "/is_paused", key) == (200, {"is_paused": False}))
+    assert not admin.exists()
+
+
+def test_the_operators_socket_of_a_server_that_was_killed_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "admin"
+    left = launch.listen_unix(path)
+    with pytest.raises(ConfigError, match=r"`admin_socket`: \S+ cannot be listened on: another server is there"):
+        launch.listen_unix(path)
+    left.close()  # and nobody removed it
+    assert path.is_socket()
+    with contextlib.closing(launch.listen_unix(path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=r"`admin_socket`: \S+ cannot be listened on: it is there, and no socket"):
+        launch.listen_unix(path)
+    assert path.read_text() == "mine"
 
 
 def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_again(tmp_path: Path) -> None:

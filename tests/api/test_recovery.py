@@ -9,6 +9,7 @@ import fcntl
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -194,6 +195,35 @@ def test_too_many_restarts_end_the_server_and_say_so(tmp_path: Path, monkeypatch
     assert sum(tally.faults.values()) == 4
     assert set(tally.faults) <= {"error", "refused"}  # who asks late is answered 503
     assert "signal SIGKILL, and 2 restarts in 300 s are the most that there may be" in tally.first[0]
+
+
+def test_a_disk_that_is_full_ends_the_engine_and_at_last_the_server(tmp_path: Path) -> None:
+    """Full for a moment: every stream goes on. For good: the server ends, and the next one goes on with the folder."""
+    kept = ("--journal", str(tmp_path / "run"), "--restarts", "3")
+
+    def fill(*pids: int) -> None:
+        newest = max((tmp_path / "run" / "journal").glob("*.log"))
+        for pid in pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (newest.stat().st_size + 100,) * 2)
+
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, *kept) as server:
+        clients = Clients(server, some(8, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        fill(server.children()["engine"])
+        tally = clients.wait()
+        assert not tally.faults, tally.first
+        assert (lives(server), server.text().count("engine failed: JournalError: cannot write")) == (1, 1)
+        clients = Clients(server, some(4, seed=2, tokens=(60, 90)))
+        until(lambda: clients.tally.heard_s > 0)
+        fill(*(server.children()[name] for name in ("nursery", "engine")))
+        assert server.process.wait(60) == 1
+        tally = clients.wait()
+        assert sum(tally.faults.values()) == 4
+        assert "3 restarts in 300 s are the most that there may be" in tally.first[0]
+    assert server.text().count("File too large") > 3
+    with serving(tmp_path / "log2", *ARGUMENTS, *SLOW, *kept) as server:
+        assert not Clients(server, some(4, seed=3)).wait().faults
+    assert replay(tmp_path / "run").digest
 
 
 def test_without_content_what_was_open_is_refused_and_the_server_goes_on(tmp_path: Path) -> None:

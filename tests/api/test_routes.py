@@ -54,6 +54,7 @@ EXPECTED = {
     ("GET", "/load"): (401, 200, 200),
     ("GET", "/get_load"): (401, 200, 200),
     ("GET", "/usage"): (401, 200, 200),
+    ("GET", "/"): (307, 307, 307),  # to /ui
     ("GET", "/ui"): (200, 200, 200),
     ("GET", "/ui/requests"): (401, 200, 200),
     **{("POST", path): (401, 415, 415) for path in "/score /v1/score /rerank /v1/rerank /v2/rerank".split()},

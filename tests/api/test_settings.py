@@ -11,9 +11,24 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
-from lockstep.api.serve import serve
+from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lora": {"law": "/nowhere"}}, "`lora` law: `/nowhere` has no adapter_config.json\nhint: "),
+        ({"draft_model": "/nowhere"}, "`draft_model`: /nowhere has no config.json\nhint: "),
+        ({"model": "/nowhere"}, "`model`: /nowhere has no config.json\nhint: "),
+    ],
+)
+def test_folders_that_are_none_are_found_before_anything_starts(given: dict[str, Any], said: str) -> None:
+    pytest.importorskip("torch", reason="needs the runtime")
+    with pytest.raises(ConfigError) as caught:
+        check(read_settings(None, given))
+    assert str(caught.value).startswith(said)
 
 
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
@@ -43,6 +58,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"admin_socket": "a"}, "`admin_socket` needs `api_keys`"),
         ({"set": {"tiers": 1}}, r"`tiers` .* are simulated only: .*\nhint: drop it, or try lockstep simulate"),
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
+        ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
             {"set": {"speculative_method": "eagle"}},
             "`speculative_method` is eagle, but what is served drafts by ngram or draft_model only",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 import sys
 import threading
 import urllib.request
@@ -20,7 +22,7 @@ pytest.importorskip("fastapi", reason="needs lockstep-api")
 
 from lockstep.api.logs import EXTRA, JsonLines
 from lockstep.api.metrics import Metrics
-from lockstep.api.serve import check, serve
+from lockstep.api.serve import check
 from lockstep.api.served import RECENT, Recent, Served
 from lockstep.api.settings import read_settings
 from lockstep.api.wire import Gauges
@@ -230,6 +232,19 @@ def test_every_metric_of_the_dashboard_is_there(emulated: LiveServer) -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_an_idle_engine_says_how_it_stands_from_its_beginning(tmp_path: Path) -> None:
+    def figures() -> dict[str, float]:
+        lines = re.findall(r"^lockstep_(\w+)\{[^}]*\} (\S+)$", get(f"{server.url}/metrics"), re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+    with serving(tmp_path / "log", *EMULATED) as server:
+        first = figures()
+        assert (first["num_requests_running"], first["engine_restarts_total"]) == (0, 0)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        until(lambda: figures().get("engine_restarts_total") == 1)
+        assert {"kv_cache_usage_perc", "num_requests_waiting"} <= set(figures())
+
+
 VLLM = """e2e_request_latency_seconds_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
 request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
 request_inference_time_seconds_bucket request_time_per_output_token_seconds_bucket request_prompt_tokens_bucket
@@ -257,16 +272,3 @@ def test_dashboards_of_other_servers_find_their_names() -> None:
     assert re.search(r"\nvllm:num_requests_waiting\{[^}]*\} 3\.0\n", text)
     assert "vllm:num_requests_total" not in text
     assert "vllm:kv_used_tokens" not in text
-
-
-def test_the_settings_of_the_deployment_page_are_settings(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
-    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "serve.toml").write_text(block)
-    settings = read_settings(tmp_path / "serve.toml", {})
-    assert (settings.log_format, settings.limits.requests_max, settings.api_workers) == ("json", 2048, 2)
-    options = {option for parameter in serve.params for option in parameter.opts}
-    for command in re.findall(r"lockstep serve ([^`\n]*)", page):
-        assert {word for word in command.split() if word.startswith("--")} <= options
-    stop_s = int(re.search(r"TimeoutStopSec=(\d+)", page)[1])  # type: ignore[index]  # it is there
-    assert stop_s > settings.shutdown_s

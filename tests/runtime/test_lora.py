@@ -23,11 +23,11 @@ from lockstep.core.events import RequestAdmitted, RequestArrived  # noqa: E402
 from lockstep.core.journal import read_journal  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
-from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime import LLM, Params, executor  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
 from lockstep.runtime.lora.shelf import AdapterShelf  # noqa: E402
-from lockstep.runtime.lora.slots import LoraSlots, run_once  # noqa: E402
+from lockstep.runtime.lora.slots import LoraSlots, lay_out, run_once  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from tests.support.adapters import merged, write_adapter  # noqa: E402
 
@@ -277,6 +277,34 @@ def test_a_journal_of_digests_names_the_adapters_that_there_were(
             (answer,) = llm.generate(PROMPTS[0], greedy(name))
             same(answer, expected[name][0])
         assert sorted(llm.adapters()) == ["few", "root"]
+
+
+REPEATING = ["the end of the end of the", "one two three one two three one two", "A page is free. A page is"]
+
+
+@pytest.mark.parametrize("drafts", [{"speculative_method": "ngram"}, {"draft_model": demo_folder()}])
+def test_drafts_change_no_token_of_an_adapter(
+    adapters: dict[str, Path], drafts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows on adapters and on the model alone, verified in one pass. Adapters are laid out once for each pass."""
+    settings: dict[str, Any] = {"adapters": adapters, "max_loras": 4, "max_running_requests": 8, "dtype": "float32"}
+    asked = [(prompt, name) for name in ("", *adapters) for prompt in REPEATING]
+    params = [Params(max_new_tokens=24, ignore_eos=True, adapter=name) for _, name in asked]
+    with LLM(**settings, **CPU) as llm:
+        expected = llm.generate([prompt for prompt, _ in asked], params)
+
+    passes: list[int] = []
+    monkeypatch.setattr(
+        executor, "lay_out", lambda *given: passes.append(llm._live.executor.forwards) or lay_out(*given)
+    )
+    more = {"overlap_depth": 1, "retract_every": 9, "debug": True, "journal": tmp_path}
+    with LLM(**settings, **drafts, **more, **CPU) as llm:
+        found = llm.generate([prompt for prompt, _ in asked], params)
+        counts = llm.stats().drafts
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert counts.right > 20
+    assert len(passes) == len(set(passes)) > 20
+    assert replay(tmp_path).steps
 
 
 def changed(folder: Path, **settings: Any) -> Path:

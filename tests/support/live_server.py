@@ -142,6 +142,7 @@ def ask_operator(path: Path, where: str, key: str, body: Any = None) -> tuple[in
     sent = b"" if body is None else json.dumps(body).encode()
     about = f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n" if sent else ""
     with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
         connection.connect(str(path))
         head = f"POST {where} HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{about}\r\n"
         connection.sendall(head.encode() + sent)

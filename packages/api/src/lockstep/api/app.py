@@ -100,6 +100,7 @@ ROUTES = (
     Route("GET", "/load", "user", native_api.load),
     Route("GET", "/get_load", "user", native_api.load),
     Route("GET", "/usage", "user", native_api.usage),
+    Route("GET", "/", "public", ui.home),
     Route("GET", "/ui", "public", ui.page),
     Route("GET", "/ui/requests", "user", ui.requests),
     Route("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
@@ -182,7 +183,14 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(ApiError(error.status_code, str(error.detail)))
+        message, path, headers = str(error.detail), str(request.scope["path"])[:60], error.headers or {}
+        if error.status_code == 404:
+            message = f"there is no {path} here; docs/serving.md lists what there is"
+        elif error.status_code == 405:
+            message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method[:20]}"
+        response = error_response(ApiError(error.status_code, message))
+        response.headers.update(headers)
+        return response
 
     app.add_exception_handler(HTTPException, http_error)
     refuse_undeclared(app.routes, (*routes, own))

@@ -378,6 +378,8 @@ class Bridge:
         first = self.about is None
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
         self.about, self.generation, self.restarting, self.away = message.about, message.generation, False, False
+        if self.gauges is None:  # else newer ones were faster
+            self.gauges = message.gauges
         for ticket in self.tickets.values():
             self._submit(ticket)
         self._send(Settled(self.worker, self.generation))

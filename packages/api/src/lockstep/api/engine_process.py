@@ -142,8 +142,13 @@ class EngineProcess:
                     turns, heard_s = self.host.turns, now_s
                     self._alive()
         finally:
-            self.unit.close()
-            self._context.destroy(linger=500)
+            try:
+                self.unit.close()
+            except JournalError:  # that cannot be written: it was said, and the next engine may have more luck
+                if not self.host.failure:
+                    raise
+            finally:
+                self._context.destroy(linger=500)
 
     def _await_claims(self) -> None:
         """Give workers a moment to ask for what was open."""
@@ -181,7 +186,8 @@ class EngineProcess:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
         about = msgspec.structs.replace(self.unit.about, weights_version=self.host.weights.version)
-        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters))
+        stands = self.outbox.newest
+        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters, stands))
 
     def submit(self, message: Submit) -> None:
         """A request. What was meant for an engine before this one comes again, by its worker's own account."""
@@ -354,10 +360,12 @@ def main(folder: Path, generation: int, before: Before, alive: Callable[[], obje
     try:
         unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
-        log.info("%s on %s, ready\n%s", unit.about.model, unit.about.device, unit.memory)
+        memory = "" if unit.about.kind == "model" else f"\n{unit.memory}"  # a model's was logged when it was shared out
+        log.info("%s on %s, ready%s", unit.about.model, unit.about.device, memory)
         EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
-        return children.EXIT_FOR_GOOD if for_good else 1
+        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)  # perhaps not for long
+        return children.EXIT_FOR_GOOD if for_good and not full else 1
     return 0

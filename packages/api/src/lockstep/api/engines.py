@@ -26,7 +26,7 @@ from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader
 from lockstep.core.requests import prompt_bytes
-from lockstep.host.adapters import LORAS, AdapterDesk
+from lockstep.host.adapters import LORAS, AdapterDesk, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
@@ -134,6 +134,14 @@ def check_names(settings: ServeSettings) -> None:
             named, _, on = settings.emulate.rpartition("@")
             load_model(named)
             load_gpu(on)
+    else:
+        for adapter, folder in settings.lora.items():
+            try:
+                source_of(folder)
+            except ConfigError as error:
+                raise ConfigError(f"`lora` {adapter}: {error}") from error
+        if settings.draft_model is not None:
+            check_folder("draft_model", settings.draft_model)
     text_of(settings)
 
 
@@ -171,13 +179,18 @@ def formats_of(settings: ServeSettings, text: Texts | None) -> ChatFormats:
     return choose(settings.tool_call_parser, settings.reasoning_parser, template)
 
 
+def check_folder(setting: str, given: str) -> Path:
+    """A model's folder. Raises ConfigError."""
+    folder = Path(given)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"`{setting}`: {folder} has no config.json\nhint: give a Hugging Face folder")
+    return folder
+
+
 def model_folder(settings: ServeSettings) -> Path:
     """Where the model is. Raises ConfigError if the runtime is to bring one and is not installed."""
     if settings.model is not None:
-        folder = Path(settings.model)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"`model`: {folder} has no config.json\nhint: give a Hugging Face folder")
-        return folder
+        return check_folder("model", settings.model)
     try:
         from lockstep.runtime.demo_model import demo_model_folder
     except ImportError as error:

@@ -110,13 +110,20 @@ def _bad_body(error: ValidationError) -> ApiError:
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
 
 
+def _says_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
+    if value is None or value in harmless:
+        return True
+    return empty(value) and harmless[:1] not in ((True,), (None,))
+
+
 def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
     """Refuse, by name, what this server does not do. Raises ApiError."""
     for name, value in (body.model_extra or {}).items():
         known = type(body).REFUSED.get(name)
         where = f"{inside}{name[:60]}"
         if known is not None:
-            if not empty(value) and value not in known:
+            if not _says_nothing(value, known):
                 why = WHY.get(name, "is not supported by this server; leave it out")
                 raise ApiError(400, f"`{where}` {why}", where)
         elif strict:

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -86,6 +87,7 @@ class Launcher:
         self.children: list[Child] = []
         self._happened: Inbox[Happened] = Inbox()
         self._next_worker = 0
+        self._operators_worker = -1  # which serves the routes of an operator
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
         self.folder = fresh_folder()
@@ -246,10 +248,11 @@ class Launcher:
     def _start_worker(self) -> None:
         """Start a worker under a number that no other had, so that no message for that one reaches it."""
         descriptors = [self._listener.fileno()]
-        if self._admin is not None and not self.workers:
-            descriptors.append(self._admin.fileno())
         number = self._next_worker
         self._next_worker += 1
+        if self._admin is not None and self._operators_worker not in [worker.number for worker in self.workers]:
+            self._operators_worker = number
+            descriptors.append(self._admin.fileno())
         arguments = ["-m", "lockstep.api.worker", str(self.folder), str(number), *map(str, descriptors)]
         self._start("worker", number, arguments, tuple(descriptors))
         for engine in self.engines:
@@ -373,17 +376,33 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A Unix socket that only its owner can connect to. Raises ConfigError."""
+    """A Unix socket that only its owner can connect to, also where a dead server left one. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
         listener.bind(str(path))
         listener.listen(BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            f"`admin_socket`: {path} cannot be listened on: {error.strerror or error}\n"
-            "hint: remove it if no server is there"
-        ) from error
+        listener.close()
+        why = error.strerror or str(error)
+        if error.errno == EADDRINUSE:
+            why = "another server is there" if path.is_socket() else "it is there, and no socket"
+        raise ConfigError(f"`admin_socket`: {path} cannot be listened on: {why}\nhint: choose another path") from error
     finally:
         os.umask(before)
     return listener
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+        one.settimeout(1.0)
+        try:
+            one.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # whatever it is, it is not ours to remove
+            return True
+    return True

@@ -16,6 +16,7 @@ import msgspec
 from starlette.responses import Response
 
 from lockstep.api.bridge import Bridge, EngineUnavailable
+from lockstep.api.chat_tools import tools_of
 from lockstep.api.cluster_bridge import Engines
 from lockstep.api.control_api import weight_version
 from lockstep.api.errors import ApiError, failure, session_name
@@ -32,7 +33,7 @@ from lockstep.api.generation import (
     weights_of,
 )
 from lockstep.api.http import DONE, JsonResponse, event, unless_left
-from lockstep.api.openai_api import conversation, prompt_logprobs, prompt_top_logprobs, streamed
+from lockstep.api.openai_api import chat_prompt, prompt_logprobs, prompt_top_logprobs, streamed
 from lockstep.api.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
 from lockstep.api.server import Call, Server
 from lockstep.api.structured_output import grammar_asked
@@ -40,6 +41,9 @@ from lockstep.core.events import RequestKind
 
 PROBE_S = 20.0  # a token that takes longer does not come
 PROBE_HOLDS_S = 1.0
+
+OF_A_CONVERSATION = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
+"""What only a chat template looks at."""
 
 # ------------------------------------------------------------------------------------------------------------ /generate
 
@@ -208,12 +212,19 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either `prompt` or `messages`", "prompt")
     if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        ids = await server.encode("`prompt`", body.prompt, special=special)
+        for name in OF_A_CONVERSATION:
+            if getattr(body, name):
+                raise ApiError(400, f"`{name}` is of a conversation; give `messages`, or leave it out", name)
+        ids = await server.encode("`prompt`", body.prompt, special=body.add_special_tokens is not False)
     else:
-        told = await conversation(server, body.messages or [], body.tools, generation_prompt=body.add_generation_prompt)
-        ids = told.ids
-    return JsonResponse({"tokens": ids, "count": len(ids), "max_model_len": server.about().request_tokens_max})
+        if body.add_special_tokens:
+            message = "`add_special_tokens` is of a `prompt`; those of a conversation are its template's"
+            raise ApiError(400, message, "add_special_tokens")
+        ids = (await chat_prompt(server, body, tools_of(body.tools or (), None, parallel=None))).ids
+    said = {"tokens": ids, "count": len(ids), "max_model_len": server.about().request_tokens_max}
+    if body.return_token_strs:
+        said["token_strs"] = [server.names.of(token)[0] for token in ids]
+    return JsonResponse(said)
 
 
 async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:

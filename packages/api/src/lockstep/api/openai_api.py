@@ -48,7 +48,7 @@ from lockstep.api.generation import (
 )
 from lockstep.api.http import DONE, EventStream, JsonResponse, event, unless_left
 from lockstep.api.plain_text import Texts
-from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI
+from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI, TokenizeBody
 from lockstep.api.server import Call, Server
 from lockstep.api.settings import Limits
 from lockstep.api.structured_output import grammar_asked
@@ -198,12 +198,12 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label, reading))
 
 
-async def chat_prompt(server: Server, body: ChatBody, tools: Tools) -> Prompt:
+async def chat_prompt(server: Server, body: ChatBody | TokenizeBody, tools: Tools) -> Prompt:
     """The conversation as the model's template writes it, in tokens. Raises ApiError."""
     template = None if server.text is None else server.text.chat_template
     return await conversation(
         server,
-        body.messages,
+        body.messages or (),
         tools.shown,
         generation_prompt=body.add_generation_prompt,
         go_on=body.continue_final_message,

@@ -117,7 +117,8 @@ class Outbox:
         self._answers: list[Answered] = []
         self._gauges_us = -GAUGES_EVERY_US
         self._weights_version = engine.memory.weights_version
-        self.workers: set[int] = set()  # who is told how the engine stands
+        self.workers: set[int] = set()  # who is told how the engine stands,
+        self.newest: Gauges | None = None  # and the last that they were told
         self._host, self._adapters = host, 0
         self.restarts = 0  # engines before this one
         self.drafts = DraftCounts()  # of the host, while it goes on
@@ -163,7 +164,7 @@ class Outbox:
             return None
         self._gauges_us, self._weights_version = engine.now_us, version
         now = stats(engine)
-        return Gauges(
+        self.newest = Gauges(
             waiting=now.waiting + now.held,
             running=now.running + now.prefilling,
             pages=now.pages,
@@ -181,6 +182,7 @@ class Outbox:
             weights_version=version,
             drafts=self._draft_figures(),
         )
+        return self.newest
 
     def _draft_figures(self) -> DraftFigures | None:
         """What became of drafts so far, where any are verified."""

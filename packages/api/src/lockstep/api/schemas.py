@@ -137,7 +137,10 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Known fields that are not served, with the values beside nothing that change no answer."""
+    """Known fields that are not served, with the values beside nothing that change no answer.
+
+    Where the first of them is true, or None, false and the like do change it: then nothing is null alone.
+    """
 
 
 class StreamOptions(Body):
@@ -369,7 +372,7 @@ class EmbeddingBody(Timed):
         "embed_dtype": ("float32",),
         "input_type": (),
         "instruction": (),
-        "normalize": (),
+        "normalize": (None,),  # as the model's own pooling does
         "truncate_prompt_tokens": (),
     }
 
@@ -553,10 +556,21 @@ class TokenizeBody(Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Items[ChatMessage] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     tools: Objects | None = None
-    add_special_tokens: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Name | None = None  # for a chat template that reads it
+    add_special_tokens: bool | None = None  # of a prompt; a chat template writes them itself
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "documents": (),
+        "mm_processor_kwargs": (),
+        "truncate_prompt_tokens": (),
+    }
 
 
 class DetokenizeBody(Body):
@@ -564,6 +578,8 @@ class DetokenizeBody(Body):
 
     model: Name | None = None
     tokens: TokenIdList
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"skip_special_tokens": (True,)}
 
 
 class AbortBody(Body):

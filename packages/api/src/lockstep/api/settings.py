@@ -214,7 +214,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name, value in self.set.items():
             refuse_simulated_only(name)
             if name not in known:
-                raise ConfigError(f"there is no setting `{name}` of the scheduler{_near(name, known)}")
+                hint = _near(name, known) or "\nhint: `lockstep serve --dry-run` prints them all"
+                raise ConfigError(f"there is no setting `{name}` of the scheduler{hint}")
             _check_kind(name, value)
         method = self.set.get("speculative_method", "none")
         if method != "none" and self.emulate is not None:

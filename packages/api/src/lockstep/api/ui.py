@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from lockstep.api.http import JsonResponse
 from lockstep.api.server import Call, Server
@@ -22,6 +22,11 @@ HEADERS = {
 async def page(server: Server, call: Call[None]) -> Response:
     """The page. It holds nothing of anybody: what it shows it asks for, with the key that one types in."""
     return Response(_page(), media_type="text/html; charset=utf-8", headers=HEADERS)
+
+
+async def home(server: Server, call: Call[None]) -> Response:
+    """Whoever opens the address that the server printed wants the page."""
+    return RedirectResponse("/ui")
 
 
 async def requests(server: Server, call: Call[None]) -> Response:

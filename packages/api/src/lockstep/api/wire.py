@@ -340,6 +340,7 @@ class Welcome(ToWorker, frozen=True):
     about: About
     generation: int = 0
     adapters: Known = Known()
+    gauges: Gauges | None = None  # as it stood a moment ago; None: it says so once it runs
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

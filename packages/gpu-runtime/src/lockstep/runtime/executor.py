@@ -296,14 +296,17 @@ class Executor:
         if self.drafter is not None:
             self._draft(launched, number)
         one, tensors = launched.packed.passes[number], launched.laid[number]
-        if self.canary is not None:
-            found = self.canary.check(self._batch(one, tensors))
-            before = launched.wanted.get("canary")
-            launched.wanted["canary"] = found if before is None else torch.cat((before, found))
-        if self.graphs is not None and one.adapter_slots is None and self.graphs.holds(one):
-            hidden = self.graphs.run(one, tensors)
-        else:
+        graphs = self.graphs if one.adapter_slots is None else None
+        if graphs is not None and not graphs.holds(one):
+            graphs = None
+        batch = None  # made once, whoever looks at it: adapters take time to lay out
+        if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(one, tensors)
+            self._tell(launched, batch)
+        if graphs is not None:
+            hidden = graphs.run(one, tensors)
+        else:
+            assert batch is not None
             self.attention.plan(batch)
             hidden = self.model.forward(batch, self.attention)
         self.forwards += 1
@@ -318,8 +321,17 @@ class Executor:
             self._pool(launched, one, hidden)
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
 
+    def _tell(self, launched: _Launched, batch: ForwardBatch) -> None:
+        """Whoever drafts computes a pass as well, and its KV slots are looked at."""
+        if self.drafter is not None:
+            self.drafter.saw(batch)
+        if self.canary is not None:
+            found = self.canary.check(batch)
+            before = launched.wanted.get("canary")
+            launched.wanted["canary"] = found if before is None else torch.cat((before, found))
+
     def _draft(self, launched: _Launched, number: int) -> None:
-        """Give a pass the drafts that it verifies. Whoever drafts is told what is computed."""
+        """Give a pass the drafts that it verifies."""
         one, tensors = launched.packed.passes[number], launched.laid[number]
         drafter, verifying, there = self.drafter, one.verifying, tensors.verifying
         assert drafter is not None
@@ -330,7 +342,7 @@ class Executor:
                 behind = len(one.rows) - len(verifying.rows)
                 starts, stops = one.starts.copy(), one.stops.copy()
                 starts[behind:], stops[behind:] = stands_host, stands_host + verifying.counts
-                one = launched.packed.passes[0] = replace(one, starts=starts, stops=stops)
+                launched.packed.passes[0] = replace(one, starts=starts, stops=stops)
             newest = self.tables.newest.index_select(0, there.rows)
             fed = newest[:, None]
             if verifying.drafts.any():
@@ -340,8 +352,7 @@ class Executor:
                 )
                 fed = torch.cat((fed, guessed), 1)
             given = torch.cat((tensors.given_ids, fed[there.members, there.numbers]))
-            tensors = launched.laid[0] = replace(tensors, given_ids=given)
-        drafter.saw(self._batch(one, tensors))
+            launched.laid[0] = replace(tensors, given_ids=given)
 
     def _batch(self, one: Pass, tensors: PassTensors) -> ForwardBatch:
         """A pass as models and backends are given it."""
