@@ -58,6 +58,7 @@ from lockstep.core.events import (
     EngineRestarted,
     GrammarReady,
     HostCopyFinished,
+    CompanionsEvicted,
     HostPagesEvicted,
     MediaEncoded,
     MemorySwitched,
@@ -107,6 +108,8 @@ _DEFER_WORDS = {
     "prefix": "its prefix is being computed",
     "sample": "another sample computes their prompt",
     "load": "its prefix is on the way from host memory",
+    "window": "no window page is free for it now",
+    "state": "no slot of state is free now",
 }
 
 
@@ -191,6 +194,9 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"began {event.kind} {event.operation} of {_count(event.pages, 'page')}{whose}"
         case TierOperationEnded():
             return f"ended {event.kind} {event.operation} ({event.outcome}), {_count(event.pages_kept, 'page')} kept"
+        case CompanionsEvicted():
+            what = "window page" if event.kind == "window" else "checkpoint"
+            return f"evicted {_count(event.count, what)}"
         case HostPagesEvicted():
             return f"evicted {_count(event.pages, 'page')} from the host"
         case DecodeSkipped():
