@@ -161,4 +161,3 @@ class TaggedHybrid:
             if index in placed.checkpoints:
                 position, slot = placed.checkpoints[index]
                 self.states[slot] = ids[position - 1 - start]
-

@@ -467,7 +467,8 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
                 f"`hybrid` does not go with `{name}` yet, got `{getattr(config, name)}`\nhint: drop one of the two"
             )
     if hybrid.window_tokens:
-        least = hybrid.row_pages_max(config.page_size, config.overlap_depth) + -(-config.split_tokens // config.page_size)
+        least = hybrid.row_pages_max(config.page_size, config.overlap_depth)
+        least += -(-config.split_tokens // config.page_size)
         if hybrid.window_pages < least:
             raise ConfigError(
                 f"`hybrid.window_pages` must be at least {least} for windows of {hybrid.window_tokens} tokens in pages "

@@ -45,7 +45,7 @@ from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.delivery import step_numbers
 from lockstep.core.events import BatchId, CompanionsEvicted
 from lockstep.core.pages import PagePool
-from lockstep.core.requests import ONE, Cohort, Int32s, Request, RequestTable
+from lockstep.core.requests import ONE, Cohort, Int32s, Request, RequestState, RequestTable
 from lockstep.core.retraction import members_growing
 
 if TYPE_CHECKING:
@@ -222,23 +222,33 @@ class WindowPool:
             return 0
         next_ones = max(self.lacking(engine) + self.available, 0)
         now, last = -(-positions // self.page_size), -(-cohort.limits // self.page_size)
-        if self.config.reserve == "full":
-            held = self._own_pages(cohort.rows, now)
-            return max(next_ones, int(np.clip(self.row_pages_max - held, 0, last - now).sum()))
         if self.config.reserve == "on_demand":
             return next_ones
         left = (cohort.limits - positions) * np.where(cohort.ignores_eos, 1.0, engine.ratio.value)
         most = np.minimum(np.ceil(left / self.page_size).astype(np.int32), last - now)
         return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[cohort.rows]), 0, most).sum()))
 
-    def _own_pages(self, rows: Int32s, now: Int32s) -> Int32s:
-        """By row: companions that it alone holds, of those below the page indices `now`."""
-        counts = np.maximum(now - self.first[rows], 0)
-        of, at = rows.repeat(counts), self.first[rows].repeat(counts) + step_numbers(counts)
-        alone = (self.locks[self.table.pages[of, at]] == 1).astype(np.int32)
-        ends = np.cumsum(np.concatenate((np.zeros(1, np.int32), alone)))
-        stops = np.cumsum(counts)
-        return (ends[stops] - ends[stops - counts]).astype(np.int32, copy=False)
+    def unpromised(self, engine: Engine) -> int:
+        """Pages that nobody who is active holds or may still open: what reserve `full` has left.
+
+        A page that several hold counts for each of them, since each may slide past it while the others stay.
+        """
+        cohort, page_size = engine.cohort, self.page_size
+        now = -(-engine.positions // page_size)
+        first = self.first[cohort.rows]
+        left_to_open = np.minimum(self.row_pages_max - (now - first), -(-cohort.limits // page_size) - now)
+        charged = int((now - first).sum() + np.maximum(left_to_open, 0).sum())
+        ranges = [self.table.pages[row, i:j] for row, i, j in zip(cohort.rows, first, now, strict=True)]
+        for request in engine.requests.values():
+            if request.row >= 0 and not request.decodes:
+                start, stop = int(self.first[request.row]), -(-request.computed // page_size)
+                charged += stop - start
+                if request.state is RequestState.RUNNING:
+                    charged += self.promised(request, request.computed, start)
+                ranges.append(self.table.pages[request.row, start:stop])
+        held = np.unique(np.concatenate((NO_ROWS, *ranges))).size
+        locked = self.pool.total - self.available
+        return self.pool.total - charged - (locked - held)
 
     def promised(self, request: Request, stop: int, first: int) -> int:
         """Pages that a request still opens as it decodes, once its prompt is computed to `stop`, from `first` on."""
@@ -252,12 +262,17 @@ class WindowPool:
 
         `path`: the cached pages in front of it, if it has no row yet.
         """
-        newcomers = sum(
-            self.promised(one, one.computed, int(self.first[one.row]))
-            for one in budget.newcomers
-            if one is not request and one.row >= 0
-        )
-        left = self.available - self.to_come(engine) - newcomers - self.locked_by_match(path)
+        if self.config.reserve == "full":
+            tail = path.size - int(self.first_seen(path.size))
+            next_ones = max(self.lacking(engine) + self.available, 0)
+            left = min(self.unpromised(engine) - tail, self.available - next_ones - self.locked_by_match(path))
+        else:
+            newcomers = sum(
+                self.promised(one, one.computed, int(self.first[one.row]))
+                for one in budget.newcomers
+                if one is not request and one.row >= 0
+            )
+            left = self.available - self.to_come(engine) - newcomers - self.locked_by_match(path)
         stop = start + take
         first = int(self.first[request.row]) if request.row >= 0 else int(self.first_seen(path.size))
         if stop == len(request.tokens) // 4:

@@ -581,9 +581,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         np.add.at(locks, held, 1)
         if (lost := held[window.window_of[held] < 0]).size:
             _fail(f"S5: {name} may read the window of pages {lost.tolist()}, which is gone")
-        starts = [
-            int(batch.plan.starts[batch.plan.rows == row][0]) for batch in memory.in_flight if batch.names(row)
-        ]
+        starts = [int(batch.plan.starts[batch.plan.rows == row][0]) for batch in memory.in_flight if batch.names(row)]
         reads = max(min([*starts, computed]) - window.behind, 0) // page_size
         if first > min(reads, int(window.first_seen(computed // page_size))):
             _fail(f"S5: {name} let go of what is below page {first}; it stands at {computed}, {starts} are in flight")
@@ -595,6 +593,9 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     unlocked = (window.window_of >= 0) & (window.locks == 0)
     if (stray := (unlocked & ~cached).nonzero()[0]).size:
         _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
+    fenced_windows = int(np.count_nonzero(window.window_of[fenced] >= 0))
+    if engine.config.reserve == "full" and (left := window.unpromised(engine) + fenced_windows) < 0:
+        _fail(f"S24: {-left} window pages more are held and promised than there are")
     _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
 
 
