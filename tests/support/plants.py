@@ -482,7 +482,7 @@ def checkpoint_written_again() -> Plant:
 
     def bug(take_row: Original, states: StatePool, row: int, path: Int32s, step: Step) -> None:
         take_row(states, row, path, step)
-        started, slot, source = states.starts[-1]
+        started, _, source = states.starts[-1]
         if source >= 0:
             states.starts[-1] = (started, source, source)
 
@@ -505,6 +505,12 @@ FOUND_BY_STORY: dict[str, str] = {
     "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",  # random histories find it, but seldom
 }
 """The bugs that random histories find seldom or never, and the scenario that tells each from the truth."""
+
+OF_HYBRIDS = frozenset(
+    "checkpoint_written_again slot_of_state_leaks state_of_another_boundary tombstone_matched "
+    "window_let_go_to_the_token window_lock_leak window_read_in_flight".split()
+)
+"""The bugs that only histories with windows or states can show."""
 
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant

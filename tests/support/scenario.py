@@ -47,9 +47,9 @@ RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text
 `grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text), `logprobs` (some bytes
 of them). A token not given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
-Commands that print: pages, tree, host (host memory's tree), hybrid (windows and states), table, queue, flight, owners, counts, sessions, adapters,
-plan (the newest). `show streams` (or queued, prefilled, closed, usage, timers) adds lines that are left out otherwise;
-`hide streams` leaves them out again.
+Commands that print: pages, tree, host (host memory's tree), hybrid (windows and states), table, queue, flight, owners,
+counts, sessions, adapters, plan (the newest). `show streams` (or queued, prefilled, closed, usage, timers) adds lines
+that are left out otherwise; `hide streams` leaves them out again.
 
 `finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
 `finish N`.

@@ -91,7 +91,8 @@ class DecodeRun:
             generation=self._engine.generation,
         )
         if self._engine.memory.hybrid is not None:
-            plan = self._engine.memory.hybrid.completed(plan, step)
+            oldest = plan.batch_id - len(self._engine.in_flight) + 1
+            plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1

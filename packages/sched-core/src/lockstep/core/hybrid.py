@@ -381,10 +381,11 @@ class StatePool:
         self.used[slot] = self.clock
         self.clock += 1
 
-    def leave_checkpoints(self, plan: BatchPlan, step: Step) -> tuple[list[int], list[int], list[int]]:
+    def leave_checkpoints(self, plan: BatchPlan, oldest: BatchId, step: Step) -> tuple[list[int], list[int], list[int]]:
         """Which rows of a plan leave a checkpoint behind: positions in the plan, where they stand then, slots.
 
         At the last multiple of `checkpoint_tokens` that a row passes, as long as there are slots for it.
+        `oldest`: the first batch that is not collected.
         """
         boundaries = plan.stops // self.every * self.every
         passing = (boundaries > plan.starts).nonzero()[0].tolist()
@@ -393,7 +394,7 @@ class StatePool:
         for i in passing if self.caches else ():
             row = int(plan.rows[i])
             if i >= plan.extend_rows:  # of decodes the newest is enough
-                self._forget_decodes(row)
+                self._forget_decodes(row, oldest)
             if not self.pool.free_count and not self.idle.size:
                 break
             slot = self._alloc(step)
@@ -402,11 +403,10 @@ class StatePool:
             slots.append(slot)
         return index, [int(boundaries[i]) for i in index], slots
 
-    def _forget_decodes(self, row: int) -> None:
+    def _forget_decodes(self, row: int, oldest: BatchId) -> None:
         """Free a row's checkpoints that no batch in flight writes: those of its prompt are a page's by now."""
-        oldest = self.in_flight[0].plan.batch_id if self.in_flight else None
         kept = self.left.get(row, [])
-        done = [one for one in kept if oldest is None or one[2] < oldest]
+        done = [one for one in kept if one[2] < oldest]
         self.left[row] = [one for one in kept if one not in done]
         self.pool.free(np.array([slot for _, slot, _ in done], np.int32))
 
@@ -580,10 +580,15 @@ class Hybrid:
 
     def completed(self, plan: BatchPlan, step: Step) -> BatchPlan:
         """The plan with what changes before it, and the checkpoints that it leaves."""
-        changes = self.changes(plan, step)
+        oldest = self.in_flight[0].plan.batch_id if self.in_flight else plan.batch_id
+        return self.completed_in_run(plan, oldest, step)
+
+    def completed_in_run(self, plan: BatchPlan, oldest: BatchId, step: Step) -> BatchPlan:
+        """The same, where `oldest` is the first batch that is not collected."""
+        changes = self.changes(plan, oldest, step)
         return plan if changes is None else replace(plan, hybrid=changes)
 
-    def changes(self, plan: BatchPlan, step: Step) -> HybridChanges | None:
+    def changes(self, plan: BatchPlan, oldest: BatchId, step: Step) -> HybridChanges | None:
         """What changes for the device with this plan; None: nothing."""
         pages = companions = rows = slots = sources = NO_ROWS
         index: list[int] = []
@@ -597,7 +602,7 @@ class Hybrid:
             if self.states.starts:
                 rows, slots, sources = np.array(self.states.starts, np.int32).T.copy()
                 self.states.starts = []
-            index, positions, kept = self.states.leave_checkpoints(plan, step)
+            index, positions, kept = self.states.leave_checkpoints(plan, oldest, step)
         if not pages.size and not rows.size and not index:
             return None
         checkpoints = [np.array(column, np.int32) for column in (index, positions, kept)]

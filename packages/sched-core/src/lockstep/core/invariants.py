@@ -614,8 +614,8 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     if not cached[pages].all() or (states.checkpoint_of[pages] != checkpoints).any():
         _fail(f"S3: checkpoints {checkpoints.tolist()} are of pages {pages.tolist()}, not all cached or not theirs")
     _same("S3 pages with a checkpoint", int((states.checkpoint_of >= 0).sum()), checkpoints.size)
-    rows = {row for _, row, _ in holders}
-    if strays := [row for row in (*states.reading, *states.left) if row not in rows]:
+    taken = {row: name for name, row, _ in holders}
+    if strays := [row for row in (*states.reading, *states.left) if row not in taken]:
         _fail(f"S1: rows {strays} read or left checkpoints, and nobody has them")
     locks = np.bincount(np.array(list(states.reading.values()), np.intp), minlength=states.pool.total)
     if (locks != states.locks).any() or (states.page_of[locks > 0] < 0).any():

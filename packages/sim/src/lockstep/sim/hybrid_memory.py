@@ -4,8 +4,8 @@
     #                                                 | m / (1 + m)     | window positions = r x full ones |
 
 m is `mamba_full_memory_ratio`, r is `swa_full_tokens_ratio`: names and defaults are SGLang's. A model has only the
-pools that its layers need. Without `hybrid_memory` every attention layer keeps every token, and the state of as many requests
-as may run is set aside, with no checkpoints beside them and prefix hits wherever pages match.
+pools that its layers need. Without `hybrid_memory` every attention layer keeps every token, and the state of as many
+requests as may run is set aside, with no checkpoints beside them and prefix hits wherever pages match.
 """
 
 from __future__ import annotations
