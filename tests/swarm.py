@@ -38,13 +38,15 @@ from tests.support.driver import (
     run_actions,
     shrunk,
 )
-from tests.support.plants import FOUND_BY_STORY, PLANTS
+from tests.support.hybrids import hybrid_history
+from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, PLANTS
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 SEEDS_PER_TASK = 10
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
+HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
 PROGRESS_EVERY_S = 60  # where progress is not a line on a terminal that is written over
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a mark that is missing means that histories are too tame
 TAME_SECONDS = 300
@@ -154,6 +156,12 @@ EXPECTED_MARKS = (
     "unload waited for users",
     "deferred (load)",
     "deferred (prefetch)",
+    "checkpoint left",
+    "deferred (state)",
+    "deferred (window)",
+    "evicted (state)",
+    "evicted (window)",
+    "started from a checkpoint",
     "load done",
     "load failed",
     "move of an older generation ignored",
@@ -174,6 +182,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay what they were
         config, actions = returning(rng)
         return tiered(rng, config), moving(rng, actions)
+    if seed % HYBRID_SEEDS == 0:
+        return hybrid_history(rng)
     if kind < 0.2:
         return pressed_config(rng), pressed_actions(rng, 300)
     if kind < 0.35:
@@ -222,7 +232,7 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
             except Exception as error:  # any exception is a finding
                 difference = f"{type(error).__name__}: {error}"
             return (story, difference) if difference else None
-        for seed in range(first, first + most):
+        for seed in range(first, first + most, HYBRID_SEEDS if plant in OF_HYBRIDS else 1):
             _, _, failure = run_seeds(seed, 1)
             if failure:
                 return f"{seed - first + 1} seeds", failure[1]

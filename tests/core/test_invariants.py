@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from lockstep.core import invariants
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import InvariantError
+from lockstep.core.hybrid import StatePool, WindowPool
 from lockstep.core.radix import RadixCache, RadixNode
 from tests.support.driver import Driver
 
@@ -209,3 +210,94 @@ def test_damage_is_named(said: str, damage: Damage) -> None:
     damage(engine)
     with pytest.raises(InvariantError, match=f"^{said}"):
         invariants.check(engine)
+
+
+def engine_with_companions() -> Engine:
+    """Two requests decode, with windows and states; a prompt that ended is cached, its checkpoint with it."""
+    hybrid = HybridMemory(window_tokens=5, window_pages=30, state_slots=9, checkpoint_tokens=2)
+    driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid))
+    for base, tokens, max_new in ((500, 7, 1), (1, 9, 30), (900, 5, 30)):
+        driver.arrive(base, tokens, max_new, {})
+        for _ in range(4):
+            driver.ready()
+            driver.finish()
+    invariants.check(driver.engine)
+    return driver.engine
+
+
+def window(engine: Engine) -> WindowPool:
+    assert engine.memory.hybrid is not None
+    assert engine.memory.hybrid.window is not None
+    return engine.memory.hybrid.window
+
+
+def states(engine: Engine) -> StatePool:
+    assert engine.memory.hybrid is not None
+    assert engine.memory.hybrid.states is not None
+    return engine.memory.hybrid.states
+
+
+def window_page_lost(engine: Engine) -> None:
+    window(engine).pool.alloc(1)
+
+
+def window_evicted_in_use(engine: Engine) -> None:
+    pool = window(engine)
+    page = int((pool.locks > 0).nonzero()[0][0])
+    pool.pool.free(pool.window_of[page : page + 1])
+    pool.window_of[page] = -1
+
+
+def window_lock_miscounted(engine: Engine) -> None:
+    window(engine).locks[(window(engine).locks > 0).nonzero()[0][0]] += 1
+
+
+def window_let_go_too_early(engine: Engine) -> None:
+    rows = engine.cohort.rows[:1]
+    window(engine).slide(rows, window(engine).first[rows] + 1)
+
+
+def evictable_windows_drift(engine: Engine) -> None:
+    window(engine).evictable += 1
+
+
+def slot_lost(engine: Engine) -> None:
+    states(engine).pool.alloc(1)
+
+
+def slot_shared(engine: Engine) -> None:
+    first, second = engine.cohort.requests
+    states(engine).slot_of[first.row] = states(engine).slot_of[second.row]
+
+
+def checkpoint_of_nobody(engine: Engine) -> None:
+    pool = states(engine)
+    slot = int((pool.page_of >= 0).nonzero()[0][0])
+    pool.checkpoint_of[pool.page_of[slot]] = -1
+
+
+def checkpoint_locked_for_ever(engine: Engine) -> None:
+    states(engine).locks[(states(engine).page_of >= 0).nonzero()[0][0]] += 1
+
+
+@pytest.mark.parametrize(
+    ("said", "damage"),
+    [
+        ("S1 window pages", window_page_lost),
+        ("S5", window_evicted_in_use),
+        ("S9: locks of windows", window_lock_miscounted),
+        ("S5", window_let_go_too_early),
+        ("S9 evictable window pages", evictable_windows_drift),
+        ("S1 slots of state", slot_lost),
+        ("S1 slots of state", slot_shared),
+        ("S3", checkpoint_of_nobody),
+        ("S9: slots are locked", checkpoint_locked_for_ever),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_damage_to_windows_and_states_is_named(said: str, damage: Damage) -> None:
+    engine = engine_with_companions()
+    damage(engine)
+    with pytest.raises(InvariantError) as error:
+        invariants.check(engine)
+    assert str(error.value).startswith(said)

@@ -37,6 +37,7 @@ from lockstep.core.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
+    CompanionsEvicted,
     ControlRequested,
     Decided,
     DecidedEvent,
@@ -124,6 +125,8 @@ DECIDED = {
     "began load 3 of 1 page for b": TierOperationStarted(0, 3, "load", 1, 1),
     "ended write 2 (partial), 1 page kept": TierOperationEnded(0, 2, "write", "partial", 1),
     "evicted 2 pages from the host": HostPagesEvicted(0, 2),
+    "evicted 2 window pages": CompanionsEvicted(0, "window", 2),
+    "evicted 1 checkpoint": CompanionsEvicted(0, "state", 1),
 }
 
 

@@ -89,6 +89,8 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     ),
     "tiers": ("written through, stored, fetched and loaded again", _told("tiers/storage")),
     "tiers-write-back": ("written back when evicted, in part", _told("museum/e16_write_back_fails_in_part")),
+    "hybrid": ("windows and states: slid, evicted, given back by a retraction", _told("hybrid/retraction")),
+    "hybrid-states": ("two that start as copies of one state", _told("hybrid/copy_on_write")),
     "preemption": ("a more important request makes room for itself", _told("preemption/makes_room")),
     "preemption-fewest": ("as few victims as will do", _told("preemption/fewest_victims")),
     "priority-ageing": ("priorities that age", _told("ordering/priority_with_ageing")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.core import invariants, snapshot
 from lockstep.core.commands import BatchPlan
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.decode_run import DecodeRun
 from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
@@ -130,11 +131,37 @@ def test_stretches_equal_single_steps(seed: int, longest: int) -> None:
     assert snapshot.dump(stretched.engine) == snapshot.dump(single.engine)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_stretches_equal_single_steps_with_windows_and_states(seed: int) -> None:
+    rng, (config, arrivals) = random.Random(seed), load(seed)
+    page_size = config.page_size
+    config = msgspec.structs.replace(
+        config,
+        chunked_prefill_size=32,
+        schedule_policy="fcfs",
+        enable_priority_preemption=False,
+        hybrid=HybridMemory(
+            window_tokens=rng.choice([1, 7, 20]),
+            window_pages=(60 + rng.choice([0, 100, 1000])) // page_size + 4,
+            state_slots=rng.choice([4, 12, 60]),
+            checkpoint_tokens=page_size * rng.choice([1, 2, 8]),
+        ),
+    )
+    single, stretched = Run(config, arrivals), RunInStretches(config, arrivals, 1000)
+    single.launch_all()
+    stretched.launch_all()
+    stretched.close()
+    assert stretched.seen == single.seen
+    assert snapshot.dump(stretched.engine) == snapshot.dump(single.engine)
+
+
 def test_most_of_a_decode_is_taken_in_stretches() -> None:
     arrivals = {0: [RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((1, 8)), max_new_tokens=LAUNCHES)]}
-    run = RunInStretches(SchedConfig(page_size=4, pages=2000, overlap_depth=1), arrivals, 1000)
-    run.launch_all()
-    assert run.taken > LAUNCHES * 0.9
+    hybrid = HybridMemory(window_tokens=9, window_pages=20, state_slots=9, checkpoint_tokens=8)
+    for kinds in (msgspec.UNSET, hybrid):
+        run = RunInStretches(SchedConfig(page_size=4, pages=2000, overlap_depth=1, hybrid=kinds), arrivals, 1000)
+        run.launch_all()
+        assert run.taken > LAUNCHES * 0.9
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.core.commands import (  # noqa: E402
     AfterBatch,
     BatchPlan,
-    PageCopies,
+    HybridChanges,
     PageDeltas,
     RowTaken,
     Speculation,
@@ -203,9 +203,9 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
         plan(1, "verify", [(3, 0, 5, 6)]),
         "batch 1 has mode 'verify', but no `speculation` that says what it verifies",
     ),
-    "copies": (
-        plan(1, "decode", [(3, 0, 5, 6)], copies=PageCopies(ints(1), ints(2))),
-        "batch 1 has `copies`, which this executor does not do",
+    "hybrid": (
+        plan(1, "decode", [(3, 0, 5, 6)], hybrid=HybridChanges(ints(1), ints(2))),
+        "batch 1 has `hybrid`, which this executor does not do",
     ),
     "after": (
         plan(1, "decode", [(3, 0, 5, 6)], starts_after=(AfterBatch(0, 0, 3),)),

@@ -24,6 +24,7 @@ from lockstep.core.commands import (
     ControlAnswered,
     EncodeMedia,
     FinishRequest,
+    HybridChanges,
     LaunchBatch,
     LoadAdapter,
     RejectRequest,
@@ -46,6 +47,7 @@ from lockstep.core.events import (
     CancelMany,
     ClockAdvanced,
     CloseSession,
+    CompanionsEvicted,
     Control,
     ControlRequested,
     DecodeSkipped,
@@ -598,6 +600,8 @@ class Driver:
 
     def _minimal(self, step: Step) -> None:
         """S27: nobody gives way in vain: with the last victim still there, the decode would not have fit."""
+        if self.engine.memory.hybrid is not None:
+            return  # another pool may have been the short one
         victims = [event for event in step.decided if isinstance(event, RequestRetracted) and event.reason == "pages"]
         for victim in victims[-1:]:
             tokens = self.stories[victim.request_id].prompt_tokens + victim.output_tokens + victim.tokens_discarded
@@ -693,6 +697,10 @@ class Driver:
                     self.marks.add("deferred for its adapter")
                 case AdmissionDeferred(reason="load" | "prefetch" as reason):
                     self.marks.add(f"deferred ({reason})")
+                case AdmissionDeferred(reason="window" | "state" as reason):
+                    self.marks.add(f"deferred ({reason})")
+                case CompanionsEvicted(_, kind):
+                    self.marks.add(f"evicted ({kind})")
                 case TierOperationEnded(_, _, kind, outcome):
                     self.marks.add(f"{kind} {outcome}")
                 case RequestAdmitted(host_tokens=tokens) if tokens:
@@ -708,6 +716,8 @@ class Driver:
             if any(isinstance(event, RequestRetracted) for event in step.decided):
                 self.marks.add("retraction asks for media again")
         plan = step.launched()
+        if plan is not None and plan.hybrid is not None:
+            self._mark_hybrid(plan.hybrid)
         if plan is not None and plan.speculation is not None:
             self._mark_drafts(plan, plan.speculation)
         if plan is not None and (plan.logprob_spans or plan.hidden_spans):
@@ -727,6 +737,12 @@ class Driver:
             self.marks.add("row leased to work in flight")
         if memory.fenced_pages:
             self.marks.add("duplicate pages fenced")
+
+    def _mark_hybrid(self, changes: HybridChanges) -> None:
+        if (changes.state_sources >= 0).any():
+            self.marks.add("started from a checkpoint")
+        if changes.checkpoint_slots.size:
+            self.marks.add("checkpoint left")
 
     def _mark_drafts(self, plan: BatchPlan, speculation: Speculation) -> None:
         drafts, wanted = speculation.draft_lengths, speculation.draft_tokens
@@ -770,9 +786,19 @@ class Driver:
             assert self.engine.memory.pool.free_count == self.engine.config.pages, "L9: a flush leaves pages behind"
             tiers = self.engine.memory.tiers
             assert tiers is None or tiers.pool.free_count == tiers.pool.total, "L9: a flush leaves host pages behind"
+            self._hybrid_is_free()
         assert not self.controls, f"L8: never answered: {self.controls}"
         unended = [request_id for request_id, story in self.stories.items() if not story.ended]
         assert not unended, f"L1: no terminal event for {unended}"
+
+    def _hybrid_is_free(self) -> None:
+        hybrid = self.engine.memory.hybrid
+        if hybrid is not None and hybrid.window is not None:
+            pool = hybrid.window.pool
+            assert pool.free_count == pool.total, "L9: a flush leaves window pages behind"
+        if hybrid is not None and hybrid.states is not None:
+            pool = hybrid.states.pool
+            assert pool.free_count == pool.total, "L9: a flush leaves slots of state behind"
 
     def replayed(self) -> None:
         """S35: the recorded events give the same digests in a fresh engine."""

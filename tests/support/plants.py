@@ -21,9 +21,10 @@ from lockstep.core.batching import InFlight
 from lockstep.core.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Decodes, Engine, Fit, Obstacle
+from lockstep.core.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.memory import Lease, Memory
 from lockstep.core.radix import Found, Inserted, RadixCache, RadixNode
-from lockstep.core.requests import Int32s, Request
+from lockstep.core.requests import Cohort, Int32s, Request
 
 Plant = AbstractContextManager[None]
 Original = Callable[..., Any]
@@ -415,16 +416,107 @@ def stop_among_drafts_missed() -> Plant:
     return _replaced(delivery, "stopped", bug)
 
 
+# ---------------------------------------------------------------------------------------- windows and recurrent state
+
+
+def window_let_go_to_the_token() -> Plant:
+    """Windows are let go of up to the token, not to the last page boundary: what is cached then ends in a tombstone
+    (SG#22470)."""
+
+    def bug(first_seen: Original, window: WindowPool, pages: Any) -> Any:
+        return first_seen(window, pages + 1)
+
+    return _replaced(WindowPool, "first_seen", bug)
+
+
+def tombstone_matched() -> Plant:
+    """A match goes on behind pages whose windows are gone (SG#29860)."""
+    return _replaced(WindowPool, "usable", lambda original, window, path: np.ones(path.size, np.bool_))
+
+
+def window_read_in_flight() -> Plant:
+    """A decode that opens a page lets go of what a prompt in flight still reads (VL#45357)."""
+
+    def bug(slides: Original, window: WindowPool, cohort: Cohort, positions: Int32s, busy: list[Int32s]) -> Any:
+        return slides(window, cohort, positions, [])
+
+    return _replaced(WindowPool, "slides_by_growth", bug)
+
+
+def window_lock_leak() -> Plant:
+    """Every fifth time that a row lets go of its windows, the last one stays locked (SG#20049)."""
+    calls = 0
+
+    def bug(unlock: Original, window: WindowPool, pages: Int32s) -> None:
+        nonlocal calls
+        calls += 1
+        unlock(window, pages if calls % 5 else pages[:-1])
+
+    return _replaced(WindowPool, "unlock", bug)
+
+
+def window_of_headroom() -> Plant:
+    """Whoever starts is asked for a whole window of pages, however few it will open (SG#32379)."""
+
+    def bug(promised: Original, window: WindowPool, request: Request, stop: int, first: int) -> int:
+        return window.row_pages_max
+
+    return _replaced(WindowPool, "promised", bug)
+
+
+def state_of_another_boundary() -> Plant:
+    """A match ends where pages do, with or without a state there (VL#53706)."""
+
+    def bug(continued: Original, hybrid: Hybrid, *rest: object) -> Any:
+        states, hybrid.states = hybrid.states, None
+        try:
+            return continued(hybrid, *rest)
+        finally:
+            hybrid.states = states
+
+    return _replaced(Hybrid, "continued", bug)
+
+
+def checkpoint_written_again() -> Plant:
+    """Who starts from a checkpoint computes in its very slot, which others start from too (SG#23346)."""
+
+    def bug(take_row: Original, states: StatePool, row: int, path: Int32s, step: Step) -> None:
+        take_row(states, row, path, step)
+        started, _, source = states.starts[-1]
+        if source >= 0:
+            states.starts[-1] = (started, source, source)
+
+    return _replaced(StatePool, "take_row", bug)
+
+
+def slot_of_state_leaks() -> Plant:
+    """Who is retracted keeps the checkpoints that it left behind (SG#16067)."""
+
+    def bug(let_go: Original, states: StatePool, row: int) -> None:
+        states.left.pop(row, None)
+        let_go(states, row)
+
+    return _replaced(StatePool, "let_go", bug)
+
+
 FOUND_BY_STORY: dict[str, str] = {
+    "window_of_headroom": "museum/a7_short_resume_at_two_windows",  # it is only slower, or waits for ever where all run
     "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",  # nothing breaks, it is only slower
     "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",  # random histories find it, but seldom
 }
 """The bugs that random histories find seldom or never, and the scenario that tells each from the truth."""
 
+OF_HYBRIDS = frozenset(
+    "checkpoint_written_again slot_of_state_leaks state_of_another_boundary tombstone_matched "
+    "window_let_go_to_the_token window_lock_leak window_read_in_flight".split()
+)
+"""The bugs that only histories with windows or states can show."""
+
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
         adapter_evicted_in_use,
+        checkpoint_written_again,
         dead_matcher,
         discard_is_a_flag,
         double_free,
@@ -450,8 +542,15 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         row_freed_between_chunks,
         running_counted_down_twice,
         skipped_reversed,
+        slot_of_state_leaks,
+        state_of_another_boundary,
         stop_among_drafts_missed,
+        tombstone_matched,
         whole_batch_must_fit,
         whole_prompt_matched,
+        window_let_go_to_the_token,
+        window_lock_leak,
+        window_of_headroom,
+        window_read_in_flight,
     )
 }

@@ -13,7 +13,8 @@ commands, a line `----`, and what must be printed. A block without `----` is qui
 Commands that are facts (each is one observed event, and `lockstep.core.invariants.check` runs after it):
 
     config page_size=2 pages=6    settings, first of all; times as 5ms, `none`, `yes`, `no`, token lists as 7,8;
-                                  tiers.host_pages=4 and other fields of CacheTiers
+                                  tiers.host_pages=4 and other fields of CacheTiers, hybrid.state_slots=4 and
+                                  other fields of HybridMemory
     add a prompt=1..4,50..52 max_new=4 min_new=1 stop=7,8 eos=no stream=no deadline=5ms finish_by=9ms namespace=x
                                   `prompt=a,9` is everything of a so far (prompt and output), then 9; grammar=g names
                                   a grammar by its digest, stop_texts=x,y; other fields of RequestArrived by name
@@ -46,9 +47,9 @@ RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text
 `grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text), `logprobs` (some bytes
 of them). A token not given is a pure function of request and position: the third token of r0, at position 2, is 1002.
 
-Commands that print: pages, tree, host (host memory's tree), table, queue, flight, owners, counts, sessions, adapters,
-plan (the newest). `show streams` (or queued, prefilled, closed, usage, timers) adds lines that are left out otherwise;
-`hide streams` leaves them out again.
+Commands that print: pages, tree, host (host memory's tree), hybrid (windows and states), table, queue, flight, owners,
+counts, sessions, adapters, plan (the newest). `show streams` (or queued, prefilled, closed, usage, timers) adds lines
+that are left out otherwise; `hide streams` leaves them out again.
 
 `finish N` and `run` leave out decodes launched in rounds in which nothing else was decided, but not the last of
 `finish N`.
@@ -83,7 +84,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import CacheTiers, SchedConfig
+from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdapterLoaded,
@@ -135,6 +136,7 @@ from lockstep.core.render import (
     adapter_lines,
     command_line,
     decided_line,
+    hybrid_lines,
     in_flight_lines,
     media_name,
     page_owner_lines,
@@ -513,6 +515,12 @@ class Run:
             raise ScenarioError("there is no host tier: give the config tiers.host_pages")
         return [*tree_lines(tiers.host), f"host pages {tiers.pool.free_count}/{tiers.pool.total} free"]
 
+    def do_hybrid(self, words: list[str]) -> list[str]:
+        hybrid = self.engine.memory.hybrid
+        if hybrid is None:
+            raise ScenarioError("all layers have full attention: give the config hybrid.window_tokens or state_slots")
+        return hybrid_lines(hybrid)
+
     def do_restart(self, words: list[str]) -> list[str]:
         self.voided = [(launched.plan, self.engine.generation) for launched in self.kv.stream]
         self.orders = []
@@ -770,14 +778,17 @@ def _value(text: str) -> Any:
 
 
 def config_of(words: list[str]) -> SchedConfig:
-    """SchedConfig from `name=value` words; `tiers.name=value` are those of its CacheTiers."""
+    """SchedConfig from `name=value` words; `tiers.name=value` and `hybrid.name=value` are those of its parts."""
     values: dict[str, Any] = {}
+    of_hybrid = {name.removeprefix("hybrid."): int(text) for name, text in _pairs(words) if name.startswith("hybrid.")}
+    if of_hybrid:
+        values["hybrid"] = HybridMemory(**of_hybrid)
     tiers = {name.removeprefix("tiers."): _value(text) for name, text in _pairs(words) if name.startswith("tiers.")}
     if tiers:
         values["tiers"] = CacheTiers(**{n: us(v) if isinstance(v, str) and "_us" in n else v for n, v in tiers.items()})
     for word in words:
         name, _, value = word.partition("=")
-        if name.startswith("tiers."):
+        if name.startswith(("tiers.", "hybrid.")):
             continue
         if name not in SchedConfig.__struct_fields__:
             raise ScenarioError(f"SchedConfig has no `{name}`")

@@ -74,6 +74,7 @@ from lockstep.core.events import (
     WeightsSwapped,
 )
 from lockstep.core.requests import Int32s, prompt_bytes
+from tests.support.tagged_hybrid import TaggedHybrid
 
 Sample = Callable[[RequestId, int], int]
 Accept = Callable[[RequestId, int, int], int]
@@ -203,6 +204,9 @@ class TaggedKv:
         self.sessions: dict[str, Kept] = {}  # what each open session keeps
         self.opening: dict[int, OpenSession] = {}  # by control id
         self.cells: list[list[int]] = []  # by page and place in it: a prefix id
+        self.hybrid: TaggedHybrid | None = None
+        if config.hybrid is not msgspec.UNSET:
+            self.hybrid = TaggedHybrid(config.hybrid, config.page_size)
         self._clear()
         self.stream: deque[Launched] = deque()  # launched and not delivered, oldest first
         self.launched: list[Launched] = []  # all of them, for the comparison at the end
@@ -387,6 +391,8 @@ class TaggedKv:
 
     def _clear(self) -> None:
         self.cells = [[NOTHING] * self.config.page_size for _ in range(self.config.pages)]
+        if self.hybrid is not None:
+            self.hybrid.clear()
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False) -> None:
         """Put a plan on the stream, after folding its changes to rows and page tables."""
@@ -413,6 +419,8 @@ class TaggedKv:
             pages[row] = self._check_row(plan, i, row, *span)
             tables[row] = list(self.rows[row].table)
         self._check_writers(plan, pages)
+        if self.hybrid is not None:
+            self.hybrid.launch(plan, tables, [launched.plan.batch_id for launched in self.stream])
         self._check_adapters(plan)
         self._check_extras(plan)
         if deferred and plan.sample_after is not None:
@@ -465,6 +473,8 @@ class TaggedKv:
             return
         launched.computed = True
         plan, at = launched.plan, 0
+        if self.hybrid is not None:
+            self.hybrid.begin(plan)
         for i, (row_index, start, stop) in enumerate(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True)
         ):
@@ -491,10 +501,13 @@ class TaggedKv:
                     raise KvError(f"b{plan.batch_id}: r{row.request_id}[{start}:{stop}] is given the tokens {new}, "
                                   f"its own are {story.tokens[start:stop]}")  # fmt: skip
                 row.failed = self._check_reads(plan, row, table, start)
-            count = stop - start
-            self._write(
-                table, start, [GARBAGE] * count if row.failed else self._prefix_ids(row, story, stop)[start:stop]
-            )
+                if self.hybrid is not None and not row.failed:
+                    expected = self._prefix_ids(row, story, start)
+                    row.failed = self.hybrid.read(plan, row_index, start, expected, row.live)
+            ids = [GARBAGE] * (stop - start) if row.failed else self._prefix_ids(row, story, stop)[start:stop]
+            self._write(table, start, ids)
+            if self.hybrid is not None:
+                self.hybrid.write(plan, i, row_index, start, ids)
 
     def _verify(self, launched: Launched, i: int, row: Row, drafts: int) -> None:
         """Compute a row's newest token and its drafts, from where it stands; those that are wrong leave garbage."""

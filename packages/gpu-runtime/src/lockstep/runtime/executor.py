@@ -621,7 +621,7 @@ def refuse_unknown(plan: BatchPlan) -> None:
         raise PlanError(f"batch {plan.batch_id} has mode {plan.mode!r}; this executor runs {', '.join(sorted(MODES))}")
     for name, given in (
         ("microbatch", plan.microbatch),
-        ("copies", plan.copies),
+        ("hybrid", plan.hybrid),
         ("ranks", plan.ranks),
         ("layers", plan.layers),
         ("media_spans", plan.media_spans),

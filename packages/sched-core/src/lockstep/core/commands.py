@@ -62,11 +62,21 @@ class PageDeltas(msgspec.Struct, frozen=True):
 NO_DELTAS = PageDeltas(NO_ROWS)
 
 
-class PageCopies(msgspec.Struct, frozen=True):
-    """Pages copied on the device before the batch runs (copy-on-write of a shared tail or state)."""
+class HybridChanges(msgspec.Struct, frozen=True):
+    """What changes for layers without full attention: before a batch, and as what it leaves behind (hybrid.py).
 
-    sources: Int32s
-    targets: Int32s
+    Sliding layers find position p of a row in page `window_of[table[p // page_size]]`, a table by full page that the
+    device keeps. A window page has one full page: where it gets another one, that has it from then on.
+    """
+
+    pages: Int32s = NO_ROWS  # [n] full pages, in order: window_of[pages[i]] = window_pages[i]
+    window_pages: Int32s = NO_ROWS  # [n]
+    state_rows: Int32s = NO_ROWS  # [m] rows that were taken; they compute in ...
+    state_slots: Int32s = NO_ROWS  # [m] ... these slots of state, which are made ...
+    state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing, zeros
+    checkpoint_index: Int32s = NO_ROWS  # [k] positions in the plan's rows, whose states ...
+    checkpoint_positions: Int32s = NO_ROWS  # [k] ... right behind so many positions are copied as they pass there ...
+    checkpoint_slots: Int32s = NO_ROWS  # [k] ... to these slots
 
 
 class RowTaken(msgspec.Struct, frozen=True):
@@ -164,7 +174,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     microbatch: int = 0
     starts_after: tuple[AfterBatch, ...] = ()
-    copies: PageCopies | None = None
+    hybrid: HybridChanges | None = None  # of a model with sliding windows or linear attention
     speculation: Speculation | None = None
     ranks: Ranks | None = None
     sample_after: BatchId | None = None  # sampling must wait until this batch's results moved the grammars

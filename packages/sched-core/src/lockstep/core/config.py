@@ -83,6 +83,43 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.write_uses if self.write_policy == "write_through_selective" else 1
 
 
+class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory of layers without full attention (docs/hybrid.md). At least one of the two kinds.
+
+    The interval of checkpoints is SGLang's `mamba_track_interval`.
+    """
+
+    window_tokens: int = 0  # positions that a sliding layer sees, the token's own among them; 0: no such layers
+    window_pages: int = 0  # pages of the sliding layers' pool
+    state_slots: int = 0  # of linear attention: one for each request that runs, and checkpoints; 0: no such layers
+    checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
+
+    def __post_init__(self) -> None:
+        for name in ("window_tokens", "window_pages", "state_slots", "checkpoint_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"`hybrid.{name}` must be a whole number, 0 (none) or more, got `{value}`")
+        if not self.window_tokens and not self.state_slots:
+            raise ConfigError(
+                "`hybrid` has neither `window_tokens` nor `state_slots`: all layers have full attention\n"
+                "hint: leave hybrid out"
+            )
+        if bool(self.window_tokens) != bool(self.window_pages):
+            raise ConfigError(
+                f"`hybrid.window_tokens` is {self.window_tokens} and `hybrid.window_pages` {self.window_pages}: "
+                "sliding layers need both, other models neither"
+            )
+        if self.state_slots == 1:
+            raise ConfigError(
+                "`hybrid.state_slots` must be 0 or at least 2, got `1`: who starts behind a checkpoint needs a slot "
+                "beside it"
+            )
+
+    def row_pages_max(self, page_size: int, overlap_depth: int) -> int:
+        """Window pages that a decode may hold: those its window touches, the one it writes, and what is in flight."""
+        return -(-(self.window_tokens - 1) // page_size) + 1 + -(-overlap_depth // page_size)
+
+
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that decides how one engine schedules. Raises ConfigError when settings contradict each other."""
 
@@ -179,6 +216,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )  # from pages or last part to the end; None: never
     # tiers below the radix cache; unset: none, and nothing is written of it, so that journals stay what they were
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
+    # sliding windows and linear attention; unset: all layers have full attention, and nothing is written of it
+    hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -268,6 +307,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if not self.radix_cache and self.tiers is not msgspec.UNSET:
             raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
+        if self.hybrid is not msgspec.UNSET:
+            _check_hybrid(self, self.hybrid)
 
     @property
     def pool_tokens(self) -> int:
@@ -376,6 +417,11 @@ def refuse_simulated_only(name: str) -> None:
             "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
             "them yet\nhint: drop it, or try lockstep simulate --host-cache-gb"
         )
+    if name == "hybrid":
+        raise ConfigError(
+            "`hybrid` (pools for sliding windows and linear attention) is simulated only: no runtime has such layers "
+            "yet\nhint: drop it, or try lockstep simulate --hybrid-memory"
+        )
 
 
 def profile_settings(name: str) -> dict[str, Any]:
@@ -404,6 +450,41 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
             f"`truncation_align_size` needs `batching` prefill_first, got `{config.batching}`: "
             "decodes in the same pass change what is left for the prompt, and with it where it is split"
         )
+
+
+def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
+    beside = {
+        "speculative_method": config.speculates,
+        "decode_steps_per_launch": config.decode_steps_per_launch > 1,
+        "same_step_sharing": config.same_step_sharing,
+        "enable_priority_preemption": config.enable_priority_preemption,
+        "role": config.hands_over,
+        "tiers": config.tiers is not msgspec.UNSET,
+    }
+    for name, given in beside.items():
+        if given:
+            raise ConfigError(
+                f"`hybrid` does not go with `{name}` yet, got `{getattr(config, name)}`\nhint: drop one of the two"
+            )
+    if hybrid.window_tokens:
+        least = hybrid.row_pages_max(config.page_size, config.overlap_depth)
+        least += -(-config.split_tokens // config.page_size)
+        if hybrid.window_pages < least:
+            raise ConfigError(
+                f"`hybrid.window_pages` must be at least {least} for windows of {hybrid.window_tokens} tokens in pages "
+                f"of {config.page_size}: one request's window and a chunk; got `{hybrid.window_pages}`"
+            )
+        if config.chunked_prefill_size is None:
+            raise ConfigError(
+                "`hybrid.window_tokens` is set, but `chunked_prefill_size` is none: every page of a prompt would need "
+                "a window page at once\nhint: set chunked_prefill_size"
+            )
+    if hybrid.state_slots:
+        if not hybrid.checkpoint_tokens or hybrid.checkpoint_tokens % config.page_size:
+            raise ConfigError(
+                f"`hybrid.checkpoint_tokens` must be a multiple of `page_size` {config.page_size}, "
+                f"got `{hybrid.checkpoint_tokens}`"
+            )
 
 
 def _settle_drafts(config: SchedConfig) -> None:

@@ -77,6 +77,7 @@ class DecodeRun:
     def launched(self, event: LaneReady) -> Step:
         """The Step of a free slot: one more token for everybody."""
         cohort, starts = self._cohort, self._positions
+        step = Step(time_us=event.time_us)
         plan = BatchPlan(
             batch_id=self._next_batch_id,
             mode="decode",
@@ -85,10 +86,13 @@ class DecodeRun:
             starts=starts,
             stops=starts + ONE,
             sample_rows=cohort.everyone,
-            deltas=self._open_pages(starts),
+            deltas=self._open_pages(starts, step),
             ids_digest=cohort.ids_digest,
             generation=self._engine.generation,
         )
+        if self._engine.memory.hybrid is not None:
+            oldest = plan.batch_id - len(self._engine.in_flight) + 1
+            plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1
@@ -96,7 +100,7 @@ class DecodeRun:
         self.left -= 1
         self._look_ahead()
         self._time_us = event.time_us
-        step = Step(commands=[LaunchBatch(plan)], time_us=event.time_us)
+        step.commands.append(LaunchBatch(plan))
         if self._digests:
             self._digest = step.digest = step_digest(self._digest, step)
         return step
@@ -123,7 +127,7 @@ class DecodeRun:
         engine.digest = self._digest
         engine.launch_found_nothing = False
 
-    def _open_pages(self, starts: Int32s) -> PageDeltas:
+    def _open_pages(self, starts: Int32s, step: Step) -> PageDeltas:
         """Pages for the members whose last one is full, from the free list, where `_look_ahead` saw enough."""
         engine, growing = self._engine, self._growing
         if not growing.size:
@@ -132,12 +136,19 @@ class DecodeRun:
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
+        if engine.memory.hybrid is not None:
+            engine.memory.hybrid.open_in_run(self._cohort, starts, pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
         """See who opens a page with the next launch; the run is over if the free list does not have it."""
         self._growing = members_growing(self._positions, self._engine.page_mask)
-        if self._growing.size > self._engine.memory.pool.free_count:
+        memory = self._engine.memory
+        if self._growing.size > memory.pool.free_count:
+            self.left = 0
+        if memory.hybrid is not None and not memory.hybrid.decodes_without_evicting(
+            self._positions, self._growing.size
+        ):
             self.left = 0
 
 

@@ -138,6 +138,11 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if plan.speculation is not None:
         add(_encode((plan.speculation.method, plan.speculation.draft_tokens, plan.starts_after)))
         add(plan.speculation.draft_lengths)
+    if plan.hybrid is not None:
+        add(b"hybrid")
+        for column in astuple(plan.hybrid):
+            add(len(column).to_bytes(4, "little"))
+            add(column)
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))

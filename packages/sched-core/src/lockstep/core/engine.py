@@ -770,7 +770,8 @@ class Engine:
         page_size, start = self.config.page_size, request.computed
         take = chunk_tokens(start, extend_stop(request) - start, budget, first=True, may_split=True)
         room = (self.memory.available_pages - budget.set_aside) * page_size + -start % page_size  # and in its last page
-        return take if take <= room else aligned(start, room, budget.align)
+        take = take if take <= room else aligned(start, room, budget.align)
+        return self._seen_by_windows(request, start, take, NO_ROWS, budget, may_split=True)
 
     def _would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
@@ -826,7 +827,24 @@ class Engine:
         room = self.memory.available_pages - budget.set_aside - locking
         if -(-take // page_size) > room:
             return Obstacle("pages", take, room * page_size)
+        if self.memory.hybrid is not None:
+            path = self.memory.path_of(match)
+            if self.memory.hybrid.lacks_state(path):
+                return Obstacle("state")
+            take = self._seen_by_windows(request, cached, take, path, budget, may_split=self.prefilling is None)
+            if take <= 0:
+                return Obstacle("window", new_tokens, self.memory.hybrid.window_tokens_available)
         return Fit(match, cached, new_tokens, take, locking * page_size)
+
+    def _seen_by_windows(
+        self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget, *, may_split: bool
+    ) -> int:
+        """As much of `take` as sliding windows have pages for, up to where a prompt may be split; or 0."""
+        window = self.memory.hybrid.window if self.memory.hybrid is not None else None
+        if window is None:
+            return take
+        room = window.room(self, request, start, take, path, budget)
+        return take if take <= room else aligned(start, room, budget.align) if may_split else 0
 
     def _loads_first(self, request: Request, fit: Fit, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
@@ -838,7 +856,7 @@ class Engine:
 
     def _admit(self, request: Request, fit: Fit, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
         """Give a waiting request its row and its first part of this extend."""
-        row = self.memory.take_row(request, fit.match)
+        row = self.memory.take_row(request, fit.match, step)
         if not request.ran:
             request.cached_tokens = min(fit.cached_tokens, request.prompt_tokens)
         request.chunks = 0
@@ -947,6 +965,8 @@ class Engine:
         )
         if decodes.verifying is not None:
             plan = speculation.verified(plan, decodes.verifying, self.config)
+        if self.memory.hybrid is not None:
+            plan = self.memory.hybrid.completed(plan, step)
         ending = self._join_cohort(prefilled, stops[sampling]) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
@@ -1034,6 +1054,8 @@ class Engine:
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
+        if self.memory.hybrid is not None:
+            plan = self.memory.hybrid.completed(plan, step)
         return InFlight(plan, cohort.requests, cohort, advanced.ending)
 
     def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
@@ -1068,6 +1090,8 @@ class Engine:
 
     def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
+        if self.memory.hybrid is not None and self.memory.hybrid.short_for_decode(self):
+            return True
         needed = growing.size if self.ahead_hoped == 1 else self._pages_needed()
         if needed <= self.memory.pool.free_count:
             return False
@@ -1075,7 +1099,8 @@ class Engine:
         return lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking
 
     def _pages_lacking(self) -> int:
-        return self._pages_needed() - self.memory.available_pages
+        lacking = self._pages_needed() - self.memory.available_pages
+        return lacking if self.memory.hybrid is None else max(lacking, self.memory.hybrid.decode_lacks(self))
 
     def _pages_needed(self) -> int:
         """Pages without which the cohort does not decode."""
@@ -1106,6 +1131,8 @@ class Engine:
         while True:
             needed = self._pages_needed()
             available, returning = self.memory.available_pages, self.memory.returning_pages()
+            if self.memory.hybrid is not None and needed <= available:
+                needed, available, returning = self.memory.hybrid.decode_needs(self)
             if needed <= available:
                 break
             if needed <= available + returning:
@@ -1204,6 +1231,9 @@ class Engine:
                     self.memory.publish(request, stop, step)
                     if self.memory.tiers is not None and request.handle is not None:
                         self.memory.tiers.back_up(request.handle, stop // self.config.page_size, step)
+        if plan.extend_rows and self.memory.hybrid is not None and not event.error:
+            self.memory.hybrid.collected(batch)
+            self.batch_is_full = False
         if (self.memory.leases or self.memory.fenced_pages) and self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
         if self.media.fenced:

@@ -494,6 +494,8 @@ DeferReason = Literal[
     "prefix",
     "sample",
     "load",
+    "window",
+    "state",
 ]
 RejectReason = Literal[
     "too_long",
@@ -688,6 +690,13 @@ class HostPagesEvicted(Decided, frozen=True, gc=False):
     pages: int
 
 
+class CompanionsEvicted(Decided, frozen=True, gc=False):
+    """Window pages or checkpoints of state that nobody used went for others; the pages they belonged to stay cached."""
+
+    kind: Literal["window", "state"]
+    count: int
+
+
 DecidedEvent = (
     RequestQueued
     | RequestRejected
@@ -706,4 +715,5 @@ DecidedEvent = (
     | TierOperationStarted
     | TierOperationEnded
     | HostPagesEvicted
+    | CompanionsEvicted
 )

@@ -22,7 +22,10 @@ from lockstep.core.events import TransferState
 from lockstep.core.requests import BASE, RequestState
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from lockstep.core.engine import Engine
+    from lockstep.core.hybrid import StatePool, WindowPool
     from lockstep.core.radix import RadixNode
 
 
@@ -47,6 +50,7 @@ def check(engine: Engine) -> None:
     _adapters(engine, facts)
     _transfers(engine, facts)
     _tiers(engine, facts)
+    _hybrid(engine, facts)
     _progress(engine)
     _speculation(engine)
 
@@ -119,6 +123,12 @@ def check_quiescent(engine: Engine) -> None:
             if getattr(owner, name):
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
+    hybrid = engine.memory.hybrid
+    if hybrid is not None and hybrid.window is not None:
+        _same("L9 locked window pages", int(hybrid.window.locks.sum()), 0)
+    if hybrid is not None and hybrid.states is not None:
+        states = hybrid.states
+        _same("L9 slots of state", states.pool.free_count + int((states.page_of >= 0).sum()), states.pool.total)
 
 
 def _containers(engine: Engine) -> None:
@@ -536,6 +546,80 @@ def _tiers(engine: Engine, facts: Facts) -> None:
             _fail(f"S15: r{request_id} does not wait, but is a candidate of the tiers")
         if candidate.operation >= 0 and candidate.operation not in tiers.operations:
             _fail(f"L7: r{request_id} waits for operation {candidate.operation}, which has ended")
+
+
+def _hybrid(engine: Engine, facts: Facts) -> None:
+    """S1, S3, S5, S9, S10 of the pools beside full attention: see `_window` and `_states`."""
+    hybrid = engine.memory.hybrid
+    if hybrid is None:
+        return
+    holders = [
+        (request.name, request.row, computed) for request, computed in zip(facts.holders, facts.computed, strict=True)
+    ]
+    holders += [(f"the lease of row {lease.row}", lease.row, lease.computed) for lease in engine.memory.leases]
+    cached = np.zeros(engine.config.pages, np.bool_)
+    for node in facts.cached:
+        cached[node.pages] = True
+    if hybrid.window is not None:
+        _window(engine, hybrid.window, holders, cached)
+    if hybrid.states is not None:
+        _states(engine, hybrid.states, holders, cached)
+
+
+def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
+    """A window page is free or belongs to one full page that somebody has; what may be read is there and locked."""
+    memory, page_size = engine.memory, engine.config.page_size
+    with_one = (window.window_of >= 0).nonzero()[0]
+    ids = np.sort(np.concatenate((window.pool.free_ids(), window.window_of[with_one])))
+    if ids.tobytes() != _all_pages(window.pool.total):
+        companions = {f"page {page}": [int(window.window_of[page])] for page in with_one.tolist()}
+        _misowned("S1 window pages", window.pool.total, {"free": window.pool.free_ids().tolist(), **companions})
+    locks = np.zeros(engine.config.pages, np.int32)
+    for name, row, computed in holders:
+        first = int(window.first[row])
+        held = memory.table.pages[row, first : -(-computed // page_size)]
+        np.add.at(locks, held, 1)
+        if (lost := held[window.window_of[held] < 0]).size:
+            _fail(f"S5: {name} may read the window of pages {lost.tolist()}, which is gone")
+        starts = [int(batch.plan.starts[batch.plan.rows == row][0]) for batch in memory.in_flight if batch.names(row)]
+        reads = max(min([*starts, computed]) - window.behind, 0) // page_size
+        if first > min(reads, int(window.first_seen(computed // page_size))):
+            _fail(f"S5: {name} let go of what is below page {first}; it stands at {computed}, {starts} are in flight")
+    fenced = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.fenced_pages)])
+    locks[fenced] = window.locks[fenced]
+    if locks.tobytes() != window.locks.tobytes():
+        wrong = (locks != window.locks).nonzero()[0].tolist()
+        _fail(f"S9: locks of windows of pages {wrong} are {window.locks[wrong].tolist()}, held {locks[wrong].tolist()}")
+    unlocked = (window.window_of >= 0) & (window.locks == 0)
+    if (stray := (unlocked & ~cached).nonzero()[0]).size:
+        _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
+    fenced_windows = int(np.count_nonzero(window.window_of[fenced] >= 0))
+    if engine.config.reserve == "full" and (left := window.unpromised(engine) + fenced_windows) < 0:
+        _fail(f"S24: {-left} window pages more are held and promised than there are")
+    _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
+
+
+def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
+    """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. Who copies one locks it."""
+    checkpoints = (states.page_of >= 0).nonzero()[0]
+    owners = {
+        "free": states.pool.free_ids().tolist(),
+        "checkpoints": checkpoints.tolist(),
+        **{name: [int(states.slot_of[row])] for name, row, _ in holders},
+        **{f"left by row {row}": [slot for _, slot, _ in kept] for row, kept in states.left.items()},
+    }
+    if sorted(chain.from_iterable(owners.values())) != list(range(states.pool.total)):
+        _misowned("S1 slots of state", states.pool.total, owners)
+    pages = states.page_of[checkpoints]
+    if not cached[pages].all() or (states.checkpoint_of[pages] != checkpoints).any():
+        _fail(f"S3: checkpoints {checkpoints.tolist()} are of pages {pages.tolist()}, not all cached or not theirs")
+    _same("S3 pages with a checkpoint", int((states.checkpoint_of >= 0).sum()), checkpoints.size)
+    taken = {row: name for name, row, _ in holders}
+    if strays := [row for row in (*states.reading, *states.left) if row not in taken]:
+        _fail(f"S1: rows {strays} read or left checkpoints, and nobody has them")
+    locks = np.bincount(np.array(list(states.reading.values()), np.intp), minlength=states.pool.total)
+    if (locks != states.locks).any() or (states.page_of[locks > 0] < 0).any():
+        _fail(f"S9: slots are locked {states.locks.tolist()}, they are being copied {locks.tolist()}")
 
 
 def _progress(engine: Engine) -> None:

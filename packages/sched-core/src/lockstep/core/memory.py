@@ -5,6 +5,8 @@ Who holds a page, at any moment exactly one of:
     the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
     | a load from a tier below, until it has ended (`tiers`)
 
+What layers without full attention keep beside a page goes where the page goes (`hybrid`).
+
 **Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
 leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
 that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are dropped.
@@ -26,6 +28,7 @@ from lockstep.core.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import BatchId, PagesEvicted, RequestId
 from lockstep.core.extras import with_extras
+from lockstep.core.hybrid import FullPages, Hybrid
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import Match, RadixCache, RadixNode
 from lockstep.core.requests import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
@@ -102,6 +105,10 @@ class Memory:
         self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
         self.weights_version = 0
         self.tiers = Tiers(config.tiers, self) if config.tiers is not UNSET else None  # None: nothing below the device
+        self.hybrid: Hybrid | None = None  # None: all layers have full attention
+        if config.hybrid is not UNSET:
+            self.hybrid = Hybrid(config, config.hybrid, self.table, in_flight)
+            self.pool = FullPages(self.pool, self.hybrid)
 
     # ------------------------------------------------------------------------------------------------- what can be had
 
@@ -116,7 +123,14 @@ class Memory:
         if self.radix is None:
             return None
         most = request.cacheable_tokens // self.config.page_size
-        return self.radix.match(request.namespace, request.tokens, most)
+        found = self.radix.match(request.namespace, request.tokens, most)
+        return found if self.hybrid is None else self.hybrid.continued(self.radix, found, request.tokens)
+
+    def path_of(self, match: Match | None) -> Int32s:
+        """The pages of a match, int32 [pages]."""
+        if self.radix is None or match is None or match.node is None:
+            return NO_ROWS
+        return self.radix.pages_of(match.node)[: match.pages]
 
     def keyed(self, namespace: str) -> str:
         """The namespace for KV of the weights there are now, whatever version it was for."""
@@ -190,7 +204,7 @@ class Memory:
             step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
         return self.pool.alloc(pages)
 
-    def take_row(self, request: Request, match: Match | None) -> int:
+    def take_row(self, request: Request, match: Match | None, step: Step) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
         row = self.table.take_row(request)
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
@@ -209,6 +223,8 @@ class Memory:
                 self.table.pages[row, : match.pages] = pages
                 self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = request.protected_pages * self.config.page_size
+        if self.hybrid is not None:
+            self.hybrid.take_row(row, self.table.pages[row, : request.protected_pages].copy(), step)
         return row
 
     def reach(self, request: Request, stop: int, step: Step) -> None:
@@ -220,11 +236,15 @@ class Memory:
             pages = self.alloc(last - first, "admission", step)
             self.table.pages[request.row, first:last] = pages
             self.rewrites.append(Rewrite(request.row, first, pages))
+            if self.hybrid is not None:
+                self.hybrid.open(pages, step)
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
         """One more page for each of these rows, at these places of their tables. int32 [n] both."""
         pages = self.alloc(rows.size, "decode", step)
         self.table.write_pages(rows, index, pages)
+        if self.hybrid is not None:
+            self.hybrid.open(pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
@@ -289,6 +309,8 @@ class Memory:
         row, kept = lease.row, lease.protected_pages
         held = -(-lease.computed // page_size)
         pages = self.table.pages[row]
+        if self.hybrid is not None:
+            self.hybrid.let_go(row, held)
         if self.radix is not None:
             stale = self.is_stale(lease.namespace)
             whole = (lease.computed if lease.known is None else lease.known) // page_size
@@ -299,10 +321,18 @@ class Memory:
                 if self.tiers is not None:
                     self.tiers.back_up(inserted.node, whole, step)
                 if already > kept:
+                    if self.hybrid is not None:
+                        self.hybrid.heal(pages[kept:already], self.radix.pages_of(inserted.node)[kept:already])
                     self.pool.free(pages[kept:already].copy())
+                    if self.hybrid is not None:
+                        pages[kept:already] = self.radix.pages_of(inserted.node)[kept:already]
                 kept = whole
+            if self.hybrid is not None:
+                self.hybrid.left(row, pages[:kept])
             if lease.handle is not None:
                 self.let_go(lease.handle, lease.namespace, step)
+        elif self.hybrid is not None:
+            self.hybrid.left(row, pages[:0])
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self.trim(step)
@@ -365,6 +395,8 @@ class Memory:
         self.fenced_pages = []
         self.rewrites = []
         self.pending = []
+        if self.hybrid is not None:
+            self.hybrid.void()
         if self.adapters is not None:
             self.adapters.void()
         if self.radix is not None:
@@ -390,6 +422,8 @@ class Memory:
             twice = slice(request.protected_pages, already)
             duplicates = mine[twice].copy()
             mine[twice] = radix.pages_of(node)[twice]
+            if self.hybrid is not None:
+                self.hybrid.replaced(row, duplicates, mine[twice], request.protected_pages)
             self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
             self._free_behind(row, duplicates)
         if request.handle is not None:
@@ -400,6 +434,8 @@ class Memory:
             self.pending.append(Pending(writer, node, already))
         request.handle = node
         request.protected_pages = pages
+        if self.hybrid is not None:
+            self.hybrid.published(row, pages)
         self.trim(step)
 
     def computed(self, batch_id: BatchId) -> None:

@@ -30,6 +30,7 @@ from lockstep.core.commands import (
     EncodeMedia,
     FinishRequest,
     FreezeHeap,
+    HybridChanges,
     LaunchBatch,
     LoadAdapter,
     LoadFromHost,
@@ -52,6 +53,7 @@ from lockstep.core.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
+    CompanionsEvicted,
     ControlRequested,
     Decided,
     DecodeSkipped,
@@ -82,6 +84,7 @@ from lockstep.core.events import (
     TurnStarted,
     WeightsSwapped,
 )
+from lockstep.core.hybrid import Hybrid
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import VERSION_MARK, Request, RequestState
 from lockstep.core.stats import Stats
@@ -107,6 +110,8 @@ _DEFER_WORDS = {
     "prefix": "its prefix is being computed",
     "sample": "another sample computes their prompt",
     "load": "its prefix is on the way from host memory",
+    "window": "no window page is free for it now",
+    "state": "no slot of state is free now",
 }
 
 
@@ -191,6 +196,9 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"began {event.kind} {event.operation} of {_count(event.pages, 'page')}{whose}"
         case TierOperationEnded():
             return f"ended {event.kind} {event.operation} ({event.outcome}), {_count(event.pages_kept, 'page')} kept"
+        case CompanionsEvicted():
+            what = "window page" if event.kind == "window" else "checkpoint"
+            return f"evicted {_count(event.count, what)}"
         case HostPagesEvicted():
             return f"evicted {_count(event.pages, 'page')} from the host"
         case DecodeSkipped():
@@ -332,6 +340,7 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         mine = deltas.rows == row
         entries = zip(deltas.index[mine].tolist(), deltas.pages[mine].tolist(), strict=True)
         lines.append(f"  row {row} table " + " ".join(f"{index}:{page}" for index, page in entries))
+    lines += _hybrid_changes(plan.hybrid, plan.rows.tolist()) if plan.hybrid is not None else []
     at = 0
     for i in range(plan.extend_rows):
         count = int(plan.stops[i] - plan.starts[i])
@@ -350,6 +359,33 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         lines.append(f"  row {rows[hidden.index]} hidden states from {hidden.start}")
     for after in plan.starts_after:
         lines.append(f"  row {plan.rows[after.index]} starts where b{after.batch_id} leaves row {after.row}")
+    return lines
+
+
+def _hybrid_changes(changes: HybridChanges, rows: list[int]) -> list[str]:
+    lines = []
+    if changes.pages.size:
+        windows = zip(changes.pages.tolist(), changes.window_pages.tolist(), strict=True)
+        lines.append("  windows of pages " + " ".join(f"{page}:{window}" for page, window in windows))
+    for row, slot, source in zip(changes.state_rows, changes.state_slots, changes.state_sources, strict=True):
+        lines.append(f"  row {row} state in slot {slot}, " + (f"a copy of {source}" if source >= 0 else "from zeros"))
+    kept = zip(changes.checkpoint_index, changes.checkpoint_positions, changes.checkpoint_slots, strict=True)
+    lines += [f"  row {rows[i]} leaves its state at {position} in slot {slot}" for i, position, slot in kept]
+    return lines
+
+
+def hybrid_lines(hybrid: Hybrid) -> list[str]:
+    """Windows and states: which full pages have a window page or a checkpoint, and what is free."""
+    lines = []
+    if (window := hybrid.window) is not None:
+        have = (window.window_of >= 0).nonzero()[0].tolist()
+        shown = " ".join(f"{page}:{window.window_of[page]}" + "*" * bool(window.locks[page]) for page in have)
+        free = f"window pages {window.pool.free_count}/{window.pool.total} free, {window.evictable} evictable"
+        lines += [f"windows of pages {shown or 'none'}", free]
+    if (states := hybrid.states) is not None:
+        have = (states.checkpoint_of >= 0).nonzero()[0].tolist()
+        shown = " ".join(f"{page}:{states.checkpoint_of[page]}" for page in have)
+        lines += [f"checkpoints of pages {shown or 'none'}", f"slots {states.pool.free_count}/{states.pool.total} free"]
     return lines
 
 

@@ -21,6 +21,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.expert_placement import ExpertLoads
 from lockstep.core.grammars import Known
+from lockstep.core.hybrid import FullPages
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
 from lockstep.core.memory import Lease, Lent, Pending, Rewrite
@@ -216,6 +217,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     transfers: TransfersImage | None = None
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
+    hybrid: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -298,6 +300,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
         tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
         expert_loads=_expert_loads_image(engine),
+        hybrid=memory.hybrid.dump() if memory.hybrid is not None else msgspec.UNSET,
     )
     return _encode(image)
 
@@ -370,6 +373,9 @@ def restore(data: bytes) -> Engine:
     memory.weights_version = image.weights_version
     if memory.tiers is not None and image.tiers is not msgspec.UNSET:
         memory.tiers.load(image.tiers, nodes)
+    if memory.hybrid is not None and image.hybrid is not msgspec.UNSET:
+        memory.hybrid.load(image.hybrid, memory.table)
+        memory.pool = FullPages(memory.pool, memory.hybrid)
     if isinstance(image.expert_loads, tuple):
         layers, reports, counts = image.expert_loads
         engine.expert_loads = ExpertLoads(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)

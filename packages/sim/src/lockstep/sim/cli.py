@@ -314,7 +314,7 @@ def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-# One row per setting of the tiers below the device: (field of HostTiers, type of the value, help).
+# One row per setting of what lies beside and below the pages: (field of HostTiers or HybridShares, type, help).
 TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("host_cache_gb", click.FLOAT, "host memory for an engine's KV, in gigabytes; 0: none"),
     ("host_link_gbs", click.FLOAT, "GB/s between a GPU and the host, each way: 450 is NVLink-C2C  [default: PCIe]"),
@@ -325,14 +325,20 @@ TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("storage_latency_us", Duration(), "until the first byte from storage comes"),
     ("prefetch_policy", click.STRING, "how long a request waits for storage: timeout, wait_complete or best_effort"),
     ("prefetch_tokens_min", click.INT, "fewer tokens are not asked of storage"),
+    ("hybrid_memory", click.STRING, "on: sliding windows and states of linear attention have pools of their own"),
+    ("swa_full_tokens_ratio", click.FLOAT, "with it: positions of the sliding layers' pool, of those of the full one"),
+    ("mamba_full_memory_ratio", click.FLOAT, "with it: bytes of states, as a multiple of those of KV"),
+    ("mamba_track_interval", click.INT, "with it: tokens between checkpoints of a state"),
 )
 
 
 def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of the tiers below the device. Those that were given arrive together, in `tiers`."""
-    from lockstep.sim.host_tiers import HostTiers
+    """Give a command the options of what lies beside and below the pages. Those given arrive together, in `tiers`."""
+    from lockstep.sim.host_tiers import HostTiers, HybridShares
 
-    defaults = {field.name: field.default for field in msgspec.structs.fields(HostTiers)}
+    defaults = {
+        field.name: field.default for kind in (HostTiers, HybridShares) for field in msgspec.structs.fields(kind)
+    }
 
     @functools.wraps(command)
     def collecting(*args: Any, **options: Any) -> Any:

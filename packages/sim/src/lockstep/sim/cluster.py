@@ -741,6 +741,7 @@ class Cluster:
                 device_type=device_type_of(one.cost),
                 speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
                 tiers=one.tier_links(),
+                state_copy_us=one.state_copy_us,
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)

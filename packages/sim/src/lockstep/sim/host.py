@@ -36,6 +36,7 @@ from lockstep.core.commands import (
     Command,
     CompileGrammar,
     FinishRequest,
+    HybridChanges,
     Int32s,
     LaunchBatch,
     LoadAdapter,
@@ -275,6 +276,7 @@ class Device:
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         self._cost = cost
         self.speculation: Speculation | None = None  # of an engine that verifies drafts
+        self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
         self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
         self._seed = seed
         self._name = name
@@ -322,6 +324,9 @@ class Device:
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+        if plan.hybrid is not None:
+            copies_us = self.state_copy_us * _state_copies(plan.hybrid)
+            took_us, expected_us = took_us + copies_us, expected_us + copies_us
         if self.speculation is not None:
             longest = int(plan.speculation.draft_lengths.max()) if plan.speculation is not None else 0
             draft_us = self.speculation.drafter.draft_us(shape, longest)
@@ -471,6 +476,7 @@ class EngineHost:
         receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
         speculation: how many drafts are right, and what they cost, of an engine whose config has a method.
         tiers: what carries KV between the tiers below the device; an engine with such tiers needs it.
+        state_copy_us: what a copy of one request's recurrent state takes.
         port: of a prefill or a decode engine, where its KV goes and comes from.
     """
 
@@ -497,6 +503,7 @@ class EngineHost:
         receive_interval: int = 1,
         speculation: Speculation | None = None,
         tiers: TierLinks | None = None,
+        state_copy_us: float = 0.0,
         port: TransferPort | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
@@ -516,6 +523,7 @@ class EngineHost:
             cost, engine.config.rows_max, seed=seed, name=name, early_eos=max_new_tokens is not None
         )
         self.device.speculation = speculation
+        self.device.state_copy_us = state_copy_us
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
         self.ended = 0  # requests finished or rejected
@@ -807,6 +815,11 @@ class EngineHost:
         if stop_us > now_us:
             self.metrics.cpu_interval(now_us, stop_us, what)
         return stop_us
+
+
+def _state_copies(changes: HybridChanges) -> int:
+    """States that are copied with a plan: to start from, and to be left behind."""
+    return int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:

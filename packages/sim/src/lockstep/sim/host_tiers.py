@@ -1,9 +1,9 @@
-"""What lies below the device's cache, in the words of the command line. Reads nothing heavy, for the sake of --help."""
+"""What lies beside and below the device's pages, in the words of the command line. Reads nothing heavy, for --help."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -12,6 +12,41 @@ from lockstep.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.sim.cache_tiers import PageBytes
+
+
+class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How memory is shared out among layers of different kinds: hybrid_memory.py. Defaults of ratios are SGLang's."""
+
+    hybrid_memory: Literal["on", "off"] = "off"
+    swa_full_tokens_ratio: float = 0.8  # positions of the sliding layers' pool, as a share of those of the full one's
+    mamba_full_memory_ratio: float = 0.9  # bytes of states, as a multiple of those of KV
+    mamba_track_interval: int = 256  # states are kept at multiples of so many tokens
+
+    def __post_init__(self) -> None:
+        if self.hybrid_memory not in ("on", "off"):
+            raise ConfigError(f"`hybrid_memory` must be on or off, got `{self.hybrid_memory}`")
+        if self.hybrid_memory == "off":
+            given = [name for name, value in _given(self).items() if value != "off"]
+            if given:
+                raise ConfigError(
+                    f"`{given[0]}` is about pools of layers that differ, but `hybrid_memory` is off\n"
+                    "hint: add --hybrid-memory on"
+                )
+        if not 0.0 < self.swa_full_tokens_ratio <= 1.0:
+            raise ConfigError(
+                f"`swa_full_tokens_ratio` must be above 0 and at most 1, got `{self.swa_full_tokens_ratio}`"
+            )
+        if not 0.0 < self.mamba_full_memory_ratio < 1e3:
+            raise ConfigError(
+                f"`mamba_full_memory_ratio` must be above 0 and below 1000, got `{self.mamba_full_memory_ratio}`"
+            )
+        if self.mamba_track_interval < 1:
+            raise ConfigError(f"`mamba_track_interval` must be at least 1, got `{self.mamba_track_interval}`")
+
+    @property
+    def on(self) -> bool:
+        """Whether layers of other kinds have pools of their own."""
+        return self.hybrid_memory == "on"
 
 
 class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,16 +106,22 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
-def _given(tiers: HostTiers) -> dict[str, Any]:
+def _given(tiers: HostTiers | HybridShares) -> dict[str, Any]:
     """What differs from its default."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(HostTiers)}
+    defaults = {field.name: field.default for field in msgspec.structs.fields(type(tiers))}
     return {name: value for name, value in msgspec.structs.asdict(tiers).items() if value != defaults[name]}
 
 
 def host_tiers(given: Mapping[str, Any]) -> HostTiers:
-    """What was asked for by name. Raises ConfigError."""
-    return HostTiers(**given)
+    """What was asked for by name, of the tiers below the device. Raises ConfigError."""
+    return HostTiers(**{name: value for name, value in given.items() if name not in HYBRID_KEYS})
+
+
+def hybrid_shares(given: Mapping[str, Any]) -> HybridShares:
+    """What was asked for by name, of pools beside the pages of full attention. Raises ConfigError."""
+    return HybridShares(**{name: value for name, value in given.items() if name in HYBRID_KEYS})
 
 
 NO_TIERS = HostTiers()
-TIER_KEYS = tuple(field.name for field in msgspec.structs.fields(HostTiers))
+HYBRID_KEYS = tuple(field.name for field in msgspec.structs.fields(HybridShares))
+TIER_KEYS = (*(field.name for field in msgspec.structs.fields(HostTiers)), *HYBRID_KEYS)

@@ -38,6 +38,7 @@ from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
     AdmissionDeferred,
     BatchFinished,
+    CompanionsEvicted,
     DecidedEvent,
     DecodeSkipped,
     HostPagesEvicted,
@@ -375,6 +376,9 @@ def per_request(metric: SloMetric, requests: Requests) -> Float64s:
 # --------------------------------------------------------------------------------------------------------------- fold
 
 
+COMPANIONS = {"window": "window_pages", "state": "checkpoints"}
+
+
 class TierCounts:
     """What the tiers below the device did: docs/metrics.md, "Cache tiers"."""
 
@@ -486,6 +490,7 @@ class MetricsFold:
         self._evicted_pages: Counter[str] = Counter()
         self._drafts: Drafts | None = None  # of an engine that verifies any
         self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
+        self._companions_evicted = Counter[str]()  # by kind
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -618,6 +623,8 @@ class MetricsFold:
                 self._decodes_skipped += 1
             case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:
                 self._tiers.learn(decided)
+            case CompanionsEvicted():
+                self._companions_evicted[decided.kind] += decided.count
 
     def _end(self, request_id: RequestId, time_us: int, reason: str) -> None:
         row = self._row(request_id)
@@ -876,6 +883,7 @@ class MetricsFold:
             "hit_ratio": _ratio(cached_tokens, prompt_tokens),
             "pages_evicted": self._evicted_pages.total(),
             "pages_evicted_by_reason": dict(sorted(self._evicted_pages.items())),
+            **{f"{COMPANIONS[kind]}_evicted": count for kind, count in sorted(self._companions_evicted.items())},
             **(self._tiers.describe() if self._tiers is not None else {}),
         }
 

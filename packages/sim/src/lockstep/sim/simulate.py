@@ -63,7 +63,8 @@ from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
-from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers
+from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
+from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
@@ -125,7 +126,7 @@ class Scenario:
     profile: str = "lockstep"  # of scheduler settings
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
-    tiers: Mapping[str, Any] = field(default_factory=dict)  # fields of HostTiers that were given
+    tiers: Mapping[str, Any] = field(default_factory=dict)  # fields of HostTiers and HybridShares that were given
 
     @property
     def parallelism(self) -> Parallelism:
@@ -280,6 +281,11 @@ class Setup:
         return TierLinks(self.tiers, self._page_bytes, self.gpu) if self.tiers.host_cache_gb else None
 
     @property
+    def state_copy_us(self) -> float:
+        """What a copy of one request's recurrent state takes; 0 where there are none to copy."""
+        return state_copy_us(self.model, self.gpu, self.split) if self.config.hybrid is not msgspec.UNSET else 0.0
+
+    @property
     def hardware(self) -> str:
         """`8 x H200-SXM`, with how it is laid out where that is not tensor parallelism alone."""
         layout = "" if self.split.is_plain else f" ({self.split})"
@@ -303,6 +309,10 @@ class Setup:
                 fits = 0
             if self.config.pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
+        if self.config.hybrid is msgspec.UNSET and (window_tokens_of(self.model) or self.model.delta is not None):
+            lines.append(
+                f"{self.model.name} has layers without full attention; --hybrid-memory on gives them own pools"
+            )
         lines += self._layout_doubts()
         depth = self.config.overlap_depth
         return lines + self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split)
@@ -378,6 +388,7 @@ class Setup:
             "calibration": self.calibration.describe(),
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
+            **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
         }
 
 
@@ -575,6 +586,9 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         check_split(model, split)
         page_size = given.get("page_size", SchedConfig().page_size)
         given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size))
+    shares = hybrid_shares(scenario.tiers)
+    if shares.on:
+        check_hybrid(model, split)
     config = SchedConfig(**given)
     check_drafting(scenario, config)
     check_split(model, split)
@@ -582,9 +596,12 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         value = getattr(config, name)
         if value is not None and value > most:
             raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
-    if "pages" in given:
+    kv = None if "pages" in given else _capacity(scenario, model, gpu, config)
+    if shares.on:
+        hybrid = hybrid_settings(model, config, shares, kv)
+        config = msgspec.structs.replace(config, pages=config.pages if kv is None else kv.pages, hybrid=hybrid)
+    if kv is None:
         return _within_a_shard(config, split, config.pages), None
-    kv = _capacity(scenario, model, gpu, config)
     return _within_a_shard(msgspec.structs.replace(config, pages=kv.pages), split, kv.pages), kv
 
 
@@ -598,6 +615,7 @@ def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> Sche
 
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
     """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
+    shares = hybrid_shares(scenario.tiers)
     kv = kv_capacity(
         model,
         gpu,
@@ -608,8 +626,10 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         weights_dtype=scenario.weights_dtype,
         chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
         sampled_rows=config.max_running_requests,
-        state_rows=config.max_running_requests,
+        state_rows=0 if shares.on else config.max_running_requests,
     )
+    if shares.on:
+        return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares)
     return kv if config.speculative_method in (msgspec.UNSET, "ngram") else _beside_drafter(kv, scenario, model)
 
 
@@ -796,6 +816,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         device_type=device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
         tiers=setup.tier_links(),
+        state_copy_us=setup.state_copy_us,
     )
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():

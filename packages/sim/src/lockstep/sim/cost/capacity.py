@@ -56,6 +56,10 @@ class KvCapacity:
     kv_bytes_per_token: int
     shards: int = 1  # of attention data parallelism: a token is in one of them
     stages_weights_bytes: tuple[int, ...] = ()  # where there are several stages
+    window_pages: int = 0  # of sliding layers, where they have a pool of their own; `kv_bytes` is then of both pools
+    window_bytes_per_token: int = 0  # there; `kv_bytes_per_token` is then of full layers
+    state_slots: int = 0  # of linear attention, where checkpoints are kept; `state_bytes` is then of all of them
+    state_bytes_per_request: int = 0
 
     @property
     def shard_tokens(self) -> int:
@@ -69,6 +73,9 @@ class KvCapacity:
             del described["shards"]
         if not self.stages_weights_bytes:
             del described["stages_weights_bytes"]
+        for pool, size in (("window_pages", "window_bytes_per_token"), ("state_slots", "state_bytes_per_request")):
+            if not described[pool]:
+                del described[pool], described[size]
         return described
 
 

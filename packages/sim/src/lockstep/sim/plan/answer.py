@@ -176,7 +176,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
     if trial.settings.get("speculative_method", "none") != "none":
         lacks.append(f"speculative_method {trial.settings['speculative_method']}")
-    if trial.tiers is not msgspec.UNSET and trial.tiers.get("host_cache_gb"):
+    if trial.tiers is not msgspec.UNSET and (trial.tiers.get("host_cache_gb") or "hybrid_memory" in trial.tiers):
         lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
     settings = profile_settings(trial.profile) | trial.settings

@@ -1,0 +1,160 @@
+"""Pools beside full attention: every token is what one plain engine says, and no pool gives what another one lacks.
+
+The driver holds every streamed token against a pure function of request and position, and what a batch reads, cells of
+full pages and of windows and states, against the prefix it must hold; invariants over all pools are checked after each
+event. So a history that ends well here equals that of one plain engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from lockstep.core import invariants
+from lockstep.core.commands import LaunchBatch
+from lockstep.core.config import HybridMemory, SchedConfig
+from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, TokenRuns
+from tests.support.driver import run_actions
+from tests.support.hybrids import hybrid_history
+
+SEEDS = 12
+REACHED = (
+    "checkpoint left",
+    "deferred (state)",
+    "deferred (window)",
+    "evicted (state)",
+    "evicted (window)",
+    "retracted (pages)",
+    "started from a checkpoint",
+)
+
+
+def test_tokens_windows_states_and_books_hold_in_every_pool() -> None:
+    marks: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        config, actions = hybrid_history(random.Random(seed))
+        try:
+            marks.update(run_actions(config, actions, replay=seed % 4 == 0).marks)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}\n{config.hybrid}") from error
+    missed = [mark for mark in REACHED if not marks[mark]]
+    assert not missed, f"too tame: never reached {missed}, of {sorted(marks)}"
+
+
+def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> RequestAdmitted:
+    """Serve a prompt, alone, for one token. Returns its admission."""
+    runs = TokenRuns(tuple(number for token in prompt for number in (token, 1)))
+    engine.step(RequestArrived(time_us=request_id, request_id=request_id, prompt=runs, max_new_tokens=1))
+    found: list[RequestAdmitted] = []
+    while engine.requests:
+        step = engine.step(LaneReady(request_id))
+        found += [decided for decided in step.decided if isinstance(decided, RequestAdmitted)]
+        for command in step.commands:
+            if isinstance(command, LaunchBatch):
+                tokens = np.full(len(command.plan.sample_rows), 9, np.int32).tobytes()
+                engine.step(BatchFinished(request_id, command.plan.batch_id, tokens))
+    invariants.check_quiescent(engine)
+    return found[0]
+
+
+def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
+    """Beside full pages that never run out, against a model that keeps what is cached as plain lists."""
+    rng = random.Random(11)
+    settings = HybridMemory(window_tokens=5, window_pages=24, state_slots=9, checkpoint_tokens=4)
+    engine = Engine(SchedConfig(page_size=2, pages=5000, overlap_depth=0, chunked_prefill_size=8, hybrid=settings))
+    hybrid = engine.memory.hybrid
+    assert hybrid is not None
+    assert hybrid.window is not None
+    assert hybrid.states is not None
+    shorter = 0
+    for number in range(150):
+        prompt = tuple(rng.choice((1, 2)) if at % 6 == 0 else at + 10 for at in range(rng.randint(2, 40)))
+        packed = np.array(prompt, np.int32).tobytes()
+        assert engine.memory.radix is not None
+        match = engine.memory.radix.match("", packed, (len(prompt) - 1) // 2)
+        path = engine.memory.path_of(match).tolist()
+        expected = 0
+        for pages in range(1, len(path) + 1):
+            seen = path[max(2 * pages - 4, 0) // 2 : pages]  # a token at 2 x pages sees the four before it
+            whole = all(hybrid.window.window_of[page] >= 0 for page in seen)
+            if whole and hybrid.states.checkpoint_of[path[pages - 1]] >= 0:
+                expected = 2 * pages
+        assert admitted(engine, prompt, number).cached_tokens == expected
+        shorter += 0 < expected < 2 * len(path)
+    assert shorter > 5, "no match was cut short"
+
+
+def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
+    """Each decode at most `row_pages_max` window pages, once the batch of its prompt is collected."""
+    settings = HybridMemory(window_tokens=20, window_pages=64)
+    config = SchedConfig(page_size=4, pages=2000, overlap_depth=2, radix_cache=False, hybrid=settings)
+    engine, in_flight, most = Engine(config), list[Any](), 0
+    for request_id in range(3):
+        runs = TokenRuns((request_id + 1, 50 + request_id))
+        engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=runs, max_new_tokens=300))
+    assert engine.memory.hybrid is not None
+    window = engine.memory.hybrid.window
+    assert window is not None
+    for launch in range(280):
+        if len(in_flight) > 2:
+            plan = in_flight.pop(0)
+            engine.step(BatchFinished(launch, plan.batch_id, np.full(len(plan.sample_rows), 9, np.int32).tobytes()))
+        in_flight.append(engine.step(LaneReady(launch)).launched())
+        if launch > 20:
+            most = max(most, window.pool.total - window.pool.free_count)
+    assert most == 3 * settings.row_pages_max(4, 2) == 3 * 7
+
+
+def test_a_newcomer_is_charged_what_it_opens_and_not_a_window() -> None:
+    """A7: two windows of pages, one of them held by a decode; who opens two pages starts beside it."""
+    settings = HybridMemory(window_tokens=32, window_pages=18)
+    engine = Engine(SchedConfig(page_size=4, pages=400, overlap_depth=0, reserve="full", hybrid=settings))
+    for request_id, (prompt, new) in enumerate(((32, 60), (8, 4))):
+        runs = TokenRuns((request_id + 1, prompt))
+        engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=runs, max_new_tokens=new))
+    step = engine.step(LaneReady(0))
+    assert [event.request_id for event in step.decided if isinstance(event, RequestAdmitted)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "neither `window_tokens` nor `state_slots`"),
+        ({"window_tokens": 8}, "`hybrid.window_pages` 0"),
+        ({"window_pages": 8, "state_slots": 4}, "sliding layers need both"),
+        ({"state_slots": 1}, "at least 2, got `1`"),
+        ({"window_tokens": -1, "window_pages": 4}, "`hybrid.window_tokens` must be a whole number"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(given: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        HybridMemory(**given)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"chunked_prefill_size": None}, "hint: set chunked_prefill_size"),
+        ({"page_size": 4}, "`hybrid.window_pages` must be at least 5"),
+        ({"page_size": 16, "pages": 64}, "`hybrid.checkpoint_tokens` must be a multiple of `page_size` 16"),
+        ({"same_step_sharing": True}, "`hybrid` does not go with `same_step_sharing` yet"),
+        ({"speculative_method": "ngram"}, "`hybrid` does not go with `speculative_method` yet"),
+        ({"role": "decode"}, "`hybrid` does not go with `role` yet"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_named(settings: dict[str, Any], said: str) -> None:
+    sizes = HybridMemory(window_tokens=8, window_pages=3 if "page_size" in settings else 100, state_slots=4)
+    sizes = replace(sizes, checkpoint_tokens=8)
+    if settings.get("page_size") == 16:
+        sizes = replace(sizes, window_pages=4)
+    with pytest.raises(ConfigError) as error:
+        SchedConfig(**{"page_size": 2, "hybrid": sizes, **settings})
+    assert said in str(error.value)

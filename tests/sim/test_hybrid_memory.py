@@ -1,0 +1,113 @@
+"""Hybrid models in the simulator: what a token and a request weigh, how memory is shared out, and equal answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.replay import replay
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost.errors import CapacityError
+from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.hybrid_memory import state_copy_us
+from lockstep.sim.plan.question import parse_search
+from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+
+AGAIN = "gen:n=40,rate=4,turns=uniform:2:4,think=lognormal:3s:1,input=lognormal:900:0.5,output=lognormal:60:0.5"
+
+# By model: window, bytes per token of full layers and of sliding ones, bytes of state per request. By hand, from
+# layers x 2 (key and value) x KV heads x head_dim x 2 B, and layers x (heads x 128 x 128 x 4 B + 3 x channels x 2 B).
+WEIGHS = {
+    "gemma-3-27b": (1024, 10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2, 0),
+    "gpt-oss-120b": (128, 18 * 2 * 8 * 64 * 2, 18 * 2 * 8 * 64 * 2, 0),
+    "qwen3-next-80b-a3b": (0, 12 * 2 * 2 * 256 * 2, 0, 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)),
+}
+
+
+def asked(model: str, tp: int, given: dict[str, object]) -> Run:
+    scenario = Scenario(model=model, gpu="h200", tp=tp, workload=AGAIN, tiers=given, seed=3)
+    return simulate(assemble(scenario, {}))
+
+
+@pytest.mark.parametrize("model", WEIGHS)
+def test_pools_are_of_the_sizes_that_layers_and_ratios_say(model: str) -> None:
+    window, full, sliding, state = WEIGHS[model]
+    setup = assemble(Scenario(model=model, gpu="h200", tp=2, workload=AGAIN, tiers={"hybrid_memory": "on"}), environ={})
+    kv, hybrid = setup.kv, setup.config.hybrid
+    assert kv is not None
+    assert (kv.kv_bytes_per_token, kv.window_bytes_per_token) == (full // 2, sliding // 2), "half on each of two"
+    assert kv.state_bytes_per_request == state // 2
+    assert (hybrid.window_tokens, hybrid.window_pages, hybrid.state_slots) == (window, kv.window_pages, kv.state_slots)
+    assert setup.config.pages == kv.pages
+    left = kv.usable_bytes - kv.weights_bytes - kv.activation_bytes - kv.runtime_bytes
+    assert left - 16 * (full + sliding) - state < kv.kv_bytes + kv.state_bytes <= left
+    if window:
+        assert kv.window_pages == int(0.8 * kv.pages)
+        assert kv.kv_bytes == 16 * (kv.pages * full + kv.window_pages * sliding) // 2
+    if state:
+        assert kv.state_bytes == kv.state_slots * state // 2
+        assert kv.state_bytes == pytest.approx(0.9 * kv.kv_bytes, rel=0.01)
+
+
+def answers(run: Run) -> list[tuple[str, int, int, str]]:
+    requests = run.data.requests
+    columns = (requests.label, requests.prompt_tokens, requests.output_tokens, requests.finish_reason)
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "sizes"),
+    [("gpt-oss-20b", 1, {"swa_full_tokens_ratio": 0.05}), ("qwen3-next-80b-a3b", 2, {"mamba_full_memory_ratio": 0.05})],
+)
+def test_answers_are_those_without_pools_of_their_own(model: str, tp: int, sizes: dict[str, object]) -> None:
+    plain = asked(model, tp, {})
+    pooled = asked(model, tp, {"hybrid_memory": "on", **sizes})
+    assert answers(pooled) == answers(plain)
+    assert pooled.data.summary["cache"]["hit_ratio"] > 0.2
+
+
+def test_a_run_replays_and_says_what_it_was(tmp_path: Path) -> None:
+    scenario = Scenario(
+        model="gpt-oss-20b", gpu="rtx4090", workload=AGAIN, tiers={"hybrid_memory": "on", "mamba_track_interval": 64}
+    )
+    setup = assemble(scenario, environ={})
+    assert "--hybrid-memory on --mamba-track-interval 64" in scenario.command()
+    simulate(setup, folder=tmp_path / "run")
+    replay(tmp_path / "run")
+    described = setup.about()["kv_capacity"]
+    assert described["window_pages"] == setup.config.hybrid.window_pages
+    assert "state_slots" not in described
+
+
+def test_copies_of_states_take_the_time_of_their_bytes() -> None:
+    model, gpu = load_model("qwen3-next-80b-a3b"), load_gpu("h200")
+    state = WEIGHS["qwen3-next-80b-a3b"][3]
+    read_gbs = gpu.measured["weight_read_gbs"].value if "weight_read_gbs" in gpu.measured else 0.8 * gpu.memory_gbs
+    assert state_copy_us(model, gpu, Parallelism(tp=2)) == pytest.approx(2 * (state // 2) / (read_gbs * 1e3))
+    assert state_copy_us(load_model("qwen3-8b"), gpu, Parallelism()) == 0.0
+
+
+def test_a_plan_can_search_it() -> None:
+    assert parse_search(("hybrid_memory=off,on", "swa_full_tokens_ratio=0.2,0.8")) == (
+        ("hybrid_memory", ("off", "on")),
+        ("swa_full_tokens_ratio", (0.2, 0.8)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "settings", "said"),
+    [
+        ("qwen3-8b", {"hybrid_memory": "on"}, {}, "all layers of qwen3-8b have full attention"),
+        ("gpt-oss-20b", {"hybrid_memory": "maybe"}, {}, "`hybrid_memory` must be on or off, got `maybe`"),
+        ("gpt-oss-20b", {"swa_full_tokens_ratio": 0.5}, {}, "hint: add --hybrid-memory on"),
+        ("gpt-oss-20b", {"hybrid_memory": "on", "swa_full_tokens_ratio": 2.0}, {}, "got `2.0`"),
+        ("gpt-oss-20b", {"hybrid_memory": "on"}, {"chunked_prefill_size": None}, "hint: set chunked_prefill_size"),
+        ("gpt-oss-20b", {"hybrid_memory": "on"}, {"same_step_sharing": True}, "does not go with `same_step_sharing`"),
+    ],
+)
+def test_what_cannot_be_is_named(model: str, given: dict[str, object], settings: dict[str, object], said: str) -> None:
+    with pytest.raises((ConfigError, CapacityError)) as error:
+        assemble(Scenario(model=model, gpu="h200", workload=AGAIN, tiers=given, settings=settings), environ={})
+    assert said in str(error.value)
