@@ -67,6 +67,7 @@ from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
@@ -126,6 +127,7 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
     tiers: Mapping[str, Any] = field(default_factory=dict)  # fields of HostTiers that were given
+    rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
     @property
     def parallelism(self) -> Parallelism:
@@ -179,6 +181,8 @@ class Scenario:
             words.append("--moe-a2a")
         if self.eplb:
             words.append("--eplb")
+        if self.rank_schedulers:
+            words.append("--rank-schedulers")
         if self.skip_bad_rows:
             words.append("--skip-bad-rows")
         for name, value in (*self.settings.items(), *self.tiers.items()):
@@ -298,10 +302,10 @@ class Setup:
             lines.append(f"context_tokens_max {asked:,} is beyond the model's {context:,}; simulated all the same")
         if self.kv is None:
             try:
-                fits = _capacity(self.scenario, self.model, self.gpu, self.config).pages
+                fits = _capacity(self.scenario, self.model, self.gpu, config_of_engine(self.config)).pages
             except CapacityError:
                 fits = 0
-            if self.config.pages > fits:
+            if config_of_engine(self.config).pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
         lines += self._layout_doubts()
         depth = self.config.overlap_depth
@@ -310,7 +314,12 @@ class Setup:
     def _layout_doubts(self) -> list[str]:
         """What is taken for granted about rows, experts and stages."""
         split, lines = self.split, []
-        if split.attention_dp > 1:
+        if self.config.shares_passes:
+            lines.append(
+                f"attention_dp {split.attention_dp}: a scheduler and a prefix cache per rank, which share out the "
+                f"engine's limits; a request has to fit the {self.config.pool_tokens:,} tokens of a rank"
+            )
+        elif split.attention_dp > 1:
             shard_tokens = self.config.pages // split.attention_dp * self.config.page_size
             lines.append(
                 f"attention_dp {split.attention_dp}: rows are taken as spread evenly over shards, prefix caches as "
@@ -575,6 +584,9 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         check_split(model, split)
         page_size = given.get("page_size", SchedConfig().page_size)
         given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size))
+    if scenario.rank_schedulers:
+        check_ranks(scenario)
+        given = settings_of_rank(given, split.attention_dp)
     config = SchedConfig(**given)
     check_drafting(scenario, config)
     check_split(model, split)
@@ -584,13 +596,17 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
             raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
     if "pages" in given:
         return _within_a_shard(config, split, config.pages), None
-    kv = _capacity(scenario, model, gpu, config)
+    kv = _capacity(scenario, model, gpu, config_of_engine(config))
+    if config.shares_passes:
+        own = kv.pages // split.attention_dp
+        context = min(config.context_tokens_max, own * config.page_size)
+        return msgspec.structs.replace(config, pages=own, context_tokens_max=context), kv
     return _within_a_shard(msgspec.structs.replace(config, pages=kv.pages), split, kv.pages), kv
 
 
 def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> SchedConfig:
     """A request's KV is in one shard, so its context ends where the shard does."""
-    if split.attention_dp == 1:
+    if split.attention_dp == 1 or config.shares_passes:
         return config
     most = pages // split.attention_dp * config.page_size
     return msgspec.structs.replace(config, context_tokens_max=min(config.context_tokens_max, most))
@@ -753,6 +769,8 @@ def simulate(
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
         that one engine alone cannot have.
     """
+    if setup.config.shares_passes:
+        raise ConfigError("`rank_schedulers` is on: its ranks are simulated as a cluster, see cluster.py")
     if setup.config.hands_over:
         raise ConfigError(
             f"`role` is {setup.config.role}, but there is one engine, and nobody with the other role\n"
