@@ -1,9 +1,9 @@
 """Data-parallel attention: ranks with requests of their own that run every pass together, and agree on it before.
 
 Each rank has an Engine, a journal and KV of its own; experts, and whatever else all ranks share, want the rows of all.
-So a slot that is free launches nothing: the rank plans, and says in a `ProposeBatch` how much that is. The host collects
-the proposals of all ranks into one `RanksAgreed`, which is the same for each, and only that launches. Whoever has nothing to run
-joins with an idle batch as soon as anybody has something.
+So a slot that is free launches nothing: the rank plans, and says in a `ProposeBatch` how much that is. The hosts turn
+the proposals of all ranks into one `RanksAgreed`, the same for each, and only that launches. Whoever has nothing to
+run joins with an idle batch as soon as anybody has something.
 
     LaneReady -> ProposeBatch(5) ->| all ranks |-> RanksAgreed(5) -> LaunchBatch, the same round on every rank
 
@@ -15,8 +15,8 @@ propose again: two exchanges where somebody wants to extend, one everywhere else
 
 **The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. So a rank
 with prompts waits, within limits, until every rank has some. `DELAYER` is the table of that: how ranks stand, and what
-follows. It never holds up what helps nobody by waiting: prompts go ahead where nobody decodes, or where somebody goes on
-with a prompt that is split.
+follows. It never holds up what helps nobody by waiting: prompts go ahead where nobody decodes, or where somebody goes
+on with a prompt that is split.
 
 **One branch for all.** What a pass looks like follows from what all ranks said, never from what one of them has: if
 any extends all take the branch of extends, a graph is replayed if all can, and an extend behind an extend waits for
@@ -82,7 +82,7 @@ DELAYER: dict[tuple[DelayState, DelaySituation], DelayState] = {
     ("delaying", "spent"): "free",
     ("delaying", "open"): "free",
 }
-"""The state of the delayer, how ranks stand, the state that follows. Prompts wait in `delaying`, and go ahead in `free`."""
+"""The state of the delayer, how ranks stand, the state that follows. Prompts wait in `delaying`, else they go ahead."""
 
 SITUATIONS: dict[DelaySituation, str] = {
     "none": "no rank could extend",
@@ -109,19 +109,21 @@ class Delay(NamedTuple):
         return "delaying" if self.passes else "free"
 
 
-def situation_of(config: SchedConfig, delay: Delay, wishes: tuple[Wish, ...], extends: bool) -> DelaySituation:
-    """How the ranks stand. `extends`: whether a rank extends in this pass in any case."""
+def situation_of(
+    config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]
+) -> DelaySituation:
+    """How the ranks stand, by what they have planned and what they said beside that."""
     waited_us = wishes[0].time_us - delay.since_us if delay.passes else 0
     skips, full = config.prefill_full_skip_passes, sum(wish.full for wish in wishes)
     passes_max, us_max = config.prefill_delayer_max_delay_passes, config.prefill_delayer_max_delay_us
     if not any(wish.wants for wish in wishes):
         return "none"
-    if extends:
+    if any(own[2] for own in counts):
         return "along"
-    if not any(wish.running for wish in wishes):
+    if not any(own[0] for own in counts) and not any(wish.running for wish in wishes):
         return "idle"
     uneven = skips is not UNSET and skips > 0 and 0 < full < len(wishes)
-    if uneven and delay.passes < skips:
+    if uneven and skips is not UNSET and delay.passes < skips:
         return "full"
     if passes_max is UNSET or us_max is UNSET:
         return "spent" if uneven else "open"
@@ -266,7 +268,8 @@ class Rounds:
     def agreed(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
         """All have proposed: launch, or decide together who extends, and propose again.
 
-        Returns whether prompts may go ahead and there is nothing to run. Raises ContractError, changing nothing, for what cannot be.
+        Returns whether prompts may go ahead and there is nothing to run.
+        Raises: ContractError, changing nothing, for what cannot be.
         """
         if event.generation < engine.generation:
             engine.now_us = event.time_us  # from before a restart: void
@@ -282,7 +285,7 @@ class Rounds:
                 self._note(engine, ("awaits results", self.round))
                 return False
         if wanting:
-            return self._decide(engine, event, extends, step)
+            return self._decide(engine, event, step)
         if self.delay.passes and not self.decided:
             self.delay = delayed(self.delay, "none", 0)
         self.decided = False
@@ -302,16 +305,17 @@ class Rounds:
             )
         if event.counts[self.rank] != self.proposed:
             raise ContractError(
-                f"round {event.round} says {event.counts[self.rank]} of rank {self.rank}, which proposed {self.proposed}"
+                f"round {event.round} says {event.counts[self.rank]} of rank {self.rank}, "
+                f"which proposed {self.proposed}"
             )
         wish = event.wishes[self.rank] if event.wishes else None
         if wish != self.wish:
             raise ContractError(f"round {event.round} says {wish} of rank {self.rank}, which said {self.wish}")
 
-    def _decide(self, engine: Engine, event: RanksAgreed, extends: bool, step: Step) -> bool:
+    def _decide(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
         """Whether prompts go ahead: the same on every rank. Then plan what is left, and propose that."""
         time_us, before = event.wishes[0].time_us, self.delay
-        situation = situation_of(engine.config, before, event.wishes, extends)
+        situation = situation_of(engine.config, before, event.counts, event.wishes)
         self.delay = delayed(before, situation, time_us)
         allowed = not self.delay.passes
         since = before if allowed else self.delay

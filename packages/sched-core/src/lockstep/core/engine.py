@@ -337,7 +337,7 @@ class Engine:
         return False
 
     def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
-        """The same for one of several ranks: what it would run next, in flight from here on, to be launched when all are.
+        """The same for one of several ranks: what it runs next, in flight from here on, to be launched when all are.
 
         Without `extends` prompts wait. None: there is nothing to run.
         """

@@ -625,7 +625,7 @@ DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mix
 
 
 class PrefillNegotiated(Decided, frozen=True, gc=False):
-    """All data-parallel ranks decided alike whether prompts go ahead in this round, or wait for those of other ranks."""
+    """All data-parallel ranks decided alike: prompts go ahead in this round, or wait for those of other ranks."""
 
     round: int
     situation: DelaySituation

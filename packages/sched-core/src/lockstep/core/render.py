@@ -14,6 +14,7 @@ function returns text. Requests go by their label, or r and their id; batches by
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -265,7 +266,7 @@ def command_line(command: Command, names: Names) -> str:
             return f"cancel prefetch {prefetch_id}"
         case WriteToStorage():
             return f"store {command.write_id}: host pages {runs(command.host_pages.tolist())}"
-    return _fields(command)
+    assert_never(command)
 
 
 def observed_line(event: Observed, names: Names) -> str:

@@ -1,8 +1,8 @@
 """Data-parallel attention with a scheduler per rank: ranks that agree on every pass and run it together.
 
-`--attention-dp N` alone prices an engine whose one scheduler spreads rows evenly. With `--rank-schedulers` each of its N
-shards has a scheduler, a CPU lane, a cache and a journal of its own, as ranks of a server have; requests are routed to
-ranks. All share one clock:
+`--attention-dp N` alone prices an engine whose one scheduler spreads rows evenly. With `--rank-schedulers` each of its
+N shards has a scheduler, a CPU lane, a cache and a journal of its own, as ranks of a server have; requests are routed
+to ranks. All share one clock:
 
     rank 0   plan |-> proposes .        . agreed | pass ............................... | results
     rank 1      plan |-> proposes       . agreed    | pass ........................... | results
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from lockstep.sim.cluster import ClusterRun, ClusterSetup
 
 EXCHANGE_US = 60
-"""From the last proposal until every rank knows all: an estimate; a gather of a few numbers over gloo on one machine."""
+"""From the last proposal until every rank knows all: an estimate of a gather of a few numbers by gloo, in one host."""
 
-# ----------------------------------------------------------------------------------------------------- what a pass costs
+# ---------------------------------------------------------------------------------------------------- what a pass costs
 
 
 def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> BatchShape:
@@ -183,7 +183,7 @@ def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
     return all_of.describe()
 
 
-# ---------------------------------------------------------------------------------------------------------- the exchange
+# --------------------------------------------------------------------------------------------------------- the exchange
 
 
 class RankDevice(Device):
@@ -322,7 +322,7 @@ class Verdicts:
         self._metrics.observe(event, step)
 
 
-# --------------------------------------------------------------------------------------------------------------- the run
+# -------------------------------------------------------------------------------------------------------------- the run
 
 
 class RankCluster:

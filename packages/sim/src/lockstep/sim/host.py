@@ -727,7 +727,7 @@ class EngineHost:
         return done_us
 
     def _carry_on(self, exchange: RankExchange, step: Step, now_us: int) -> int | None:
-        """Say what this rank would run, or run what all agreed on. Return when that is done, None if there is neither."""
+        """Say what this rank would run, or run what all agreed on. Return when that is done; None: it is neither."""
         done_us = None
         for command in step.commands:
             if type(command) is ProposeBatch:

@@ -62,7 +62,7 @@ from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink, MetricsSink
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
@@ -731,7 +731,7 @@ def _limit(config: SchedConfig) -> str:
 class FrontEnd:
     """Metrics as clients see them: a request has been under way for a while when the engine first hears of it."""
 
-    def __init__(self, metrics: MetricsFold, frontend_us: int) -> None:
+    def __init__(self, metrics: MetricsSink, frontend_us: int) -> None:
         self._metrics = metrics
         self._frontend_us = frontend_us
         self.gauge = metrics.gauge
