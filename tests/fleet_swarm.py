@@ -1,6 +1,6 @@
 """Random histories of engines that share work, every invariant of all of them checked after every event.
 
-    python tests/fleet_swarm.py --steps 1_000_000      two prefill and two decode engines with a bad network, on all cores
+    python tests/fleet_swarm.py --steps 1_000_000      two prefill and two decode engines, a bad network; on all cores
     python tests/fleet_swarm.py --ranks ...            four data-parallel ranks that are late, raise and restart
     python tests/fleet_swarm.py --seed 1234            one history again
 

@@ -26,7 +26,7 @@ results on all ranks or on none. The only clock is that of the first rank.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -410,3 +410,24 @@ class Rounds:
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+# ------------------------------------------------------------------------------------------------ the table, as text
+
+
+def diagram() -> str:
+    """A state diagram of `DELAYER`, in Mermaid; what docs/distributed.md shows."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, situation), following in DELAYER.items():
+        arrows.setdefault((state, following), []).append(situation)
+    lines = [f"    {state} --> {to}: {', '.join(situations)}" for (state, to), situations in arrows.items()]
+    return "\n".join(("stateDiagram-v2", *lines))
+
+
+def table_text() -> str:
+    """`DELAYER` in Markdown; what docs/distributed.md shows."""
+    rows = [["situation", "means", *get_args(DelayState)], ["---"] * 4]
+    for situation, meaning in SITUATIONS.items():
+        found = [DELAYER.get((state, situation)) for state in get_args(DelayState)]
+        rows.append([f"`{situation}`", meaning, *("" if to is None else f"`{to}`" for to in found)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

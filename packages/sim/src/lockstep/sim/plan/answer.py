@@ -201,7 +201,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
 
 
 def _set_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. It verifies no drafts, and has no ranks."""
+    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. No drafts, no ranks."""
     served = {name: value for name, value in settings.items() if name not in (*DRAFT_SETTINGS, *OF_RANKS)}
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in served.items()}
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
