@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test scenarios golden swarm overload kill-campaign schema-campaign bench gpu-check
+.PHONY: help demo check test scenarios golden swarm fleet-swarm rank-swarm overload kill-campaign schema-campaign bench gpu-check
 
 help:       ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,12 @@ golden:     ## record golden journals that are missing; ARGS=NAME records one ag
 
 swarm:      ## random runs with every invariant checked; ARGS="--steps 10_000_000" for so many steps
 	@$(PYTHON) dev.py swarm $(ARGS)
+
+fleet-swarm: ## the same of prefill and decode engines with a bad network, 10^6 steps; ARGS="--steps 100_000"
+	@$(PYTHON) dev.py fleet-swarm $(ARGS)
+
+rank-swarm: ## the same of four data-parallel ranks, 10^6 steps; ARGS="--steps 100_000"
+	@$(PYTHON) dev.py rank-swarm $(ARGS)
 
 overload:   ## more than a server can do, from all sides, for five minutes; ARGS=--short for one
 	@$(PYTHON) dev.py overload $(ARGS)

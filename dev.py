@@ -8,6 +8,8 @@
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
     python3 dev.py golden ARGS        record golden journals that are missing, or by name again
     python3 dev.py swarm ARGS         random runs with every invariant checked; --seconds 600 or --steps 10_000_000
+    python3 dev.py fleet-swarm ARGS   the same of prefill and decode engines with a bad network, 1,000,000 steps
+    python3 dev.py rank-swarm ARGS    the same of four data-parallel ranks; --steps 100_000
     python3 dev.py overload ARGS      more than a server can do, from all sides; --short for a minute of it
     python3 dev.py kill-campaign ARGS the server's engine killed 1,000 times below 32 streams; --kills 200
     python3 dev.py schema-campaign    1,000 random JSON schemas through the demo model; --schemas 100
@@ -119,6 +121,14 @@ def swarm(args):
     return call(PYTHON, "tests/swarm.py", *args)
 
 
+def fleet_swarm(args):
+    return call(PYTHON, "tests/fleet_swarm.py", "--steps", "1_000_000", *args)
+
+
+def rank_swarm(args):
+    return call(PYTHON, "tests/fleet_swarm.py", "--ranks", "--steps", "1_000_000", *args)
+
+
 def overload(args):
     return call(PYTHON, "-m", "tests.campaigns.overload", *args)
 
@@ -157,6 +167,8 @@ TASKS = {
     "scenarios": ("dev", scenarios),
     "golden": ("dev", golden),
     "swarm": ("dev", swarm),
+    "fleet-swarm": ("dev", fleet_swarm),
+    "rank-swarm": ("dev", rank_swarm),
     "overload": ("dev", overload),
     "kill-campaign": ("dev", kill_campaign),
     "schema-campaign": ("runtime", schema_campaign),

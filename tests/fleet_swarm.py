@@ -1,6 +1,7 @@
-"""Random histories of two prefill and two decode engines with a bad network, every invariant checked after every event.
+"""Random histories of engines that share work, every invariant of all of them checked after every event.
 
-    python tests/fleet_swarm.py --steps 1_000_000      a campaign on all cores, fresh seeds
+    python tests/fleet_swarm.py --steps 1_000_000      two prefill and two decode engines, a bad network; on all cores
+    python tests/fleet_swarm.py --ranks ...            four data-parallel ranks that are late, raise and restart
     python tests/fleet_swarm.py --seed 1234            one history again
 
 A failure prints its seed and the line that runs it again.
@@ -13,42 +14,45 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from itertools import count, islice
+from itertools import count, islice, repeat
 from os import cpu_count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.fleet import EXPECTED_MARKS, run_history
+from tests.support import fleet, rank_group
 
 SEEDS_PER_TASK = 10
 TAME_STEPS = 200_000  # from which on a mark that is missing means that histories are too tame
 
 
-def run_seeds(first: int) -> tuple[int, Counter[str], tuple[int, str] | None]:
+def run_seeds(first: int, ranks: bool) -> tuple[int, Counter[str], tuple[int, str] | None]:
     """Run consecutive seeds. Returns steps, marks, and the first failing seed with its error."""
+    run_history = rank_group.run_history if ranks else fleet.run_history
     steps, marks = 0, Counter[str]()
     for seed in range(first, first + SEEDS_PER_TASK):
         try:
-            fleet = run_history(seed)
+            engines = run_history(seed)
             if seed % 20 == 0:
-                fleet.replay()
+                engines.replay()
         except Exception as error:  # any exception is a finding
             return steps, marks, (seed, f"{type(error).__name__}: {error}")
-        steps += fleet.steps
-        marks.update(fleet.marks)
+        steps += engines.steps
+        marks.update(engines.marks)
     return steps, marks, None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000, help="calls of Engine.step, at least (default 100,000)")
+    parser.add_argument("--ranks", action="store_true", help="data-parallel ranks, not prefill and decode engines")
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
     parser.add_argument("--processes", type=int, default=cpu_count() or 1)
     options = parser.parse_args()
+    kind, expected = (rank_group, rank_group.EXPECTED_MARKS) if options.ranks else (fleet, fleet.EXPECTED_MARKS)
     if options.seed is not None:
-        print(f"seed {options.seed}: {run_history(options.seed).steps:,} steps, all well")
+        print(f"seed {options.seed}: {kind.run_history(options.seed).steps:,} steps, all well")
         return 0
     first = options.first if options.first is not None else time.time_ns() % 10**12
     print(f"first seed {first}, {options.processes} processes", file=sys.stderr)
@@ -56,18 +60,20 @@ def main() -> int:
     firsts = count(first, SEEDS_PER_TASK)
     with ProcessPoolExecutor(options.processes) as pool:
         while steps < options.steps:
-            for done, seen, failure in pool.map(run_seeds, list(islice(firsts, 2 * options.processes))):
+            for done, seen, failure in pool.map(
+                run_seeds, list(islice(firsts, 2 * options.processes)), repeat(options.ranks)
+            ):
                 if failure:
                     print(f"\nFAILED seed {failure[0]}: {failure[1]}")
-                    print(f"again: python tests/fleet_swarm.py --seed {failure[0]}")
+                    print(f"again: python tests/fleet_swarm.py{' --ranks' * options.ranks} --seed {failure[0]}")
                     return 1
                 steps, marks = steps + done, marks + seen
             elapsed = time.monotonic() - start
             print(f"{steps:,} steps, {elapsed:,.0f} s, {steps / elapsed:,.0f} steps/s", file=sys.stderr)
     print(f"{steps:,} steps, no invariant broken")
-    for mark in sorted(marks.keys() | set(EXPECTED_MARKS)):
+    for mark in sorted(marks.keys() | set(expected)):
         print(f"  {marks[mark]:>8,}  {mark}")
-    missed = [mark for mark in EXPECTED_MARKS if not marks[mark]]
+    missed = [mark for mark in expected if not marks[mark]]
     if missed and steps >= TAME_STEPS:
         print(f"too tame: never reached {', '.join(missed)}")
         return 1

@@ -53,6 +53,8 @@ from lockstep.core.events import (
     Observed,
     PagesEvicted,
     PrefillCompleted,
+    PrefillNegotiated,
+    RanksAgreed,
     RequestAdmitted,
     RequestArrived,
     RequestCancelled,
@@ -69,6 +71,7 @@ from lockstep.core.events import (
     TransferMoved,
     TurnStarted,
     WeightsSwapped,
+    Wish,
 )
 from lockstep.core.render import (
     Names,
@@ -112,6 +115,8 @@ DECIDED = {
     ),
     "finished a with 7 output tokens (length)": RequestFinished(0, 0, "length", 7, 0),
     "evicted 1 page (decode)": PagesEvicted(0, 1, "decode"),
+    "prompts wait, pass 2 (mixed, 1 rank could extend)": PrefillNegotiated(0, 4, "mixed", False, 1, 2, 80),
+    "prompts go ahead after 1 pass (all, 4 ranks could extend)": PrefillNegotiated(0, 4, "all", True, 4, 1, 80),
     "skipped a decode: 1 page short, 2 on the way back": DecodeSkipped(0, 1, 2),
     "started a in session s with 9 prompt tokens, 5 of the session, at most 1 output token": TurnStarted(
         0, 0, "s", 5, 9, 1
@@ -178,7 +183,8 @@ COMMANDS: dict[str, Command] = {
     "load law version 2 into slot 1": LoadAdapter("law", 2, 1),
     "answered drain 4: done": ControlAnswered(4, True),
     "answered control 5: refused, not idle": ControlAnswered(5, False, "not idle"),
-    "ProposeBatch(round=1, counts=(3, 1, 1, 0))": ProposeBatch(1, (3, 1, 1, 0)),
+    "propose 3 tokens for round 1": ProposeBatch(1, (3, 1, 1, 0)),
+    "propose 0 tokens for round 1, and could extend": ProposeBatch(1, (0, 0, 0, 1), Wish(True, False, False, 2, 0, 9)),
     "swap weights to version 2 from file": SwapWeights(2, "file"),
     "give back the memory of kv_cache, weights": ReleaseDeviceMemory(("kv_cache", "weights")),
     "take the memory of weights again": ResumeDeviceMemory(("weights",)),
@@ -201,6 +207,7 @@ def test_command_in_one_line(text: str) -> None:
 
 
 OBSERVED: dict[str, Observed] = {
+    "ranks agreed on round 3: 3+0 tokens": RanksAgreed(0, 3, ((3, 1, 1, 0), (0, 0, 0, 1))),
     "grammar g compiled": GrammarReady(0, b"g"),
     "grammar g did not compile: unbalanced": GrammarReady(0, b"g", "unbalanced"),
     "arrived a": arrived(0),

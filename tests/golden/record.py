@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:
 from lockstep.tools.runs import Walk  # noqa: E402
 from lockstep.tools.strict import DECISIONS  # noqa: E402
 from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
-from tests.support.recorded import record_fleet, record_scenario, record_simulation  # noqa: E402
+from tests.support.recorded import record_fleet, record_rank, record_scenario, record_simulation  # noqa: E402
 
 FOLDER = Path(__file__).parent
 
@@ -118,6 +118,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "restart": ("a lost device: whoever ran waits again, first", _told("restart/requeues_first")),
     "batch-error": ("a batch that fails", _told("decode/batch_error_in_overlap")),
     "handover-prefill": ("prompts for a decode engine: chunks on their way, cancels", partial(record_fleet, name="p0")),
+    "data-parallel": ("one of three ranks: rounds, idle batches, prompts that wait, a restart", record_rank),
     "handover-decode": ("what came of them: prebuilt rows, quarantine, recomputing", partial(record_fleet, name="d0")),
 }  # fmt: skip
 """Name: what it shows, and how it was recorded. Names are never used again for something else."""

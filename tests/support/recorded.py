@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.core.config import SchedConfig
 from lockstep.core.journal import JournalHeader, JournalWriter
 from tests.support.fleet import Fleet, Wire
+from tests.support.rank_group import RankGroup
 from tests.support.scenario import Run, parse, play
 from tests.support.served import Asked
 
@@ -68,6 +69,41 @@ def record_fleet(folder: Path, name: str) -> Path:
     fleet.settle()
     member = fleet.members[name]
     with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "fleet"})) as journal:
+        for event, digest in member.events:
+            journal.append(event, digest)  # type: ignore[arg-type]
+    return folder
+
+
+def record_rank(folder: Path) -> Path:
+    """The journal of the second of three ranks: chunks, a delayer, overlap off behind extends, a cancel, a restart."""
+    config = SchedConfig(
+        page_size=2,
+        pages=30,
+        max_running_requests=3,
+        chunked_prefill_size=6,
+        dp_ranks=3,
+        overlap_consecutive_prefills=False,
+        prefill_delayer=True,
+        prefill_delayer_max_delay_passes=3,
+        prefill_delayer_token_usage_low_watermark=0.1,
+        prefill_full_skip_passes=2,
+    )
+    group = RankGroup([config] * 3)
+    for key in range(14):
+        base = 100 * (key % 2 + 1)
+        rank = (key * key) % 3
+        number = group.arrive(rank, Asked(key, tuple(range(base, base + 2 + key)), 3 + key % 5))
+        if key in (4, 9):
+            group.ready(rank)
+            group.cancel(rank, number)
+        if key == 11:
+            group.restart()
+        for _ in range(3):
+            group.turn()
+            group.clock(700)
+    group.settle()
+    member = group.members[1]
+    with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "rank"})) as journal:
         for event, digest in member.events:
             journal.append(event, digest)  # type: ignore[arg-type]
     return folder

@@ -601,7 +601,7 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id} is of generation {plan.generation}, the device of {self.generation}")
         self.last_batch = plan.batch_id
         rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
-        if not rows or not len(rows) == len(plan.request_ids) == len(starts) == len(stops):
+        if (not rows) != (plan.mode == "idle") or not len(rows) == len(plan.request_ids) == len(starts) == len(stops):
             columns = (plan.rows, plan.request_ids, plan.starts, plan.stops)
             raise KvError(f"b{plan.batch_id} has columns of {[len(column) for column in columns]} rows")
         if len(set(rows)) != len(rows):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams
+from lockstep.core.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams, Wish
 from lockstep.core.stats import Stats
 
 Int32s = NDArray[np.int32]
@@ -135,12 +135,18 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Ranks(msgspec.Struct, frozen=True):
-    """What the data-parallel ranks agreed to run together."""
+    """What the data-parallel ranks agreed to run together: the same in the plan of every rank.
+
+    Where ranks gather rows they do so with those of each padded to the most of any (`max_length`), or laid end to end
+    (`sum_length`). If any of them extends, all run the branch of extends, and rows that decode are extends by a token.
+    """
 
     round: int
     tokens: tuple[int, ...]  # per rank
     padding: Literal["max_length", "sum_length"]
     use_graph: bool
+    logit_rows: tuple[int, ...] = ()  # per rank
+    extends: bool = False
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,10 +213,15 @@ class SampleBatch(msgspec.Struct, frozen=True):
 
 
 class ProposeBatch(msgspec.Struct, frozen=True):
-    """Tell the other data-parallel ranks what this one would run. Answered by RanksAgreed of the same round."""
+    """Tell the other data-parallel ranks what this one runs next. Answered by RanksAgreed of the same round.
+
+    Its counts are what RanksAgreed says of them. A proposal binds: once all have proposed, each runs what it said.
+    """
 
     round: int
     counts: tuple[int, int, int, int]
+    wish: Wish | None = None  # where ranks decide together who extends
+    generation: int = 0
 
 
 class StreamTokens(msgspec.Struct, frozen=True):

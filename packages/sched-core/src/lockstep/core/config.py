@@ -214,6 +214,18 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     transfer_timeout_us: int | msgspec.UnsetType | None = (
         msgspec.UNSET
     )  # from pages or last part to the end; None: never
+    # data-parallel attention: docs/distributed.md; unset: one rank, and nothing is written of these
+    dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
+    dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
+    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has some
+    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # but for so many passes at most
+    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # and for so long
+    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )  # and not while a rank that has some uses less of its KV pool than this share; None: no such rule
+    prefill_full_skip_passes: int | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
     # tiers below the radix cache; unset: none, and nothing is written of it, so that journals stay what they were
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and nothing is written of it
@@ -227,6 +239,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
         _settle_drafts(self)
         _settle_role(self)
+        _settle_ranks(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
@@ -341,6 +354,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.role is not msgspec.UNSET
 
     @property
+    def shares_passes(self) -> bool:
+        """Whether it is one of several data-parallel ranks, which run every pass together."""
+        return self.dp_ranks is not msgspec.UNSET
+
+    @property
     def rows_max(self) -> int:
         """Rows of the request table. More than may run, because a finished request keeps its row while in flight."""
         return self.request_rows or self.max_running_requests * (self.overlap_depth + 1)
@@ -422,6 +440,11 @@ def refuse_simulated_only(name: str) -> None:
             "`hybrid` (pools for sliding windows and linear attention) is simulated only: no runtime has such layers "
             "yet\nhint: drop it, or try lockstep simulate --hybrid-memory"
         )
+    if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS):
+        raise ConfigError(
+            f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges what its ranks run "
+            "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
+        )
 
 
 def profile_settings(name: str) -> dict[str, Any]:
@@ -459,6 +482,7 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
         "same_step_sharing": config.same_step_sharing,
         "enable_priority_preemption": config.enable_priority_preemption,
         "role": config.hands_over,
+        "dp_ranks": config.shares_passes,
         "tiers": config.tiers is not msgspec.UNSET,
     }
     for name, given in beside.items():
@@ -564,6 +588,72 @@ def _settle_role(config: SchedConfig) -> None:
         never = value is None and name.endswith("_timeout_us")
         if not never and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
+
+
+RANK_SETTINGS: dict[str, Any] = {"dp_rank": 0, "prefill_delayer": False, "prefill_full_skip_passes": 0}
+"""What one of several data-parallel ranks has, unless it says otherwise. Others have none of these."""
+
+DELAYER_SETTINGS: dict[str, Any] = {
+    "prefill_delayer_max_delay_passes": 30,
+    "prefill_delayer_max_delay_us": 5_000_000,
+    "prefill_delayer_token_usage_low_watermark": None,
+}
+"""What a prefill delayer has, unless it says otherwise: SGLang's values."""
+
+
+def _settle_ranks(config: SchedConfig) -> None:
+    """Of several ranks each has a value for each setting of theirs; of one there is none, and nothing is written."""
+    ranks = config.dp_ranks
+    if ranks == 1:
+        msgspec.structs.force_setattr(config, "dp_ranks", msgspec.UNSET)
+        if config.dp_rank == 0:
+            msgspec.structs.force_setattr(config, "dp_rank", msgspec.UNSET)
+    elif ranks is not msgspec.UNSET and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+        raise ConfigError(f"`dp_ranks` must be a whole number of at least 1, got `{ranks}`")
+    for name, usual in RANK_SETTINGS.items():
+        _settle_one(config, name, usual, config.shares_passes, "there is one rank", "take dp_ranks 2 or more")
+    delays = config.prefill_delayer is True
+    for name, usual in DELAYER_SETTINGS.items():
+        _settle_one(config, name, usual, delays, "nothing delays prompts", "turn prefill_delayer on")
+    if not config.shares_passes:
+        return
+    if not isinstance(config.prefill_delayer, bool):
+        raise ConfigError(f"`prefill_delayer` must be true or false, got `{config.prefill_delayer}`")
+    least = {"dp_rank": 0, "prefill_full_skip_passes": 0}
+    least |= {"prefill_delayer_max_delay_passes": 1, "prefill_delayer_max_delay_us": 1} if delays else {}
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ConfigError(f"`{name}` must be a whole number of at least {smallest}, got `{value}`")
+    assert config.dp_ranks is not msgspec.UNSET
+    assert config.dp_rank is not msgspec.UNSET
+    if config.dp_rank >= config.dp_ranks:
+        raise ConfigError(f"`dp_rank` {config.dp_rank} is none of {config.dp_ranks} ranks, which count from 0")
+    low = config.prefill_delayer_token_usage_low_watermark
+    if low is not msgspec.UNSET and low is not None and not 0.0 < low <= 1.0:
+        raise ConfigError(
+            f"`prefill_delayer_token_usage_low_watermark` must be above 0 and at most 1, got `{low}`\n"
+            "hint: leave it out for no watermark"
+        )
+    if config.decode_steps_per_launch > 1:
+        raise ConfigError(
+            f"`dp_ranks` is {config.dp_ranks}, but `decode_steps_per_launch` is {config.decode_steps_per_launch}: "
+            "ranks agree on every pass\nhint: drop one of the two"
+        )
+    if config.hands_over:
+        raise ConfigError(
+            f"`dp_ranks` is {config.dp_ranks}, but `role` is {config.role}: ranks do not hand requests over yet\n"
+            "hint: drop one of the two"
+        )
+
+
+def _settle_one(config: SchedConfig, name: str, usual: object, there: bool, why: str, hint: str) -> None:
+    """A setting of a feature that is there gets its usual value; one of a feature that is not there is refused."""
+    value = getattr(config, name)
+    if not there and value is not msgspec.UNSET:
+        raise ConfigError(f"`{name}` is {value}, but {why}\nhint: {hint}, or drop it")
+    if there and value is msgspec.UNSET:
+        msgspec.structs.force_setattr(config, name, usual)
 
 
 def _settle_policy(config: SchedConfig) -> None:

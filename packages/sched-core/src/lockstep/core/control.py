@@ -239,6 +239,8 @@ def _switch_role(engine: Engine, control_id: int, control: SwitchRole, step: Ste
     if engine.requests or engine.in_flight or transfers:
         requests, batches = len(engine.requests), len(engine.in_flight)
         return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
+    if engine.ranks is not None:
+        return f"it is one of {engine.ranks.ranks} data-parallel ranks, which hand no requests over yet"
     unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if control.role == "mixed" else {}
     engine.config = msgspec.structs.replace(engine.config, role=control.role, **unset)
     engine.transfers = Transfers(engine.config) if engine.config.hands_over else None
@@ -310,6 +312,8 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     engine.generation = event.generation
     if engine.transfers is not None:
         engine.transfers.restarted(engine, step)
+    if engine.ranks is not None:
+        engine.ranks.restarted(event.generation)
     line = engine.waiting
     engine.waiting = []
     tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy

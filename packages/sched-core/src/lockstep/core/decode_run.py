@@ -174,6 +174,7 @@ def _steady_launches(engine: Engine) -> int:
         or engine.decode_owed
         or engine.timers
         or (engine.transfers is not None and not engine.transfers.quiet)
+        or engine.ranks is not None
         or engine.memory.leases
         or engine.memory.fenced_pages
         or engine.memory.rewrites

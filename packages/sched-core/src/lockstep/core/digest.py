@@ -33,6 +33,7 @@ from lockstep.core.commands import (
     LoadFromHost,
     Mode,
     PrefetchFromStorage,
+    ProposeBatch,
     SampleBatch,
     StartTransfer,
     Step,
@@ -77,6 +78,8 @@ def step_digest(previous: bytes, step: Step) -> bytes:
         elif type(command) is SampleBatch:
             moves = [(request_id, epoch, len(tokens)) for request_id, epoch, tokens in command.grammar_advance]
             add(_encode(("sample", command.batch_id, moves)))
+        elif type(command) is ProposeBatch:
+            add(_encode(("propose", command.round, command.counts, command.wish)))
         elif type(command) is CompileGrammar:
             add(_encode(("compile", command.grammar.digest)))
         elif type(command) is ControlAnswered:
@@ -143,6 +146,8 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
         for column in astuple(plan.hybrid):
             add(len(column).to_bytes(4, "little"))
             add(column)
+    if plan.ranks is not None:
+        add(_encode(astuple(plan.ranks)))
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))

@@ -43,6 +43,7 @@ from lockstep.core.commands import (
 )
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
+from lockstep.core.data_parallel import Rounds
 from lockstep.core.digest import EMPTY_DIGEST, step_digest
 from lockstep.core.disaggregation import Transfers
 from lockstep.core.errors import ContractError
@@ -66,6 +67,7 @@ from lockstep.core.events import (
     Observed,
     PrefetchFinished,
     PrefillCompleted,
+    RanksAgreed,
     RejectReason,
     RequestAdmitted,
     RequestArrived,
@@ -181,6 +183,7 @@ class Engine:
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
         self.active = 0  # requests PREFILLING or RUNNING
         self.transfers = Transfers(config) if config.hands_over else None
+        self.ranks = Rounds(config) if config.shares_passes else None
         self.sending = 0  # of the active ones, those whose prompt is computed and only has to be sent yet
 
         self.latency = ExtendLatency()
@@ -251,6 +254,8 @@ class Engine:
                 self._adapter_loaded(event, self.memory.adapters, step)
             case TransferAdvanced() if self.transfers is not None:
                 self.transfers.advanced(self, event, step)
+            case RanksAgreed() if self.ranks is not None:
+                found_nothing = self.ranks.agreed(self, event, step)
             case HostCopyFinished() | PrefetchFinished() | StorageWritten() if self.memory.tiers is not None:
                 self._tier_answered(event, self.memory.tiers, step)
             case ClockAdvanced() | HostTimeClamped():
@@ -298,18 +303,20 @@ class Engine:
         if self.sessions.open or self.maintenance.jobs:
             self._tend(step)
         if self.paused or self.maintenance.still or len(self.in_flight) > self.config.overlap_depth:
-            return False
+            return self.ranks is not None and self.ranks.join_in(self, step)
         if self.pace.gap_us and self.now_us < self.pace.not_before_us:
-            return False
+            return self.ranks is not None and self.ranks.join_in(self, step)
         if self.config.enable_priority_preemption:
             self.batch_is_full = False  # whoever came since, and whoever grew, may change that
         if self.config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
             self.refreshed_at = self.next_batch_id
             refresh_prefixes(self.waiting, self.memory.radix)
+        if self.ranks is not None:
+            return self.ranks.take_part(self, step)
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
         batch = None
-        if not self._decode_goes_first():
+        if not self.decode_goes_first():
             batch = self._plan_prebuilt(step) or self._plan_extend(step)
         batch = batch or self._plan_decode(step)
         if batch is None:
@@ -322,20 +329,46 @@ class Engine:
             step.commands.append(LaunchBatch(batch.plan))
         self.in_flight.append(batch)
         if self.config.same_step_sharing:
-            for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
-                self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
-                holds.follow(self, request, stop, step)
+            self._share(batch, step)
         if self.transfers is not None:
             self.transfers.give_parts(self, batch, step)
         if self.pace.watches:
             self.pace.launched(self.now_us, step)
         return False
 
+    def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
+        """The same for one of several ranks: what it runs next, in flight from here on, to be launched when all are.
+
+        Without `extends` prompts wait. None: there is nothing to run.
+        """
+        batch = self._plan_extend(step) if extends and not self.decode_goes_first() else None
+        batch = batch or self._plan_decode(step)
+        if batch is None:
+            return None
+        if batch.plan.extend_rows:
+            self.extended_at = self.decode_launches
+        self.in_flight.append(batch)
+        if self.config.same_step_sharing:
+            self._share(batch, step)
+        return batch
+
+    def _share(self, batch: InFlight, step: Step) -> None:
+        """Let whoever is launched behind a batch find the KV of the prompts that it is about to compute."""
+        for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
+            self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
+            holds.follow(self, request, stop, step)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether nothing is launched for now, by somebody's wish."""
+        paced = self.pace.gap_us > 0 and self.now_us < self.pace.not_before_us
+        return self.paused or self.maintenance.still or paced
+
     def launches_to_refresh(self) -> int:
         """Launches until cached prefixes of who waits are counted as used again."""
         return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id
 
-    def _decode_goes_first(self) -> bool:
+    def decode_goes_first(self) -> bool:
         """Whether the cohort goes before any prefill: it was promised to, or `batching` says so, or the cadence."""
         config = self.config
         if not self.cohort.size:
@@ -350,7 +383,7 @@ class Engine:
         """Whether overlap is off for this batch: it would be an extend right behind an extend in flight."""
         if not self.in_flight or not self.in_flight[-1].plan.extend_rows:
             return False
-        return not self._decode_goes_first() and self._would_extend()
+        return not self.decode_goes_first() and self.would_extend()
 
     # ----------------------------------------------------------------------------------------- arrivals and departures
 
@@ -773,7 +806,7 @@ class Engine:
         take = take if take <= room else aligned(start, room, budget.align)
         return self._seen_by_windows(request, start, take, NO_ROWS, budget, may_split=True)
 
-    def _would_extend(self) -> bool:
+    def would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
         if self.prefilling is not None:
             return self._next_chunk(self.prefilling, self._prefill_budget()) > 0
@@ -946,7 +979,7 @@ class Engine:
         taken, deltas = self.memory.changes(decodes.deltas)
         special = extras.plan_extras(parts)
         plan = BatchPlan(
-            batch_id=self._number(),
+            batch_id=self.next_number(),
             mode=mode,
             rows=rows,
             request_ids=request_ids,
@@ -1039,7 +1072,7 @@ class Engine:
             self.ratio.decoded()
         taken, deltas = self.memory.changes(advanced.deltas)
         plan = BatchPlan(
-            batch_id=self._number(),
+            batch_id=self.next_number(),
             mode="decode",
             rows=cohort.rows,
             request_ids=cohort.request_ids,
@@ -1292,6 +1325,8 @@ class Engine:
             expected = f"batch {self.in_flight[0].plan.batch_id}" if self.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
         batch = self.in_flight[0]
+        if self.ranks is not None and self.ranks.held is batch:
+            raise ContractError(f"batch {event.batch_id} finished, but it is only proposed")
         tokens = speculation.tokens_of_result(event, batch) if batch.verifies else batch.tokens
         size = 0 if event.error else 4 * tokens
         if len(event.tokens) != size:
@@ -1304,7 +1339,7 @@ class Engine:
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
         return batch
 
-    def _number(self) -> int:
+    def next_number(self) -> int:
         """The number of the plan that is being made."""
         self.next_batch_id += 1
         return self.next_batch_id - 1

@@ -248,14 +248,31 @@ class MediaEncoded(Observed, frozen=True, gc=False):
     generation: int = 0
 
 
+class Wish(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a data-parallel rank says beside its counts where all decide together who may extend.
+
+    The clock that counts is that of the first rank, for all of them.
+    """
+
+    wants: bool  # it could extend, and has planned nothing before all have decided
+    full: bool  # it runs as many requests as it may
+    starved: bool  # it wants to, and uses less of its KV pool than the low watermark
+    running: int  # requests that decode
+    in_flight: int  # batches of it that are launched and not delivered
+    time_us: int
+
+
 class RanksAgreed(Observed, frozen=True, gc=False):
     """Every data-parallel rank proposed for this round. Answers ProposeBatch; folded alike by every rank.
 
-    `counts` holds, per rank: new tokens, sampled rows, 1 if extending, 1 if a CUDA graph can run.
+    `counts` holds, per rank: new tokens, rows of logits (sampled ones, and positions of prompts whose logprobs are
+    wanted), 1 if extending, 1 if a CUDA graph can run. `wishes` holds what each said beside them, if anything.
     """
 
     round: int
     counts: tuple[tuple[int, int, int, int], ...]
+    wishes: tuple[Wish, ...] = ()
+    generation: int = 0
 
 
 class ExpertLoadMeasured(Observed, frozen=True, gc=False):
@@ -605,6 +622,21 @@ class DecodeSkipped(Decided, frozen=True, gc=False):
     returning_pages: int
 
 
+DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mixed", "spent", "open"]
+"""How data-parallel ranks stand that could extend: see data_parallel.py."""
+
+
+class PrefillNegotiated(Decided, frozen=True, gc=False):
+    """All data-parallel ranks decided alike: prompts go ahead in this round, or wait for those of other ranks."""
+
+    round: int
+    situation: DelaySituation
+    allowed: bool
+    wanting: int  # ranks that could extend
+    passes: int  # in a row in which prompts have waited by now
+    waited_us: int  # since the first of them, by the first rank's clock
+
+
 class TurnStarted(Decided, frozen=True, gc=False):
     """A session is free for this turn, which joins the line: its prompt is what the session keeps, and its own."""
 
@@ -707,6 +739,7 @@ DecidedEvent = (
     | RequestFinished
     | PagesEvicted
     | DecodeSkipped
+    | PrefillNegotiated
     | TurnStarted
     | SessionYielded
     | SessionClosed

@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.core import speculation
 from lockstep.core.adapters import NO_SLOT
+from lockstep.core.data_parallel import IDLE, counts_of
 from lockstep.core.disaggregation import TOUCHED
 from lockstep.core.errors import InvariantError
 from lockstep.core.events import TransferState
@@ -53,6 +54,7 @@ def check(engine: Engine) -> None:
     _hybrid(engine, facts)
     _progress(engine)
     _speculation(engine)
+    _ranks(engine)
 
 
 class Facts:
@@ -330,7 +332,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
         rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
         if batch.verifies:
             stops = speculation.stops_of(batch).tolist()
-        if not rows or len(rows) != len(set(rows)):
+        if (not rows) != (plan.mode == "idle") or len(rows) != len(set(rows)):
             _fail(f"S24: batch {plan.batch_id} has no rows, or one twice: {rows}")
         new_tokens = 0
         for i, (row, start, stop) in enumerate(zip(rows, starts, stops, strict=True)):
@@ -638,6 +640,33 @@ def _progress(engine: Engine) -> None:
     )
     if stuck:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
+
+
+def _ranks(engine: Engine) -> None:
+    """S5, S29 of one of several ranks: it runs what it proposed, and the branch that follows from what all did."""
+    rounds = engine.ranks
+    if rounds is None:
+        return
+    for batch in engine.in_flight:
+        ranks, plan = batch.plan.ranks, batch.plan
+        if (ranks is None) != (batch is rounds.held):
+            _fail(f"S29: batch {plan.batch_id} is {'not ' * (ranks is None)}agreed upon, held is {rounds.held}")
+        if ranks is None:
+            continue
+        own = counts_of(batch)
+        if not batch.verifies and (ranks.tokens[rounds.rank], ranks.logit_rows[rounds.rank]) != own[:2]:
+            _fail(f"S29: batch {plan.batch_id} has counts {own}, the ranks agreed on {ranks}")
+        if ranks.extends and plan.mode in ("decode", "verify"):
+            _fail(f"S29: batch {plan.batch_id} is {plan.mode}, but a rank extends in round {ranks.round}")
+    if rounds.held is not None and engine.in_flight[-1] is not rounds.held:
+        _fail("S29: what is proposed is not the newest in flight")
+    if rounds.proposed is not None and rounds.proposed != (IDLE if rounds.held is None else counts_of(rounds.held)):
+        _fail(f"S5: the plan of round {rounds.round} is not what was proposed, {rounds.proposed}")
+    config = engine.config
+    limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
+    most = sum(limit for limit in limits if isinstance(limit, int))
+    if rounds.delay.passes > most:
+        _fail(f"L5: prompts wait for {rounds.delay.passes} passes, at most {most} are allowed")
 
 
 def _misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:

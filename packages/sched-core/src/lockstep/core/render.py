@@ -14,6 +14,7 @@ function returns text. Requests go by their label, or r and their id; batches by
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from lockstep.core.commands import (
     LoadAdapter,
     LoadFromHost,
     PrefetchFromStorage,
+    ProposeBatch,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -67,6 +69,8 @@ from lockstep.core.events import (
     PagesEvicted,
     PrefetchFinished,
     PrefillCompleted,
+    PrefillNegotiated,
+    RanksAgreed,
     RequestAdmitted,
     RequestArrived,
     RequestCancelled,
@@ -204,6 +208,10 @@ def decided_line(event: Decided, names: Names) -> str:
         case DecodeSkipped():
             needed = _count(event.needed_pages, "page")
             return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
+        case PrefillNegotiated():
+            waited = f" after {_count(event.passes, 'pass', 'passes')}" if event.passes else ""
+            verdict = f"go ahead{waited}" if event.allowed else f"wait, pass {event.passes}"
+            return f"prompts {verdict} ({event.situation}, {_count(event.wanting, 'rank')} could extend)"
         case TransferMoved():
             return f"transfer of {names.request(event.request_id)} is {event.state} ({event.cause})"
     return _fields(event)
@@ -259,11 +267,14 @@ def command_line(command: Command, names: Names) -> str:
             return f"load {command.copy_id}: {_moves(command.host_pages, command.device_pages)}"
         case PrefetchFromStorage():
             return f"prefetch {command.prefetch_id}: into host pages {runs(command.host_pages.tolist())}"
+        case ProposeBatch():
+            asks = ", and could extend" if command.wish is not None and command.wish.wants else ""
+            return f"propose {_count(command.counts[0], 'token')} for round {command.round}{asks}"
         case CancelPrefetch(prefetch_id):
             return f"cancel prefetch {prefetch_id}"
         case WriteToStorage():
             return f"store {command.write_id}: host pages {runs(command.host_pages.tolist())}"
-    return _fields(command)
+    assert_never(command)
 
 
 def observed_line(event: Observed, names: Names) -> str:
@@ -275,6 +286,8 @@ def observed_line(event: Observed, names: Names) -> str:
             return f"cancelled {names.request(event.request_id)}"
         case BatchFinished():
             return f"batch b{event.batch_id} finished" + (f" with error: {event.error}" if event.error else "")
+        case RanksAgreed():
+            return f"ranks agreed on round {event.round}: {'+'.join(str(counts[0]) for counts in event.counts)} tokens"
         case GrammarReady():
             verdict = f"did not compile: {event.error}" if event.error else "compiled"
             return f"grammar {_grammar(event.digest)} {verdict}"
@@ -330,6 +343,10 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
 def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     """A whole plan: rows, what changed about them, page-table changes and new tokens."""
     lines = [f"plan {plan_text(plan, names)}"]
+    if plan.ranks is not None:
+        shared = "a graph" if plan.ranks.use_graph else "the branch of extends" * plan.ranks.extends or "no graph"
+        tokens = "+".join(map(str, plan.ranks.tokens))
+        lines.append(f"  round {plan.ranks.round} of all ranks: {tokens} tokens, {plan.ranks.padding}, {shared}")
     for taken in plan.rows_taken:
         grammar = f", grammar {_grammar(taken.grammar.digest)}" if taken.grammar is not None else ""
         runs_on = f", on {taken.adapter} in slot {taken.adapter_slot}" if taken.adapter else ""

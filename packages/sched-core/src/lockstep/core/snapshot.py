@@ -13,9 +13,10 @@ import numpy as np
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import AfterBatch, BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken, Speculation
+from lockstep.core.commands import AfterBatch, BatchPlan, MediaSpan, Mode, PageDeltas, Ranks, RowTaken, Speculation
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
+from lockstep.core.data_parallel import RoundsImage
 from lockstep.core.disaggregation import TransfersImage
 from lockstep.core.engine import Engine
 from lockstep.core.events import DeferReason, Grammar, SamplingParams
@@ -147,6 +148,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     pooled_rows: bytes = b""
     media_spans: tuple[MediaSpan, ...] = ()
     verifies: VerifyImage | None = None
+    ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # what data-parallel ranks agreed on
 
 
 class MediaImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -218,6 +220,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
     hybrid: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    ranks: RoundsImage | msgspec.UnsetType = msgspec.UNSET  # of one of several data-parallel ranks
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -301,6 +304,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
         expert_loads=_expert_loads_image(engine),
         hybrid=memory.hybrid.dump() if memory.hybrid is not None else msgspec.UNSET,
+        ranks=engine.ranks.image() if engine.ranks is not None else msgspec.UNSET,
     )
     return _encode(image)
 
@@ -391,6 +395,8 @@ def restore(data: bytes) -> Engine:
         engine.sending = sum(transfer.ends is not None for transfer in engine.transfers.all.values())
         for row, request_id, given_up in image.transfers.lent:
             memory.lent[row] = Lent(request_id, [np.frombuffer(pages, np.int32) for pages in given_up])
+    if engine.ranks is not None and image.ranks is not msgspec.UNSET:
+        engine.ranks.load(image.ranks, engine)
     for request in engine.held.values():
         if request.extras is not None and request.extras.leader != NOBODY:
             engine.followers.setdefault(request.extras.leader, []).append(request)
@@ -504,6 +510,7 @@ def _batch_image(batch: InFlight) -> BatchImage:
         pooled_rows=plan.pooled_rows.tobytes(),
         media_spans=plan.media_spans,
         verifies=_verify_image(batch),
+        ranks=plan.ranks if plan.ranks is not None else msgspec.UNSET,
     )
 
 
@@ -548,6 +555,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         sample_after=image.sample_after,
         pooled_rows=np.frombuffer(image.pooled_rows, np.int32),
         media_spans=image.media_spans,
+        ranks=image.ranks if image.ranks is not msgspec.UNSET else None,
         starts_after=verifies.starts_after if verifies is not None else (),
         speculation=Speculation(verifies.draft_tokens, np.frombuffer(verifies.draft_lengths, np.int32), verifies.method)
         if verifies is not None

@@ -159,6 +159,15 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("transfer_slots", _Or(click.INT, none=NONE), "metadata slots  [default: twice max-running-requests]"),
     ("bootstrap_timeout_us", _Or(Duration(), none=NONE), "without a word of the other half  [default: 300s]"),
     ("transfer_timeout_us", _Or(Duration(), none=NONE), "until a transfer has ended  [default: 300s]"),
+    ("prefill_delayer", click.BOOL, "of ranks: prompts wait until every rank has some  [default: no]"),
+    ("prefill_delayer_max_delay_passes", click.INT, "but for so many passes at most  [default: 30]"),
+    ("prefill_delayer_max_delay_us", Duration(), "and for so long  [default: 5s]"),
+    (
+        "prefill_delayer_token_usage_low_watermark",
+        _Or(click.FLOAT, none=NONE),
+        "and not while a rank that has some uses less of its KV than this share  [default: none]",
+    ),
+    ("prefill_full_skip_passes", click.INT, "so many passes while some ranks are full, others not  [default: 0]"),
 )
 
 
@@ -285,6 +294,9 @@ def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--attention-dp", default=1, help="shards of the tp GPUs, each with rows of its own; divides tp"
             ),
             click.option("--pp", default=1, help="stages of tp GPUs that share out the layers (pipeline parallelism)"),
+            click.option(
+                "--rank-schedulers", is_flag=True, help="each shard of --attention-dp schedules on its own: a rank"
+            ),
             click.option(
                 "--moe-a2a", is_flag=True, help="rows go to their experts by all-to-all (DeepEP); needs ep = tp"
             ),
@@ -435,6 +447,7 @@ def simulate(
     cut_short = False
     shared_out = prefill_engines is not None or decode_engines is not None
     clustered = replicas is not None or engines is not None or shared_out or bool(router)
+    clustered |= options["rank_schedulers"]
     if gpu is None and engines is None:
         raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
     if engines is not None and (gpu is not None or replicas is not None):

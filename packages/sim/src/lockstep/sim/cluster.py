@@ -60,11 +60,13 @@ from lockstep.sim.cluster_metrics import Refused, balance, combine
 from lockstep.sim.cost import Calibration
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
+from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.ranks import check_cluster_of_ranks
 from lockstep.sim.simulate import (
     FrontEnd,
     NoJournal,
@@ -338,7 +340,13 @@ class ClusterSetup:
 
     @property
     def gpus(self) -> int:
-        return sum(setup.split.gpus for setup in self.engines)
+        return sum(setup.split.gpus for setup in self.engines) // self.ranks
+
+    @property
+    def ranks(self) -> int:
+        """Of an engine that has schedulers per rank; these are listed one by one in `engines`."""
+        ranks = self.engines[0].config.dp_ranks
+        return ranks if isinstance(ranks, int) else 1
 
     @property
     def hands_over(self) -> bool:
@@ -351,7 +359,7 @@ class ClusterSetup:
 
     @property
     def title(self) -> str:
-        kinds = Counter(kind_of(setup) for setup in self.engines)
+        kinds = Counter(kind_of(setup) for setup in self.engines[:: self.ranks])
         on = " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
         return f"{self.engines[0].model.name} on {on}, {self.scenario.router.policy}"
 
@@ -373,6 +381,7 @@ class ClusterSetup:
                 {
                     "gpu": setup.gpu.name,
                     **({"role": setup.config.role} if setup.config.hands_over else {}),
+                    **({"rank": setup.config.dp_rank} if setup.config.shares_passes else {}),
                     "tp": setup.scenario.tp,
                     **setup.split.describe(),
                     "weight": share.weight,
@@ -442,6 +451,8 @@ def assemble_cluster(
         setups.append(setup)
     if any(setup.config.hands_over for setup in setups):
         _check_roles(scenario, setups)
+    if base.rank_schedulers:
+        return _of_ranks(scenario, setups[0])
     weights = _weights(groups, setups)
     engines = [setup for group, setup in zip(groups, setups, strict=True) for _ in range(group.count)]
     shares = [
@@ -450,6 +461,20 @@ def assemble_cluster(
         for _ in range(group.count)
     ]
     return ClusterSetup(scenario=scenario, engines=tuple(engines), shares=tuple(shares))
+
+
+def _of_ranks(scenario: ClusterScenario, setup: Setup) -> ClusterSetup:
+    """Every rank of every replica is something that the router chooses from."""
+    turns, ranks = setup.workload.turns, setup.config.dp_ranks
+    assert isinstance(ranks, int)
+    check_cluster_of_ranks(scenario, turns.grammars)
+    share = EngineShare(weight=1.0, cache_tokens=setup.config.pool_tokens if setup.config.radix_cache else 0)
+    engines = [
+        replace(setup, config=msgspec.structs.replace(setup.config, dp_rank=rank))
+        for _ in range(scenario.replicas)
+        for rank in range(ranks)
+    ]
+    return ClusterSetup(scenario=scenario, engines=tuple(engines), shares=(share,) * len(engines))
 
 
 def kind_of(setup: Setup) -> str:
@@ -638,8 +663,10 @@ def simulate_cluster(
                 decode_router_journal = stack.enter_context(decode_journal)
         else:
             journals = [NoJournal()] * len(setup.engines)
-        cluster: Cluster | HandoverCluster
-        if setup.hands_over:
+        cluster: Cluster | HandoverCluster | RankCluster
+        if setup.ranks > 1:
+            cluster = RankCluster(setup, journals, router_journal, check_every=check_every, on_finish=on_finish)
+        elif setup.hands_over:
             both = router_journal, decode_router_journal
             cluster = HandoverCluster(setup, journals, both, check_every=check_every, on_finish=on_finish)
         else:

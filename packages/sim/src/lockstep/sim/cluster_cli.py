@@ -96,6 +96,8 @@ def run_cluster(
         console.print(engines_table(run))
         if "transfers" in run.data.summary:
             console.print(transfers_table(run.data.summary["transfers"]))
+        if "ranks" in run.data.summary:
+            console.print(ranks_table(run.data.summary["ranks"]))
     if cut_short:
         say_no_intervals()
     return run, cut_short
@@ -131,6 +133,31 @@ def transfers_table(summary: Mapping[str, Any]) -> Any:
         "transfer p50": show_us(summary["transfer_us_p50"]),
         "transfer p99": show_us(summary["transfer_us_p99"]),
         "links busy": show_share(summary["link_busy_share"]),
+    }
+    for heading in rows:
+        table.add_column(heading, justify="right")
+    table.add_row(*rows.values())
+    return table
+
+
+def ranks_table(summary: Mapping[str, Any]) -> Any:
+    """What ranks ran together, and what the delayer did about it."""
+    from rich import box
+    from rich.table import Table
+
+    title = "Passes of all ranks together"
+    waited, released = summary["passes_prompts_waited"], summary["prompts_released"]
+    if summary["prompts_by_situation"]:
+        title += f"; prompts waited in {waited:,} of them and went ahead {released:,} times"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    rows = {
+        "passes": f"{summary['passes']:,}",
+        "extending": f"{summary['passes_extending']:,}",
+        "ranks extending in these": show_share(summary["extending_rank_share"]),
+        "idle ranks": show_share(summary["idle_share"]),
+        "by graph": show_share(summary["graph_share"]),
+        "padding": show_share(summary["padding_share"]),
+        **({"prompts waited, mean": show_us(summary["release_wait_us_mean"])} if released else {}),
     }
     for heading in rows:
         table.add_column(heading, justify="right")
@@ -178,8 +205,9 @@ def engines_table(run: ClusterRun) -> Any:
     for number, (one, share) in enumerate(zip(run.engines, run.setup.shares, strict=True)):
         summary, role = one.data.summary, one.setup.config.role
         fair = arrived / sum(other.weight for other in run.setup.shares_of(str(role)))
+        rank = f", rank {one.setup.config.dp_rank}" if one.setup.config.shares_passes else ""
         table.add_row(
-            f"{number}: {kind_of(one.setup)}",
+            f"{number}: {kind_of(one.setup)}{rank}",
             *([f"{share.weight:g}"] if weighted else []),
             f"{summary['requests']['arrived']:,}",
             f"{summary['requests']['arrived'] / (share.weight * fair):.2f}x" if fair else NOTHING,

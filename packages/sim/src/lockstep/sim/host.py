@@ -40,6 +40,7 @@ from lockstep.core.commands import (
     Int32s,
     LaunchBatch,
     LoadAdapter,
+    ProposeBatch,
     RejectRequest,
     SampleBatch,
     StartTransfer,
@@ -60,6 +61,7 @@ from lockstep.core.events import (
     GrammarReady,
     LaneReady,
     ObservedEvent,
+    RanksAgreed,
     RequestArrived,
     RequestCancelled,
     RequestId,
@@ -81,7 +83,7 @@ NEVER_US = 2**62
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
-OF_THE_DEVICE = frozenset((LaunchBatch, SampleBatch, StreamTokens))
+OF_THE_DEVICE = frozenset((LaunchBatch, ProposeBatch, SampleBatch, StreamTokens))
 """Commands that `EngineHost._fold` leaves to whoever folds a launch or a result."""
 
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
@@ -149,6 +151,21 @@ class TransferPort(Protocol):
 
     def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
         """The result of a batch was taken in."""
+
+    def pause(self, next_us: int) -> Event:
+        """What to wait for until `next_us`, or until something comes before."""
+
+
+class RankExchange(Protocol):
+    """What ranks that run every pass together say to each other; see `data_parallel.RankPort`."""
+
+    next_us: int
+
+    def take(self, now_us: int) -> RanksAgreed | None:
+        """The next fact, due at `next_us`; None: the others wait for what this rank would run."""
+
+    def propose(self, command: ProposeBatch, now_us: int) -> None:
+        """Tell the others."""
 
     def pause(self, next_us: int) -> Event:
         """What to wait for until `next_us`, or until something comes before."""
@@ -478,6 +495,7 @@ class EngineHost:
         tiers: what carries KV between the tiers below the device; an engine with such tiers needs it.
         state_copy_us: what a copy of one request's recurrent state takes.
         port: of a prefill or a decode engine, where its KV goes and comes from.
+        exchange: of one of several data-parallel ranks, where the others are.
     """
 
     def __init__(
@@ -505,6 +523,7 @@ class EngineHost:
         tiers: TierLinks | None = None,
         state_copy_us: float = 0.0,
         port: TransferPort | None = None,
+        exchange: RankExchange | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
@@ -516,6 +535,9 @@ class EngineHost:
         self.engine = engine
         self.arrivals = arrivals
         self.port = port
+        self.exchange = exchange
+        self._planned: BatchPlan | None = None  # what a rank has proposed
+        self._planned_shape = BatchShape()
         self.cpu = cpu
         self.journal = journal
         self.metrics = metrics
@@ -582,8 +604,8 @@ class EngineHost:
                     self._wake()
                 elif next_us < settled_us:
                     now_us = max(now_us, next_us)
-                elif self.port is not None:
-                    yield self.port.pause(next_us)
+                elif (others := self.port or self.exchange) is not None:
+                    yield others.pause(next_us)
                     now_us = max(now_us, self._wake())
                 else:  # something may come before: the lane stays where it is, free, and looks again
                     yield env.timeout(max(settled_us - self._woke_us, 0))
@@ -613,6 +635,8 @@ class EngineHost:
                 self._fold(self.tiers.take(now_us))
             elif self.port is not None and self.port.next_us <= now_us:
                 self._fold(self.port.take(now_us))
+            elif self.exchange is not None and self.exchange.next_us <= now_us:
+                now_us = self._hear(self.exchange, now_us)
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -632,6 +656,8 @@ class EngineHost:
             next_us = self.tiers.next_us
         if self.port is not None and self.port.next_us < next_us:
             next_us = self.port.next_us
+        if self.exchange is not None and self.exchange.next_us < next_us:
+            next_us = self.exchange.next_us
         if self.wake_at_us is not None and self.wake_at_us < next_us:
             next_us = self.wake_at_us
         return next_us
@@ -678,6 +704,9 @@ class EngineHost:
         radix = engine.memory.radix
         cached_pages = radix.evictable_pages if radix is not None else 0
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
+        if self.exchange is not None:
+            self._nothing_new = True  # until the others have answered
+            return self._carry_on(self.exchange, step, now_us)
         plan = step.launched()
         if plan is None:
             self._nothing_new = self._receives = True  # a loop with nothing to launch looks again at once
@@ -691,6 +720,45 @@ class EngineHost:
         self.device.launch(plan, shape, handed_over_us)
         self.batches += 1
         return handed_over_us
+
+    def _hear(self, exchange: RankExchange, now_us: int) -> int:
+        """Take in what all ranks agreed on, and run that; or offer a slot, because they wait for this one."""
+        event = exchange.take(now_us)
+        if event is None:
+            self._nothing_new = False
+            return now_us
+        step = self._fold(event)
+        done_us = self._carry_on(exchange, step, now_us)
+        if done_us is None:  # nobody had anything to run
+            self._nothing_new = not (self.engine.waiting or self.engine.active)
+            return now_us
+        return done_us
+
+    def _carry_on(self, exchange: RankExchange, step: Step, now_us: int) -> int | None:
+        """Say what this rank would run, or run what all agreed on. Return when that is done; None: it is neither."""
+        done_us = None
+        for command in step.commands:
+            if type(command) is ProposeBatch:
+                done_us = self._planned_by(now_us)
+                exchange.propose(command, done_us)
+            elif type(command) is LaunchBatch:
+                self.device.launch(command.plan, self._planned_shape, now_us)
+                self._planned, self._planned_shape = None, BatchShape()
+                self.batches += 1
+                done_us = now_us
+        self._others_us = self.env.peek()  # whoever was told something acts upon it
+        return done_us
+
+    def _planned_by(self, now_us: int) -> int:
+        """Look at what a rank proposes, once. Return when it has been planned."""
+        held = self.engine.ranks.held if self.engine.ranks is not None else None
+        if held is None or held.plan is self._planned:
+            return now_us if held is not None else self._spend(now_us, self.cpu.plan_us(BatchShape()), "plan")
+        self._planned = held.plan
+        for taken in held.plan.rows_taken:
+            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
+        self._planned_shape = self.device.shape_of(held.plan)
+        return self._spend(now_us, self.cpu.plan_us(self._planned_shape), "plan")
 
     def _run_decodes(self, now_us: int) -> int | None:
         """Take a uniform stretch of decodes in one go: what `_take_in` and `_launch` would do, event for event.

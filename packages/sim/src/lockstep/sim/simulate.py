@@ -62,12 +62,13 @@ from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink, MetricsSink
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
 from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
@@ -127,6 +128,7 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
     tiers: Mapping[str, Any] = field(default_factory=dict)  # fields of HostTiers and HybridShares that were given
+    rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
     @property
     def parallelism(self) -> Parallelism:
@@ -180,6 +182,8 @@ class Scenario:
             words.append("--moe-a2a")
         if self.eplb:
             words.append("--eplb")
+        if self.rank_schedulers:
+            words.append("--rank-schedulers")
         if self.skip_bad_rows:
             words.append("--skip-bad-rows")
         for name, value in (*self.settings.items(), *self.tiers.items()):
@@ -304,10 +308,10 @@ class Setup:
             lines.append(f"context_tokens_max {asked:,} is beyond the model's {context:,}; simulated all the same")
         if self.kv is None:
             try:
-                fits = _capacity(self.scenario, self.model, self.gpu, self.config).pages
+                fits = _capacity(self.scenario, self.model, self.gpu, config_of_engine(self.config)).pages
             except CapacityError:
                 fits = 0
-            if self.config.pages > fits:
+            if config_of_engine(self.config).pages > fits:
                 lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
         if self.config.hybrid is msgspec.UNSET and (window_tokens_of(self.model) or self.model.delta is not None):
             lines.append(
@@ -320,7 +324,12 @@ class Setup:
     def _layout_doubts(self) -> list[str]:
         """What is taken for granted about rows, experts and stages."""
         split, lines = self.split, []
-        if split.attention_dp > 1:
+        if self.config.shares_passes:
+            lines.append(
+                f"attention_dp {split.attention_dp}: a scheduler and a prefix cache per rank, which share out the "
+                f"engine's limits; a request has to fit the {self.config.pool_tokens:,} tokens of a rank"
+            )
+        elif split.attention_dp > 1:
             shard_tokens = self.config.pages // split.attention_dp * self.config.page_size
             lines.append(
                 f"attention_dp {split.attention_dp}: rows are taken as spread evenly over shards, prefix caches as "
@@ -589,6 +598,9 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     shares = hybrid_shares(scenario.tiers)
     if shares.on:
         check_hybrid(model, split)
+    if scenario.rank_schedulers:
+        check_ranks(scenario)
+        given = settings_of_rank(given, split.attention_dp)
     config = SchedConfig(**given)
     check_drafting(scenario, config)
     check_split(model, split)
@@ -596,18 +608,22 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         value = getattr(config, name)
         if value is not None and value > most:
             raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
-    kv = None if "pages" in given else _capacity(scenario, model, gpu, config)
+    kv = None if "pages" in given else _capacity(scenario, model, gpu, config_of_engine(config))
     if shares.on:
         hybrid = hybrid_settings(model, config, shares, kv)
         config = msgspec.structs.replace(config, pages=config.pages if kv is None else kv.pages, hybrid=hybrid)
     if kv is None:
         return _within_a_shard(config, split, config.pages), None
+    if config.shares_passes:
+        own = kv.pages // split.attention_dp
+        context = min(config.context_tokens_max, own * config.page_size)
+        return msgspec.structs.replace(config, pages=own, context_tokens_max=context), kv
     return _within_a_shard(msgspec.structs.replace(config, pages=kv.pages), split, kv.pages), kv
 
 
 def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> SchedConfig:
     """A request's KV is in one shard, so its context ends where the shard does."""
-    if split.attention_dp == 1:
+    if split.attention_dp == 1 or config.shares_passes:
         return config
     most = pages // split.attention_dp * config.page_size
     return msgspec.structs.replace(config, context_tokens_max=min(config.context_tokens_max, most))
@@ -735,7 +751,7 @@ def _limit(config: SchedConfig) -> str:
 class FrontEnd:
     """Metrics as clients see them: a request has been under way for a while when the engine first hears of it."""
 
-    def __init__(self, metrics: MetricsFold, frontend_us: int) -> None:
+    def __init__(self, metrics: MetricsSink, frontend_us: int) -> None:
         self._metrics = metrics
         self._frontend_us = frontend_us
         self.gauge = metrics.gauge
@@ -773,6 +789,8 @@ def simulate(
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
         that one engine alone cannot have.
     """
+    if setup.config.shares_passes:
+        raise ConfigError("`rank_schedulers` is on: its ranks are simulated as a cluster, see cluster.py")
     if setup.config.hands_over:
         raise ConfigError(
             f"`role` is {setup.config.role}, but there is one engine, and nobody with the other role\n"

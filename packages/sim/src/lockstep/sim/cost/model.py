@@ -18,6 +18,7 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
     decode_context_tokens: int = 0  # KV tokens read by decode rows, summed
     sampled_rows: int = 0  # rows that need logits and a token; of a row that verifies drafts, each position
     draft_tokens: int = 0  # drafts that decode rows verify behind their newest tokens, summed
+    own: BatchShape | None = None  # what the slowest shard has of it; None: rows are spread evenly over shards
 
 
 class Duration(msgspec.Struct, frozen=True, gc=False):

@@ -157,11 +157,14 @@ class RooflineModel:
 
     def own_shape(self, shape: BatchShape) -> BatchShape:
         """Return what the attention of the shard with the most rows sees: all of the batch where there is one shard."""
+        if shape.own is not None:
+            return shape.own
         return shape if self.shards == 1 else fullest_shard(shape, self.shards)
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
         """Return the time of kernels that take `us`, launched as a graph or one by one."""
-        graph = self.cuda_graph and not shape.extend_tokens and shape.decode_rows <= self.graph_rows_max
+        rows = shape.decode_rows if shape.own is None else shape.own.decode_rows  # each rank captures its own graphs
+        graph = self.cuda_graph and not shape.extend_tokens and rows <= self.graph_rows_max
         if not graph and us < self._eager_floor_us:
             us = self._eager_floor_us
         return us + self._fixed_us

@@ -16,7 +16,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from lockstep.core.config import DRAFT_SETTINGS, profile_settings
+from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, RANK_SETTINGS, profile_settings
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -31,8 +31,12 @@ KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a 
 
 CONFIGURED = (
     "tp", "ep", "attention_dp", "pp", "moe_a2a", "eplb", "redundant_experts", "weights_dtype", "kv_dtype", "operators",
+    "rank_schedulers",
 )  # fmt: skip
 """What a configuration may be besides settings of the scheduler."""
+
+OF_RANKS = (*RANK_SETTINGS, *DELAYER_SETTINGS)
+"""Settings of the scheduler that only ranks have."""
 
 EMULATED = ("tp", "profile")
 """What an emulated server takes of it; of a real one, nothing yet."""
@@ -176,6 +180,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
     if trial.settings.get("speculative_method", "none") != "none":
         lacks.append(f"speculative_method {trial.settings['speculative_method']}")
+    lacks += [f"{name} {shown(value)}" for name, value in trial.settings.items() if name in OF_RANKS and value]
     if trial.tiers is not msgspec.UNSET and (trial.tiers.get("host_cache_gb") or "hybrid_memory" in trial.tiers):
         lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
@@ -196,8 +201,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
 
 
 def _set_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. It verifies no drafts."""
-    served = {name: value for name, value in settings.items() if name not in DRAFT_SETTINGS}
+    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. No drafts, no ranks."""
+    served = {name: value for name, value in settings.items() if name not in (*DRAFT_SETTINGS, *OF_RANKS)}
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in served.items()}
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from lockstep.core.config import DRAFT_SETTINGS
+from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS
 from lockstep.core.errors import ConfigError
 from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity
 from lockstep.sim.catalogue import load_gpu
@@ -53,6 +53,7 @@ from lockstep.sim.plan.question import (
 )
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
+from lockstep.sim.ranks import config_of_engine
 from lockstep.sim.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
 from lockstep.sim.workload import Workload, WorkloadError
 
@@ -224,7 +225,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
         else:
             candidate.setup = setup
             candidate.trial = trial
-            candidate.estimate = estimate_capacity(setup.cost, setup.config, summary)
+            candidate.estimate = estimate_capacity(setup.cost, config_of_engine(setup.config), summary)
             sessions = summary.turns - summary.follow_ups
             candidate.turns_per_arrival = summary.turns / sessions
             candidate.session_s = float(workload.turns.think_us.sum()) / sessions / 1e6
@@ -261,6 +262,10 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
     settings = {**question.settings, **chosen}
+    if not common.get("rank_schedulers"):
+        common.pop("rank_schedulers", None)
+    if chosen.get("prefill_delayer") is False:  # searched beside one that the rest is about
+        settings = {name: value for name, value in settings.items() if name not in DELAYER_SETTINGS}
     if chosen.get("speculative_method") == "none":  # searched beside methods that the rest is about
         for name in ("acceptance", "acceptance_spread", "draft_model"):
             common.pop(name, None)

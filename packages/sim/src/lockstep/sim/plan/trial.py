@@ -20,6 +20,7 @@ from lockstep.core.router import RouterConfig
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, parse_scaling, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
+from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.handover import HandoverCluster
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
@@ -72,6 +73,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     give_up: bool = False  # stop once too many requests are late for the SLO ever to be met
     content: str = ""
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # fields of HostTiers that were given; unset: none
+    rank_schedulers: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
 
     @property
     def key(self) -> str:
@@ -112,6 +114,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             settings=self.settings,
             slos=tuple(map(Slo.parse, self.slos)),
             tiers={} if self.tiers is msgspec.UNSET else self.tiers,
+            rank_schedulers=self.rank_schedulers is True,
         )
         return ClusterScenario(
             base=base,
@@ -241,7 +244,7 @@ class Lateness:
     slos: tuple[Slo, ...]
     requests: int  # that are measured, at most
 
-    def __call__(self, cluster: Cluster | HandoverCluster) -> bool:
+    def __call__(self, cluster: Cluster | HandoverCluster | RankCluster) -> bool:
         """Whether to give up now."""
         late = [sum(counts) for counts in zip(*(fold.late(self.slos) for fold in cluster.client_metrics), strict=True)]
         return any(count > self._may_be_late(slo) for slo, count in zip(self.slos, late, strict=True))

@@ -1,0 +1,433 @@
+"""Data-parallel attention: ranks with requests of their own that run every pass together, and agree on it before.
+
+Each rank has an Engine, a journal and KV of its own; experts, and whatever else all ranks share, want the rows of all.
+So a slot that is free launches nothing: the rank plans, and says in a `ProposeBatch` how much that is. The hosts turn
+the proposals of all ranks into one `RanksAgreed`, the same for each, and only that launches. Whoever has nothing to
+run joins with an idle batch as soon as anybody has something.
+
+    LaneReady -> ProposeBatch(5) ->| all ranks |-> RanksAgreed(5) -> LaunchBatch, the same round on every rank
+
+**A proposal binds.** Its plan counts as in flight from then on, so whoever leaves in between is dead in it like in any
+launched plan, and its counts stay true. Nothing is ever undone. Whatever decides whether prompts go ahead is therefore
+asked *before* anything is planned: a rank that could extend, and may be told not to, proposes nothing and says that it
+wants to (`Wish`). All fold the same wishes into the same verdict, plan accordingly in the Step of that RanksAgreed, and
+propose again: two exchanges where somebody wants to extend, one everywhere else.
+
+**The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. So a rank
+with prompts waits, within limits, until every rank has some. `DELAYER` is the table of that: how ranks stand, and what
+follows. It never holds up what helps nobody by waiting: prompts go ahead where nobody decodes, or where somebody goes
+on with a prompt that is split.
+
+**One branch for all.** What a pass looks like follows from what all ranks said, never from what one of them has: if
+any extends all take the branch of extends, a graph is replayed if all can, and an extend behind an extend waits for
+results on all ranks or on none. The only clock is that of the first rank.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+from msgspec.structs import astuple, replace
+
+from lockstep.core import grammars
+from lockstep.core.batching import InFlight
+from lockstep.core.commands import (
+    NO_ROWS,
+    BatchPlan,
+    HiddenSpan,
+    LaunchBatch,
+    LogprobSpan,
+    ProposeBatch,
+    Ranks,
+    Step,
+)
+from lockstep.core.config import SchedConfig
+from lockstep.core.digest import DIGEST_BYTES, EMPTY_DIGEST
+from lockstep.core.errors import ContractError
+from lockstep.core.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
+from lockstep.core.requests import EMPTY_COHORT
+
+if TYPE_CHECKING:
+    from lockstep.core.engine import Engine
+
+Counts = tuple[int, int, int, int]
+"""Of one rank and pass: new tokens, rows of logits, 1 if it extends, 1 if a CUDA graph can run."""
+
+IDLE: Counts = (0, 0, 0, 1)
+NO_IDS = np.empty(0, np.int64)
+NO_IDS.flags.writeable = False
+
+DelayState = Literal["free", "delaying"]
+
+DELAYER: dict[tuple[DelayState, DelaySituation], DelayState] = {
+    ("free", "none"): "free",
+    ("free", "along"): "free",
+    ("free", "idle"): "free",
+    ("free", "full"): "delaying",
+    ("free", "all"): "free",
+    ("free", "starved"): "free",
+    ("free", "mixed"): "delaying",
+    ("free", "open"): "free",
+    ("delaying", "none"): "free",
+    ("delaying", "along"): "free",
+    ("delaying", "idle"): "free",
+    ("delaying", "full"): "delaying",
+    ("delaying", "all"): "free",
+    ("delaying", "starved"): "free",
+    ("delaying", "mixed"): "delaying",
+    ("delaying", "spent"): "free",
+    ("delaying", "open"): "free",
+}
+"""The state of the delayer, how ranks stand, the state that follows. Prompts wait in `delaying`, else they go ahead."""
+
+SITUATIONS: dict[DelaySituation, str] = {
+    "none": "no rank could extend",
+    "along": "a rank goes on with a split prompt, so this pass is an extend whatever the others do",
+    "idle": "no rank has anything to decode",
+    "full": "some ranks run as many requests as they may, others do not (`prefill_full_skip_passes`)",
+    "all": "every rank could extend",
+    "starved": "a rank that could extend uses less of its KV pool than the low watermark",
+    "mixed": "some ranks could extend, others could not",
+    "spent": "prompts have waited for as many passes, or as long, as they may",
+    "open": "some ranks could extend, and no rule says that they wait",
+}
+"""How ranks stand, in the order in which they are looked at."""
+
+
+class Delay(NamedTuple):
+    """How long prompts have waited for those of other ranks."""
+
+    passes: int = 0  # in a row; 0: nobody waits
+    since_us: int = 0  # by the first rank's clock
+
+    @property
+    def state(self) -> DelayState:
+        return "delaying" if self.passes else "free"
+
+
+def situation_of(
+    config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]
+) -> DelaySituation:
+    """How the ranks stand, by what they have planned and what they said beside that."""
+    waited_us = wishes[0].time_us - delay.since_us if delay.passes else 0
+    skips, full = config.prefill_full_skip_passes, sum(wish.full for wish in wishes)
+    passes_max, us_max = config.prefill_delayer_max_delay_passes, config.prefill_delayer_max_delay_us
+    if not any(wish.wants for wish in wishes):
+        return "none"
+    if any(own[2] for own in counts):
+        return "along"
+    if not any(own[0] for own in counts) and not any(wish.running for wish in wishes):
+        return "idle"
+    uneven = skips is not UNSET and skips > 0 and 0 < full < len(wishes)
+    if uneven and skips is not UNSET and delay.passes < skips:
+        return "full"
+    if passes_max is UNSET or us_max is UNSET:
+        return "spent" if uneven else "open"
+    if all(wish.wants for wish in wishes):
+        return "all"
+    if any(wish.starved for wish in wishes):
+        return "starved"
+    return "spent" if delay.passes >= passes_max or waited_us >= us_max else "mixed"
+
+
+def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
+    """What the delayer's table makes of it. `time_us` is that of the first rank."""
+    if DELAYER[delay.state, situation] == "free":
+        return Delay()
+    return Delay(delay.passes + 1, delay.since_us if delay.passes else time_us)
+
+
+def padding_of(tokens: tuple[int, ...], extends: bool) -> Literal["max_length", "sum_length"]:
+    """How rows of the ranks are laid out where all are gathered: SGLang's rule.
+
+    Gathering pads each rank to the longest, and adding up laid-out rows moves everything twice: the former is less
+    unless the ranks differ much. Extends differ much.
+    """
+    even = 2 * sum(tokens) > max(tokens) * len(tokens)
+    return "max_length" if even and not extends else "sum_length"
+
+
+def counts_of(batch: InFlight | None) -> Counts:
+    """What a rank says of its plan. All rows that decode by a graph may; nothing to run is no obstacle to one."""
+    if batch is None:
+        return IDLE
+    plan = batch.plan
+    logits = batch.samplers.size if batch.steps is None else int(batch.steps.sum())
+    logits += sum(len(span.targets) for span in plan.logprob_spans)
+    return int((plan.stops - plan.starts).sum()), logits, int(plan.extend_rows > 0), int(not plan.extend_rows)
+
+
+class HeldImage(msgspec.Struct, forbid_unknown_fields=True):
+    """What a snapshot keeps of a proposed plan that it does not keep of a launched one."""
+
+    logprob_spans: list[tuple[int, int, bytes]]
+    hidden_spans: tuple[HiddenSpan, ...]
+
+
+class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
+    """Rounds in a snapshot."""
+
+    round: int
+    proposed: Counts | None
+    wish: Wish | None
+    awaits_results: bool
+    decided: bool
+    extended: bool
+    passes: int
+    since_us: int
+    digest: bytes
+    held: HeldImage | None
+
+
+class Rounds:
+    """One rank's part in agreeing on passes: what it proposed, and what all have decided so far."""
+
+    def __init__(self, config: SchedConfig) -> None:
+        assert config.dp_ranks is not UNSET
+        assert config.dp_rank is not UNSET
+        self.ranks, self.rank = config.dp_ranks, config.dp_rank
+        self.rules_delay = config.prefill_delayer is True or bool(config.prefill_full_skip_passes)
+        self.round = 0  # the next to be proposed, or the one proposed
+        self.proposed: Counts | None = None  # what this rank has said, and nobody answered yet
+        self.wish: Wish | None = None  # said with it
+        self.held: InFlight | None = None  # the plan of that, or of the one before that was put off; the last in flight
+        self.awaits_results = False  # all wait until nothing launched is in flight
+        self.decided = False  # this exchange follows one in which all decided about prompts
+        self.extended = False  # any rank extends in the pass launched last
+        self.delay = Delay()
+        self.digest = EMPTY_DIGEST  # of all that was decided by all: equal on every rank after every round
+
+    def launched(self, engine: Engine) -> int:
+        """Batches that are launched and not delivered."""
+        return len(engine.in_flight) - (self.held is not None)
+
+    def restarted(self, generation: int) -> None:
+        """The device is gone, of every rank: rounds begin again, and who waited for others has waited for nothing."""
+        self.digest = blake2b(
+            _encode(generation), digest_size=DIGEST_BYTES
+        ).digest()  # some may have been a round ahead
+        self.round, self.proposed, self.wish, self.held = 0, None, None, None
+        self.awaits_results = self.decided = self.extended = False
+        self.delay = Delay()
+
+    # ------------------------------------------------------------------------------------------------------- proposals
+
+    def join_in(self, engine: Engine, step: Step) -> bool:
+        """Propose without planning: the engine stands still, or its slots are taken. Returns False."""
+        if self._may_propose(engine):
+            self._propose(engine, step, wants=False)
+        return False
+
+    def take_part(self, engine: Engine, step: Step) -> bool:
+        """Plan, and propose that, if a slot is free. Returns whether there was a slot and nothing that could be run."""
+        if not self._may_propose(engine):
+            return self.awaits_results
+        wants = False
+        if self.held is None:
+            wants = self._asks(engine) and not engine.decode_goes_first() and engine.would_extend()
+            if not wants:
+                self.held = engine.plan_next(step)
+        self._propose(engine, step, wants=wants)
+        return self.held is None and not wants
+
+    def _may_propose(self, engine: Engine) -> bool:
+        if self.proposed is not None or self.launched(engine) > engine.config.overlap_depth:
+            return False
+        if self.awaits_results and self.launched(engine):
+            return False
+        self.awaits_results = False
+        return True
+
+    def _asks(self, engine: Engine) -> bool:
+        """Whether this rank says that it could extend before it plans to, because it may be told to wait."""
+        if self.extended and not engine.config.overlap_consecutive_prefills:
+            return True
+        return self.rules_delay and engine.prefilling is None
+
+    def _propose(self, engine: Engine, step: Step, *, wants: bool) -> None:
+        config, wish = engine.config, None
+        if self.rules_delay or not config.overlap_consecutive_prefills:
+            low, used = config.prefill_delayer_token_usage_low_watermark, config.pages - engine.memory.available_pages
+            wish = Wish(
+                wants=wants,
+                full=engine.active >= config.max_running_requests,
+                starved=wants and isinstance(low, float) and used < low * config.pages,
+                running=engine.cohort.size,
+                in_flight=self.launched(engine),
+                time_us=engine.now_us,
+            )
+        self.proposed, self.wish = counts_of(self.held), wish
+        step.commands.append(ProposeBatch(self.round, self.proposed, wish, engine.generation))
+
+    # ------------------------------------------------------------------------------------------------------ agreements
+
+    def agreed(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
+        """All have proposed: launch, or decide together who extends, and propose again.
+
+        Returns whether prompts may go ahead and there is nothing to run.
+        Raises: ContractError, changing nothing, for what cannot be.
+        """
+        if event.generation < engine.generation:
+            engine.now_us = event.time_us  # from before a restart: void
+            return False
+        self._check(engine, event)
+        engine.now_us = event.time_us
+        self.proposed, self.round = None, self.round + 1
+        config, extends = engine.config, any(counts[2] for counts in event.counts)
+        wanting = sum(wish.wants for wish in event.wishes)
+        if not config.overlap_consecutive_prefills and self.extended and (wanting or extends):
+            if any(wish.in_flight for wish in event.wishes):
+                self.awaits_results = True  # until then nobody launches behind that extend, whoever it was
+                self._note(engine, ("awaits results", self.round))
+                return False
+        if wanting:
+            return self._decide(engine, event, step)
+        if self.delay.passes and not self.decided:
+            self.delay = delayed(self.delay, "none", 0)
+        self.decided = False
+        return self._launch(engine, event, extends, step)
+
+    def _check(self, engine: Engine, event: RanksAgreed) -> None:
+        if event.generation > engine.generation:
+            raise ContractError(f"ranks of generation {event.generation} agreed, this is {engine.generation}")
+        if self.proposed is None:
+            raise ContractError(f"ranks agreed on round {event.round}, for which rank {self.rank} proposed nothing")
+        if event.round != self.round:
+            raise ContractError(f"ranks agreed on round {event.round}, but rank {self.rank} proposed {self.round}")
+        if len(event.counts) != self.ranks or len(event.wishes) not in (0, self.ranks):
+            raise ContractError(
+                f"round {event.round} has counts of {len(event.counts)} ranks and wishes of {len(event.wishes)}, "
+                f"expected {self.ranks}"
+            )
+        if event.counts[self.rank] != self.proposed:
+            raise ContractError(
+                f"round {event.round} says {event.counts[self.rank]} of rank {self.rank}, "
+                f"which proposed {self.proposed}"
+            )
+        wish = event.wishes[self.rank] if event.wishes else None
+        if wish != self.wish:
+            raise ContractError(f"round {event.round} says {wish} of rank {self.rank}, which said {self.wish}")
+
+    def _decide(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
+        """Whether prompts go ahead: the same on every rank. Then plan what is left, and propose that."""
+        time_us, before = event.wishes[0].time_us, self.delay
+        situation = situation_of(engine.config, before, event.counts, event.wishes)
+        self.delay = delayed(before, situation, time_us)
+        allowed = not self.delay.passes
+        since = before if allowed else self.delay
+        waited_us = time_us - since.since_us if since.passes else 0
+        wanting = sum(wish.wants for wish in event.wishes)
+        if self.rules_delay:
+            step.decided.append(
+                PrefillNegotiated(engine.now_us, event.round, situation, allowed, wanting, since.passes, waited_us)
+            )
+        self._note(engine, ("prompts", event.round, situation, allowed, since))
+        if self.held is None and not engine.stands_still:
+            self.held = engine.plan_next(step, extends=allowed)
+        self.decided = True
+        self._propose(engine, step, wants=False)
+        return allowed and self.held is None and not engine.stands_still
+
+    def _launch(self, engine: Engine, event: RanksAgreed, extends: bool, step: Step) -> bool:
+        tokens = tuple(counts[0] for counts in event.counts)
+        batch, self.held = self.held, None
+        if not any(tokens):
+            self._note(engine, ("nothing", event.round))
+            return False  # somebody's requests may have come since it said so
+        if batch is None:
+            plan = BatchPlan(
+                batch_id=engine.next_number(),
+                mode="idle",
+                rows=NO_ROWS,
+                request_ids=NO_IDS,
+                starts=NO_ROWS,
+                stops=NO_ROWS,
+                generation=engine.generation,
+            )
+            batch = InFlight(plan, [], EMPTY_COHORT, [])
+            engine.in_flight.append(batch)
+        agreed = Ranks(
+            round=event.round,
+            tokens=tokens,
+            padding=padding_of(tokens, extends),
+            use_graph=all(counts[3] for counts in event.counts),
+            logit_rows=tuple(counts[1] for counts in event.counts),
+            extends=extends,
+        )
+        plan = batch.plan
+        converts = extends and not plan.extend_rows and len(plan.rows)
+        batch.plan = replace(plan, ranks=agreed, mode="mixed" if converts else plan.mode)
+        self.extended = extends
+        self._note(engine, astuple(agreed))
+        if batch.samplers.constrained:
+            ahead = [other for other in engine.in_flight if other is not batch]
+            grammars.launch(batch, ahead, engine.memory.table.outputs, step)
+        else:
+            step.commands.append(LaunchBatch(batch.plan))
+        if engine.pace.watches:
+            engine.pace.launched(engine.now_us, step)
+        return False
+
+    def _note(self, engine: Engine, decided: object) -> None:
+        if engine.digests:
+            self.digest = blake2b(self.digest + _encode(decided), digest_size=DIGEST_BYTES).digest()
+
+    # ------------------------------------------------------------------------------------------------------- snapshots
+
+    def image(self) -> RoundsImage:
+        """What a snapshot keeps."""
+        held = None
+        if self.held is not None:
+            plan = self.held.plan
+            spans = [(span.index, span.start, span.targets.tobytes()) for span in plan.logprob_spans]
+            held = HeldImage(spans, plan.hidden_spans)
+        return RoundsImage(
+            round=self.round,
+            proposed=self.proposed,
+            wish=self.wish,
+            awaits_results=self.awaits_results,
+            decided=self.decided,
+            extended=self.extended,
+            passes=self.delay.passes,
+            since_us=self.delay.since_us,
+            digest=self.digest,
+            held=held,
+        )
+
+    def load(self, image: RoundsImage, engine: Engine) -> None:
+        """The state that `image` told of; batches in flight are there already."""
+        self.round, self.proposed, self.wish = image.round, image.proposed, image.wish
+        self.awaits_results, self.decided, self.extended = image.awaits_results, image.decided, image.extended
+        self.delay, self.digest = Delay(image.passes, image.since_us), image.digest
+        if image.held is not None:
+            self.held = engine.in_flight[-1]
+            spans = tuple(LogprobSpan(i, start, np.frombuffer(t, np.int32)) for i, start, t in image.held.logprob_spans)
+            self.held.plan = replace(self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+# ------------------------------------------------------------------------------------------------ the table, as text
+
+
+def diagram() -> str:
+    """A state diagram of `DELAYER`, in Mermaid; what docs/distributed.md shows."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, situation), following in DELAYER.items():
+        arrows.setdefault((state, following), []).append(situation)
+    lines = [f"    {state} --> {to}: {', '.join(situations)}" for (state, to), situations in arrows.items()]
+    return "\n".join(("stateDiagram-v2", *lines))
+
+
+def table_text() -> str:
+    """`DELAYER` in Markdown; what docs/distributed.md shows."""
+    rows = [["situation", "means", *get_args(DelayState)], ["---"] * 4]
+    for situation, meaning in SITUATIONS.items():
+        found = [DELAYER.get((state, situation)) for state in get_args(DelayState)]
+        rows.append([f"`{situation}`", meaning, *("" if to is None else f"`{to}`" for to in found)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

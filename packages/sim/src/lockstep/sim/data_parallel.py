@@ -1,0 +1,527 @@
+"""Data-parallel attention with a scheduler per rank: ranks that agree on every pass and run it together.
+
+`--attention-dp N` alone prices an engine whose one scheduler spreads rows evenly. With `--rank-schedulers` each of its
+N shards has a scheduler, a CPU lane, a cache and a journal of its own, as ranks of a server have; requests are routed
+to ranks. All share one clock:
+
+    rank 0   plan |-> proposes .        . agreed | pass ............................... | results
+    rank 1      plan |-> proposes       . agreed    | pass ........................... | results
+                                `exchange`            begins when the last rank is there, ends for all at once
+
+A pass costs what its slowest rank needs for attention, and what all need for the rows of all, padded as they agreed.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from simpy import Environment, Event
+
+from lockstep.core import invariants
+from lockstep.core.commands import BatchPlan, ProposeBatch, Ranks, Step
+from lockstep.core.engine import Engine
+from lockstep.core.events import (
+    DelaySituation,
+    ObservedEvent,
+    PrefillNegotiated,
+    RanksAgreed,
+    RequestArrived,
+    RequestId,
+    TokenRuns,
+)
+from lockstep.core.router import RequestEnded, RequestOffered, Router, prefix_keys
+from lockstep.sim.cluster_metrics import combine
+from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.handover import GIVE_UP_EVERY, SharedFeed
+from lockstep.sim.host import NEVER_US, Device, EngineHost, JournalSink, MetricsSink, Running, standard_normal
+from lockstep.sim.metrics import MetricsFold
+from lockstep.sim.network import later
+from lockstep.sim.simulate import FrontEnd, NoJournal, Run, arrivals_of
+from lockstep.sim.token_runs import prompt_ids
+
+if TYPE_CHECKING:
+    from lockstep.host.router_journal import NoRouterJournal, RouterJournal
+    from lockstep.sim.cluster import ClusterRun, ClusterSetup
+
+EXCHANGE_US = 60
+"""From the last proposal until every rank knows all: an estimate of a gather of a few numbers by gloo, in one host."""
+
+# ---------------------------------------------------------------------------------------------------- what a pass costs
+
+
+def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> BatchShape:
+    """What all ranks run together, with what the slowest of them runs.
+
+    Args:
+        shapes: of each rank what it runs; nothing for an idle one.
+    """
+    ranks = len(shapes)
+    padded = agreed.padding == "max_length"  # then nobody extends
+
+    def total(name: str) -> int:
+        values = [getattr(shape, name) for shape in shapes]
+        return ranks * max(values) if padded else sum(values)
+
+    together = BatchShape(
+        extend_rows=sum(shape.extend_rows for shape in shapes),
+        extend_tokens=sum(shape.extend_tokens for shape in shapes),
+        extend_context_tokens=sum(shape.extend_context_tokens for shape in shapes),
+        extend_pairs=sum(shape.extend_pairs for shape in shapes),
+        decode_rows=total("decode_rows"),
+        decode_context_tokens=sum(shape.decode_context_tokens for shape in shapes),
+        sampled_rows=total("sampled_rows"),
+        draft_tokens=total("draft_tokens"),
+    )
+    candidates = {max(shapes, key=lambda shape: shape.decode_context_tokens), max(shapes, key=_tokens_of)}
+    if agreed.extends:
+        candidates.add(max(shapes, key=lambda shape: shape.extend_pairs))
+    seen = [msgspec.structs.replace(together, own=own) for own in sorted(candidates, key=msgspec.structs.astuple)]
+    return max(seen, key=lambda shape: cost.batch_us(shape).mean_us)
+
+
+def _tokens_of(shape: BatchShape) -> int:
+    return shape.extend_tokens + shape.decode_rows + shape.draft_tokens
+
+
+class Share(NamedTuple):
+    """One rank's part of a pass."""
+
+    plan: BatchPlan
+    shape: BatchShape
+    handed_over_us: int
+    draft_us: float
+    tokens: bytes
+    accepted: bytes
+
+
+class PassCounts:
+    """What is said of ranks in metrics.json."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.passes = 0
+        self.exchanges = 0
+        self.extending = 0  # passes in which any rank extends
+        self.extending_ranks = 0  # of these, ranks that do
+        self.converted = 0  # and ranks that decode in them
+        self.idle = 0  # ranks, of all passes
+        self.graphs = 0
+        self.padded = 0  # passes padded to the longest
+        self.tokens = 0
+        self.padding_tokens = 0
+        self.late_us = 0  # from when a rank was there until the last one was, all ranks together
+        self.situations: Counter[DelaySituation] = Counter()
+        self.delayed_passes = 0
+        self.waits_us: list[int] = []  # of prompts that had waited and went ahead
+
+    def launched(self, shares: Sequence[Share], started_us: int) -> None:
+        """A pass begins."""
+        agreed = shares[0].plan.ranks
+        assert agreed is not None
+        self.passes += 1
+        self.idle += sum(share.plan.mode == "idle" for share in shares)
+        self.graphs += agreed.use_graph
+        self.tokens += sum(agreed.tokens)
+        if agreed.padding == "max_length":
+            self.padded += 1
+            self.padding_tokens += max(agreed.tokens) * self.ranks - sum(agreed.tokens)
+        if agreed.extends:
+            extending = sum(share.plan.extend_rows > 0 for share in shares)
+            self.extending += 1
+            self.extending_ranks += extending
+            self.converted += sum(share.plan.mode == "mixed" and not share.plan.extend_rows for share in shares)
+        last_us = max(share.handed_over_us for share in shares)
+        self.late_us += sum(last_us - share.handed_over_us for share in shares)
+
+    def decided(self, event: PrefillNegotiated) -> None:
+        """All ranks decided about prompts; told of once for all of them."""
+        self.situations[event.situation] += 1
+        self.delayed_passes += not event.allowed
+        if event.allowed and event.passes:
+            self.waits_us.append(event.waited_us)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything; times in microseconds."""
+        waits = np.array(self.waits_us or [0])
+        return {
+            "ranks": self.ranks,
+            "passes": self.passes,
+            "exchanges": self.exchanges,
+            "passes_extending": self.extending,
+            "extending_rank_share": _share(self.extending_ranks, self.extending * self.ranks),
+            "decodes_converted": self.converted,
+            "idle_share": _share(self.idle, self.passes * self.ranks),
+            "graph_share": _share(self.graphs, self.passes),
+            "passes_max_length": self.padded,
+            "padding_share": _share(self.padding_tokens, self.tokens + self.padding_tokens),
+            "late_us_mean": _share(self.late_us, self.passes * self.ranks),
+            "prompts_by_situation": dict(sorted(self.situations.items())),
+            "passes_prompts_waited": self.delayed_passes,
+            "prompts_released": len(self.waits_us),
+            "release_wait_us_mean": round(float(waits.mean()), 3) if self.waits_us else None,
+            "release_wait_us_max": int(waits.max()) if self.waits_us else None,
+        }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 6) if whole else None
+
+
+def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
+    """What is said of the ranks of several engines together."""
+    all_of = PassCounts(counts[0].ranks)
+    for one in counts:
+        for name, value in vars(one).items():
+            if name != "ranks":
+                setattr(all_of, name, getattr(all_of, name) + value)
+    return all_of.describe()
+
+
+# --------------------------------------------------------------------------------------------------------- the exchange
+
+
+class RankDevice(Device):
+    """One rank's GPUs. A pass begins when all ranks have handed theirs over."""
+
+    group: RankGroup
+    rank: int
+
+    def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
+        """Run `plan` with the others' behind what was launched before."""
+        draft_us = 0.0
+        if self.speculation is not None:
+            longest = int(plan.speculation.draft_lengths.max()) if plan.speculation is not None else 0
+            draft_us = self.speculation.drafter.draft_us(shape, longest)
+        tokens = self._sample(plan).tobytes() if plan.rows.size else b""
+        accepted = b"" if self.speculation is None else self._accepted(plan)
+        self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, tokens, accepted))
+
+
+class RankGroup:
+    """The ranks of one engine: who has proposed what, who is there, and how long a pass takes."""
+
+    def __init__(self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str) -> None:
+        self.env = env
+        self.counts = PassCounts(ranks)
+        self.ports: list[RankPort] = []
+        self._cost = cost
+        self._key = f"{seed} {name}"
+        self._free_us = 0
+        self._proposals: dict[int, tuple[ProposeBatch, int]] = {}
+        self._there: list[deque[Share]] = [deque() for _ in range(ranks)]  # handed over, the others not yet
+
+    def proposed(self, rank: int, command: ProposeBatch, time_us: int) -> None:
+        """A rank says what it would run; once all have, each is told. The first one makes the others say so, too."""
+        first = not self._proposals
+        self._proposals[rank] = command, time_us
+        if len(self._proposals) == len(self.ports):
+            self._agree()
+        elif first:
+            for port in self.ports:
+                if port.rank not in self._proposals:
+                    port.hear(time_us, None)
+
+    def _agree(self) -> None:
+        self.counts.exchanges += 1
+        proposals = [self._proposals[rank] for rank in range(len(self.ports))]
+        self._proposals = {}
+        agreed_us = max(time_us for _, time_us in proposals) + EXCHANGE_US
+        commands = [command for command, _ in proposals]
+        event = RanksAgreed(
+            time_us=agreed_us,
+            round=commands[0].round,
+            counts=tuple(command.counts for command in commands),
+            wishes=tuple(command.wish for command in commands if command.wish is not None),
+            generation=commands[0].generation,
+        )
+        for port in self.ports:
+            port.hear(agreed_us, event)
+
+    def handed_over(self, rank: int, share: Share) -> None:
+        """A rank is there; with the last one the pass begins."""
+        self._there[rank].append(share)
+        if not all(self._there):
+            return
+        shares = [there.popleft() for there in self._there]
+        agreed = shares[0].plan.ranks
+        assert agreed is not None
+        expected = self._cost.batch_us(pass_shape(self._cost, [share.shape for share in shares], agreed))
+        took_us = expected.mean_us + max(share.draft_us for share in shares)
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._key} {self.counts.passes}")
+        started_us = max(self._free_us, *(share.handed_over_us for share in shares))
+        self._free_us = finished_us = started_us + max(1, round(took_us))
+        self.counts.launched(shares, started_us)
+        for port, share in zip(self.ports, shares, strict=True):
+            plan = share.plan
+            port.host.device.queue.append(
+                Running(
+                    plan.batch_id,
+                    plan.generation,
+                    len(plan.rows),
+                    started_us,
+                    finished_us,
+                    share.tokens,
+                    share.accepted,
+                )
+            )
+            port.feed.poke()
+
+
+class RankPort:
+    """One rank's end of the exchange: what it has not heard yet."""
+
+    host: EngineHost
+
+    def __init__(self, group: RankGroup, rank: int, feed: SharedFeed) -> None:
+        self.group, self.rank, self.feed = group, rank, feed
+        self.next_us = NEVER_US
+        self._heard: deque[tuple[int, RanksAgreed | None]] = deque()
+        group.ports.append(self)
+
+    def hear(self, time_us: int, event: RanksAgreed | None) -> None:
+        """All have agreed; or, without an event, another rank waits for what this one would run."""
+        self._heard.append((time_us, event))
+        self.next_us = self._heard[0][0]
+        self.feed.poke()
+
+    def take(self, now_us: int) -> RanksAgreed | None:
+        """The next of these, due at `next_us`."""
+        _, event = self._heard.popleft()
+        self.next_us = self._heard[0][0] if self._heard else NEVER_US
+        return None if event is None else msgspec.structs.replace(event, time_us=now_us)
+
+    def propose(self, command: ProposeBatch, now_us: int) -> None:
+        """Say what this rank would run."""
+        self.group.proposed(self.rank, command, now_us)
+
+    def pause(self, next_us: int) -> Event:
+        """Until then, or until something comes for this rank."""
+        return self.feed.pause(self.group.env, next_us)
+
+
+class Verdicts:
+    """Metrics of one rank; the first one's also say what all ranks decided about prompts."""
+
+    def __init__(self, metrics: MetricsSink, counts: PassCounts) -> None:
+        self._metrics, self._counts = metrics, counts
+        self.gauge = metrics.gauge
+        self.cpu_interval = metrics.cpu_interval
+
+    def observe(self, event: ObservedEvent, step: Step) -> None:
+        """Take in one event and its Step."""
+        for decided in step.decided:
+            if type(decided) is PrefillNegotiated:
+                self._counts.decided(decided)
+        self._metrics.observe(event, step)
+
+
+# -------------------------------------------------------------------------------------------------------------- the run
+
+
+class RankCluster:
+    """Engines of several ranks behind one router, on one clock. The router chooses among ranks."""
+
+    def __init__(
+        self,
+        setup: ClusterSetup,
+        journals: list[JournalSink],
+        router_journal: RouterJournal | NoRouterJournal,
+        *,
+        check_every: int = 0,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        scenario = setup.scenario.base
+        self.setup = setup
+        self.env = Environment()
+        self.arrivals = arrivals_of(setup.engines[0])
+        self.router = Router(setup.scenario.router, setup.shares)
+        self.routed_by_reason: Counter[str] = Counter()
+        self._journal = router_journal
+        self._hop_us = setup.scenario.hop_us
+        self._max_new_tokens = scenario.max_new_tokens
+        self._sessions: dict[int, str] = {}
+        self._ended_count = 0
+        self._on_finish = on_finish
+        self._stop_requested = False
+        self._changed: Event | None = None  # of what the arrivals know to come
+        self.groups: list[RankGroup] = []
+        self.feeds: list[SharedFeed] = []
+        self.hosts: list[EngineHost] = []
+        self.metrics: list[MetricsFold] = []
+        for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
+            ranks, rank = one.config.dp_ranks, one.config.dp_rank
+            assert ranks is not msgspec.UNSET
+            assert rank is not msgspec.UNSET
+            if rank == 0:
+                name = f"engine{engine // ranks}"
+                self.groups.append(RankGroup(self.env, one.cost, ranks, seed=scenario.seed, name=name))
+            group = self.groups[-1]
+            feed = SharedFeed(self.env, self._ends)
+            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
+            sink: MetricsSink = Verdicts(metrics, group.counts) if rank == 0 else metrics
+            frontend_us = round(one.calibration.correction.frontend_us)
+            port = RankPort(group, rank, feed)
+            host = EngineHost(
+                self.env,
+                Engine(one.config, digests=not isinstance(journal, NoJournal)),
+                feed,
+                one.cost,
+                one.cpu,
+                journal,
+                FrontEnd(sink, frontend_us) if frontend_us else sink,
+                seed=scenario.seed,
+                name=f"engine{engine}",
+                max_new_tokens=scenario.max_new_tokens,
+                check=invariants.self_check if check_every else None,
+                check_every=check_every or 1,
+                device_type=RankDevice,
+                speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
+                exchange=port,
+            )
+            device = host.device
+            assert isinstance(device, RankDevice)
+            device.group, device.rank, port.host = group, rank, host
+            self.feeds.append(feed)
+            self.hosts.append(host)
+            self.metrics.append(metrics)
+
+    @property
+    def client_metrics(self) -> list[MetricsFold]:
+        """Of the engines that clients hear of: all."""
+        return self.metrics
+
+    @property
+    def stop_requested(self) -> bool:
+        """Set from a signal handler: every rank stops before its next fact."""
+        return self._stop_requested
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        self._stop_requested = value
+        for host in self.hosts:
+            host.stop_requested = value
+
+    def run(self, give_up: Callable[[RankCluster], bool] | None = None) -> bool:
+        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        stopped_early: list[bool] = []
+        for host in self.hosts:
+            self.env.process(host.run())
+        self.env.process(self._route_all(give_up, stopped_early))
+        self.env.run()
+        return bool(stopped_early)
+
+    def _route_all(
+        self, give_up: Callable[[RankCluster], bool] | None, stopped_early: list[bool]
+    ) -> Generator[Event, None, None]:
+        env, arrivals = self.env, self.arrivals
+        until_question = GIVE_UP_EVERY
+        while not self._stop_requested:
+            next_us = arrivals.next_us
+            if next_us == NEVER_US and not arrivals.awaits_answers:
+                return
+            if next_us > env.now:
+                changed = self._changed = env.event()
+                if next_us < NEVER_US:
+                    later(env, next_us - int(env.now), functools.partial(_succeed, changed))
+                yield changed
+                continue
+            self._route()
+            until_question -= 1
+            if give_up is not None and until_question <= 0:
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
+                if give_up(self):
+                    stopped_early.append(True)
+                    return
+
+    def _route(self) -> None:
+        event = self.arrivals.take(self._max_new_tokens)
+        assert type(event) is RequestArrived
+        turn = self.arrivals.open_turns[event.request_id]
+        prefix: tuple[int, ...] = ()
+        if self.router.config.policy == "prefix_affinity":
+            assert type(event.prompt) is TokenRuns
+            prefix = prefix_keys(prompt_ids(event.prompt.runs), self.router.config.block_tokens, event.tenant)
+        session = ""
+        if self.router.config.policy == "session_sticky":
+            session = turn.label if turn.after is None else self._sessions[turn.after]
+            self._sessions[turn.index] = session
+        offered = RequestOffered(
+            time_us=event.time_us,
+            request_id=event.request_id,
+            prompt_tokens=turn.prompt_tokens,
+            prefix=prefix,
+            session=session,
+        )
+        routed = self.router.step(offered)
+        assert routed is not None
+        assert routed.engine is not None
+        self._journal.append(offered, routed, self.router.digest)
+        self.routed_by_reason[routed.reason] += 1
+        sent = msgspec.structs.replace(event, time_us=event.time_us + self._hop_us)
+        feed = self.feeds[routed.engine]
+        later(self.env, sent.time_us - int(self.env.now), lambda: feed.add(sent, turn))
+
+    def _ends(self, request_id: RequestId, now_us: int, answered: bool) -> None:
+        """A request ended; the router and the client learn of it one hop later."""
+        seen_us = now_us + self._hop_us
+        turn = self.arrivals.open_turns.get(request_id)
+        output_tokens = turn.output_tokens if turn is not None and answered else 0
+        later(self.env, seen_us - int(self.env.now), lambda: self._tell_end(request_id, output_tokens))
+        if answered:
+            self.arrivals.answered(request_id, seen_us)
+        else:
+            self.arrivals.broke_off(request_id, seen_us)
+        _succeed(self._changed)
+        self._ended_count += 1
+        if self._on_finish is not None:
+            self._on_finish(self._ended_count)
+
+    def _tell_end(self, request_id: RequestId, output_tokens: int) -> None:
+        fact = RequestEnded(time_us=int(self.env.now), request_id=request_id, output_tokens=output_tokens)
+        self.router.step(fact)
+        self._journal.append(fact, None, self.router.digest)
+
+    def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
+        """Measure it."""
+        from lockstep.sim.cluster import ClusterRun
+
+        slos = self.setup.scenario.base.slos
+        datas = [metrics.result(slos) for metrics in self.metrics]
+        data = combine(datas, hop_us=self._hop_us, slos=slos)
+        data.summary["ranks"] = summed([group.counts for group in self.groups])
+        cpu_s = time.process_time() - began_s
+        engines = tuple(
+            Run(
+                setup=one,
+                data=measured,
+                batches=host.batches,
+                clamped=host.clamped,
+                rejected=host.rejected,
+                never_sent=0,
+                interrupted=self._stop_requested,
+                cpu_s=cpu_s / len(self.hosts),
+            )
+            for one, measured, host in zip(self.setup.engines, datas, self.hosts, strict=True)
+        )
+        return ClusterRun(
+            setup=self.setup,
+            engines=engines,
+            data=data,
+            routed_by_reason=dict(sorted(self.routed_by_reason.items())),
+            never_sent=self.arrivals.never_sent,
+            interrupted=self._stop_requested,
+            stopped_early=stopped_early,
+            cpu_s=cpu_s,
+        )
+
+
+def _succeed(event: Event | None) -> None:
+    if event is not None and not event.triggered:
+        event.succeed()
