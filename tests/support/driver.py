@@ -733,6 +733,10 @@ class Driver:
         self.marks.add(f"{plan.mode} batch with drafts" if drafts.any() else "drafts left out")
         if plan.starts_after:
             self.marks.add("start left open")
+        if speculation.forced_lengths.any():
+            self.marks.add(f"{plan.mode} batch with forced tokens")
+            if speculation.drafted().any():
+                self.marks.add("forced tokens beside drafts")
         if any(other.dead for other in self.engine.in_flight if other.verifies):
             self.marks.add("dead row verified")
         if len(plan.rows) - plan.extend_rows < self.engine.cohort.size:

@@ -138,6 +138,9 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if plan.speculation is not None:
         add(_encode((plan.speculation.method, plan.speculation.draft_tokens, plan.starts_after)))
         add(plan.speculation.draft_lengths)
+        if plan.speculation.forced_lengths.size:
+            add(b"forced")
+            add(plan.speculation.forced_lengths)
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))

@@ -163,6 +163,7 @@ class BatchFinished(Observed, frozen=True, gc=False):
     ] = ()  # (sampling row, newest tokens that may begin a stop text: not sent yet)
     top_ids: bytes = b""  # int32 [tokens, most asked for]: the likeliest beside each token, where asked for
     top_logprobs: bytes = b""  # float32 of the same shape
+    forced: tuple[tuple[int, bytes], ...] = ()  # (sampling row, int32 ids): all that its grammar admits next, in turn
 
 
 class LaneReady(Observed, frozen=True, gc=False):

@@ -339,7 +339,9 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         at += count
     for i in range(plan.extend_rows, len(plan.rows)):
         drafts = plan.speculation.draft_lengths[i - plan.extend_rows] if plan.speculation is not None else 0
-        lines.append(f"  row {plan.rows[i]} newest sampled token" + (f" and {drafts} drafts" if drafts else ""))
+        forced = plan.speculation.forced_of(i - plan.extend_rows) if plan.speculation is not None else []
+        beside = f" and forced {runs(forced)}" if forced else f" and {drafts} drafts" if drafts else ""
+        lines.append(f"  row {plan.rows[i]} newest sampled token{beside}")
     rows = plan.rows.tolist()
     for media in plan.media_spans:
         name, last = media_name(media.digest), media.offset + media.stop - media.start - 1

@@ -6,14 +6,23 @@ trusted only beside the digest that the journal recorded for the same event.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import AfterBatch, BatchPlan, MediaSpan, Mode, PageDeltas, RowTaken, Speculation
+from lockstep.core.commands import (
+    AfterBatch,
+    BatchPlan,
+    MediaSpan,
+    Mode,
+    PageDeltas,
+    RowTaken,
+    Speculation,
+    SpeculationMethod,
+)
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.disaggregation import TransfersImage
@@ -21,6 +30,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.expert_placement import ExpertLoads
 from lockstep.core.grammars import Known
+from lockstep.core.jump_forward import Forced
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
 from lockstep.core.memory import Lease, Lent, Pending, Rewrite
@@ -113,9 +123,11 @@ class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
 
     draft_tokens: int
     draft_lengths: bytes
-    method: Literal["ngram", "draft_model", "eagle", "mtp"]
+    method: SpeculationMethod
     starts_after: tuple[AfterBatch, ...]
     sampled_at: bytes
+    forced_lengths: bytes | msgspec.UnsetType = msgspec.UNSET
+    forced_tokens: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -212,6 +224,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     media: MediaImage | None = None
     adapters: dict[str, Any] | None = None
     chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
+    forced: list[tuple[int, int, bytes]] | msgspec.UnsetType = msgspec.UNSET  # output to come: request, first, ids
     host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
     transfers: TransfersImage | None = None
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -294,6 +307,8 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         media=_media_image(engine),
         adapters=memory.adapters.dump() if memory.adapters is not None else None,
         chances=engine.chances if engine.chances.offered else msgspec.UNSET,
+        forced=[(request_id, one.first, one.tokens.tobytes()) for request_id, one in engine.forced.items()]
+        or msgspec.UNSET,
         host=host,
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
         tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
@@ -378,6 +393,10 @@ def restore(data: bytes) -> Engine:
     engine.sessions.unsettled = image.sessions_unsettled
     if image.chances is not msgspec.UNSET:
         engine.chances = image.chances
+    if image.forced is not msgspec.UNSET:
+        engine.forced = {
+            request_id: Forced(first, np.frombuffer(ids, np.int32)) for request_id, first, ids in image.forced
+        }
     if image.media is not None:
         _lay_media(engine, image.media)
     if image.transfers is not None and engine.transfers is not None:
@@ -511,6 +530,18 @@ def _verify_image(batch: InFlight) -> VerifyImage | None:
         method=speculation.method,
         starts_after=batch.plan.starts_after,
         sampled_at=batch.sampled_at.tobytes(),
+        forced_lengths=speculation.forced_lengths.tobytes() or msgspec.UNSET,
+        forced_tokens=speculation.forced_tokens.tobytes() or msgspec.UNSET,
+    )
+
+
+def _speculation(image: VerifyImage) -> Speculation:
+    return Speculation(
+        image.draft_tokens,
+        np.frombuffer(image.draft_lengths, np.int32),
+        image.method,
+        np.frombuffer(image.forced_lengths or b"", np.int32),
+        np.frombuffer(image.forced_tokens or b"", np.int32),
     )
 
 
@@ -543,9 +574,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         pooled_rows=np.frombuffer(image.pooled_rows, np.int32),
         media_spans=image.media_spans,
         starts_after=verifies.starts_after if verifies is not None else (),
-        speculation=Speculation(verifies.draft_tokens, np.frombuffer(verifies.draft_lengths, np.int32), verifies.method)
-        if verifies is not None
-        else None,
+        speculation=_speculation(verifies) if verifies is not None else None,
     )
     samplers = Cohort(
         [requests[i] for i in sample_rows.tolist()],

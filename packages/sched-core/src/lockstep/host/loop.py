@@ -659,6 +659,7 @@ class RuntimeHost:
                 text_stops=text_stops,
                 accepted=b"" if result.accepted is None else result.accepted.astype("<i4", copy=False).tobytes(),
                 grammar_ended=result.grammar_ended,
+                forced=result.forced,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,
                 top_ids=b"" if result.top_ids is None else result.top_ids.astype("<i4", copy=False).tobytes(),
@@ -918,7 +919,7 @@ def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> t
     rows = plan.sample_rows
     if plan.speculation is not None:
         positions: Int32s = engine.in_flight[0].sampled_at
-        return positions, np.ones(len(rows), np.int32) if accepted is None else accepted
+        return positions, engine.in_flight[0].least if accepted is None else accepted
     counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
     return plan.stops[rows] - counts + np.int32(1), counts
 
