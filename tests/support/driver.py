@@ -310,6 +310,8 @@ class Driver:
             event = msgspec.structs.replace(event, text_stops=tuple(i for i in odd if stories[i].watches_text))
         sent = [len(story.sent) for story in stories]
         self.fold(event)
+        if (forced := self.kv.tell_forced(self.now_us)) is not None:
+            self.fold(forced)
         for story, have, count, before in zip(stories, outputs, held, sent, strict=True):
             if count and not story.ended:
                 assert len(story.sent) <= max(before, have - count), f"{count} of {have} tokens were to be held back"

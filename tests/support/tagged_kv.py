@@ -68,6 +68,7 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRetracted,
     SessionClosed,
+    TokensForced,
     TransferAdvanced,
     TransferMoved,
     TurnStarted,
@@ -77,6 +78,7 @@ from lockstep.core.requests import Int32s, prompt_bytes
 
 Sample = Callable[[RequestId, int], int]
 Accept = Callable[[RequestId, int, int], int]
+Force = Callable[[RequestId, int], bool]
 
 NOTHING = -1  # a cell, or a table entry, that was never written
 GARBAGE = -2  # a cell written by a row whose inputs failed; nobody may read it
@@ -189,6 +191,7 @@ class TaggedKv:
         sample: Sample = pure_token,
         *,
         accept: Accept = pure_accept,
+        force: Force = pure_forced,
         eager: bool = False,
         interned: dict[tuple[object, ...], int] | None = None,
     ) -> None:
@@ -199,7 +202,9 @@ class TaggedKv:
         self.config = config
         self.sample = sample
         self.accept = accept
+        self.force = force
         self.eager = eager
+        self.forced: tuple[tuple[RequestId, int, bytes], ...] = ()  # behind the result that was made last
         self.generation = 0
         self.weights = 0  # version of the weights; part of every prefix id
         self.forwards = 0
@@ -556,15 +561,19 @@ class TaggedKv:
         if launched.plan.speculation is not None:
             accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
             event = msgspec.structs.replace(event, accepted=np.array(accepted, np.int32).tobytes())
-        if forced := self._forced(launched):
-            event = msgspec.structs.replace(event, forced=forced)
+        self.forced = self._forced(launched)
         ended = self._grammars_ended(launched.plan)
         return msgspec.structs.replace(event, grammar_ended=ended) if ended else event
 
-    def _forced(self, launched: Launched) -> tuple[tuple[int, bytes], ...]:
-        """Sampling rows whose grammars leave no choice behind the token they sample, with what they force."""
-        found: list[tuple[int, bytes]] = []
-        for number, i in enumerate(launched.plan.sample_rows.tolist() if self.config.jumps else ()):
+    def tell_forced(self, time_us: int) -> TokensForced | None:
+        """What the grammars force behind the result that was made last; to be told behind it."""
+        forced, self.forced = self.forced, ()
+        return TokensForced(time_us, self.generation, forced) if forced else None
+
+    def _forced(self, launched: Launched) -> tuple[tuple[RequestId, int, bytes], ...]:
+        """Requests whose grammars leave no choice behind the token they sample, with what they force."""
+        found: list[tuple[RequestId, int, bytes]] = []
+        for i in launched.plan.sample_rows.tolist() if self.config.jumps else ():
             row = self.rows[int(launched.plan.rows[i])]
             story = self.stories[row.request_id]
             stop = first = 1 + (
@@ -573,11 +582,11 @@ class TaggedKv:
             ends = stop + 100  # the token that ends a grammar is sampled: its result says so
             if story.grammar_ends is not None:
                 ends = story.prompt_tokens + story.grammar_ends - 1
-            while row.matcher is not None and stop < ends and pure_forced(row.request_id, stop):
+            while row.matcher is not None and stop < ends and self.force(row.request_id, stop):
                 stop += 1
-            if first < stop:
+            if first < stop and row.live:
                 tokens = [self.sample(row.request_id, position) for position in range(first, stop)]
-                found.append((number, np.array(tokens, np.int32).tobytes()))
+                found.append((row.request_id, first - story.prompt_tokens, np.array(tokens, np.int32).tobytes()))
         return tuple(found)
 
     def _grammars_ended(self, plan: BatchPlan) -> tuple[int, ...]:
@@ -653,7 +662,7 @@ class TaggedKv:
         assert seen is not None
         outputs = story.tokens[story.prompt_tokens :]
         to_come = range(len(story.tokens), story.prompt_tokens + len(seen)) if self.config.jumps else ()
-        outputs += [self.sample(request_id, position) for position in to_come if pure_forced(request_id, position)]
+        outputs += [self.sample(request_id, position) for position in to_come if self.force(request_id, position)]
         outputs = outputs[: story.grammar_ends]
         if seen != outputs[: len(seen)]:
             raise KvError(f"the matcher of r{row.request_id} was moved by {seen}, the output it may see is {outputs}")

@@ -346,9 +346,7 @@ class Executor:
         if self.drafter is not None:
             self.drafter.saw(self._batch(one, tensors))
 
-    def _guessed(
-        self, verifying: Verifying, there: VerifyingTensors, newest: Tensor, stands_host: Int32s
-    ) -> Tensor:
+    def _guessed(self, verifying: Verifying, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
         """The drafts of each row, int64 [rows, most]: guessed, or forced by its grammar."""
         drafted = verifying.drafts - verifying.forced if verifying.forced.size else verifying.drafts
         guessed = newest.new_zeros(len(newest), 0)
@@ -625,9 +623,7 @@ def _masks(allowed: Int32s | None, one: Pass, vocabulary: int) -> Int32s | None:
     return masks
 
 
-def _verified(
-    result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[Any]], forced: Int32s | None
-) -> None:
+def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[Any]], forced: Int32s | None) -> None:
     """Keep of what a verification drew what counts."""
     accepted: Int32s = arrays["accepted"]
     kept, firsts = kept_samples(samples, accepted), np.cumsum(samples) - samples

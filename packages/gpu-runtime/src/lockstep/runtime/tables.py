@@ -364,7 +364,8 @@ class Tables:
             if forced.size and (len(forced) != len(drafts) or (forced > drafts).any() or (forced < 0).any()):
                 raise PlanError(f"{name} has {_few(forced)} forced tokens among {_few(drafts)} drafts")
             if int(forced.sum()) != len(plan.speculation.forced_tokens):
-                raise PlanError(f"{name} has {len(plan.speculation.forced_tokens)} of {int(forced.sum())} forced tokens")
+                given = len(plan.speculation.forced_tokens)
+                raise PlanError(f"{name} has {given} of {int(forced.sum())} forced tokens")
             spare = spans[plan.extend_rows :] - np.int32(1) - drafts
             open_ones = np.zeros(len(plan.rows), np.bool_)
             open_ones[[after.index for after in plan.starts_after]] = True

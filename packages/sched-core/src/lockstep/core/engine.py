@@ -76,6 +76,7 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
     StorageWritten,
+    TokensForced,
     TransferAdvanced,
     WeightsSwapped,
 )
@@ -249,6 +250,8 @@ class Engine:
                 self.maintenance.switched(self, event, step)
             case GrammarReady():
                 self.grammars.answered(self, event, step)
+            case TokensForced():
+                jump_forward.learn(self, event)
             case AdapterLoaded() if self.memory.adapters is not None:
                 self._adapter_loaded(event, self.memory.adapters, step)
             case TransferAdvanced() if self.transfers is not None:
@@ -1200,8 +1203,8 @@ class Engine:
                 self.finish(request, "computed", step)
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
-            if self.forced or event.forced:
-                jump_forward.learn(self, event, batch)
+            if self.forced:
+                jump_forward.delivered(self, batch)
         if self.memory.pending:
             self.memory.computed(plan.batch_id)
         if plan.extend_rows and self.memory.radix is not None:
@@ -1277,7 +1280,7 @@ class Engine:
             delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
         if event.accepted and not batch.verifies:
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
-        if event.forced or self.forced or batch.forced is not None:
+        if self.forced or batch.forced is not None:
             jump_forward.check(self, event, batch)
         if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")

@@ -163,7 +163,6 @@ class BatchFinished(Observed, frozen=True, gc=False):
     ] = ()  # (sampling row, newest tokens that may begin a stop text: not sent yet)
     top_ids: bytes = b""  # int32 [tokens, most asked for]: the likeliest beside each token, where asked for
     top_logprobs: bytes = b""  # float32 of the same shape
-    forced: tuple[tuple[int, bytes], ...] = ()  # (sampling row, int32 ids): all that its grammar admits next, in turn
 
 
 class LaneReady(Observed, frozen=True, gc=False):
@@ -181,6 +180,17 @@ class GrammarReady(Observed, frozen=True, gc=False):
 
     digest: bytes
     error: str = ""
+
+
+class TokensForced(Observed, frozen=True, gc=False):
+    """Grammars leave some requests no choice: what they will say next is known before it is sampled.
+
+    Follows the BatchFinished behind whose tokens it stands. Each token is the only one that its mask admits; none of
+    them ends its grammar. Requests that have ended are passed over.
+    """
+
+    generation: int
+    forced: tuple[tuple[RequestId, int, bytes], ...]  # (request, number of its first output that is forced, int32 ids)
 
 
 class AdapterLoaded(Observed, frozen=True, gc=False):
@@ -455,6 +465,7 @@ ObservedEvent = (
     | LaneReady
     | ClockAdvanced
     | GrammarReady
+    | TokensForced
     | AdapterLoaded
     | TransferAdvanced
     | HostCopyFinished

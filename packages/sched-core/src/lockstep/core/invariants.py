@@ -361,9 +361,7 @@ def _speculation(engine: Engine) -> None:
         if batch.verifies:
             assert batch.steps is not None
             drafts = (batch.steps - batch.least).tolist()
-            for request, row, tokens in zip(
-                batch.samplers.requests, batch.samplers.rows.tolist(), drafts, strict=True
-            ):
+            for request, row, tokens in zip(batch.samplers.requests, batch.samplers.rows.tolist(), drafts, strict=True):
                 if tokens and request.row == row and (request.grammar is not None or request.watches_text):
                     _fail(f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, token by token wanted")
 

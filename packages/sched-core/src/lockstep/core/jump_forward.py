@@ -1,7 +1,7 @@
 """Jump-forward: where a grammar admits one continuation only, its tokens are computed together, none is waited for.
 
 Behind `{"verdict": "yes", ` a schema may leave nothing but `"percent": `. The host, who has the matchers, says with
-each token which ones are forced behind it (`BatchFinished.forced`): each is the only token that its mask admits.
+each token which ones are forced behind it (`TokensForced`): each is the only token that its mask admits.
 So they are facts before they are sampled, and the next launch of the row computes them behind its newest token:
 
     outputs      s - 1      s      s + 1    s + 2
@@ -31,7 +31,7 @@ import numpy as np
 
 from lockstep.core.batching import InFlight
 from lockstep.core.errors import ContractError
-from lockstep.core.events import BatchFinished
+from lockstep.core.events import BatchFinished, RequestId, TokensForced
 from lockstep.core.requests import NO_IDS, Cohort, Int32s
 
 if TYPE_CHECKING:
@@ -53,28 +53,44 @@ class Forced(NamedTuple):
 # --------------------------------------------------------------------------------------------------------- the results
 
 
-def check(engine: Engine, event: BatchFinished, batch: InFlight) -> None:
-    """Raise ContractError for forced tokens that cannot be, and for tokens that were to be others."""
-    samplers = batch.samplers
-    if event.forced and not engine.config.jumps:
-        raise ContractError(f"batch {event.batch_id} reports forced tokens; `jump_forward_tokens` is 0")
-    for i, ids in event.forced:
-        if not 0 <= i < (0 if event.error else samplers.size):
-            raise ContractError(f"batch {event.batch_id} names sampling row {i} of {samplers.size}")
-        if not samplers.has_grammar[i]:
-            raise ContractError(f"batch {event.batch_id}: sampling row {i} has forced tokens, but no grammar")
+def learn(engine: Engine, event: TokensForced) -> None:
+    """Note what is forced. Raises ContractError, having noted nothing, for what cannot be."""
+    if not engine.config.jumps:
+        raise ContractError("tokens are forced, but `jump_forward_tokens` is 0")
+    if event.generation > engine.generation:
+        raise ContractError(f"tokens forced in generation {event.generation}, but this is {engine.generation}")
+    found: dict[RequestId, Forced] = {}
+    for request_id, first, ids in event.forced if event.generation == engine.generation else ():
+        request = engine.requests.get(request_id)
+        if request is None or not request.decodes or request.watches_text:
+            continue  # it has ended, or has left its row, or ends with what is in flight; or its text decides
+        if request.grammar is None:
+            raise ContractError(f"tokens of {request.name} are forced, but it has no grammar")
+        if first != (outputs := engine.outputs_of(request)):
+            raise ContractError(f"tokens of {request.name} are forced from output {first} on, but it has {outputs}")
         if not ids or len(ids) % 4 or np.frombuffer(ids, np.int32).min() < 0:
-            raise ContractError(f"batch {event.batch_id}: {ids!r} of sampling row {i} are no token ids")
-    if event.error or not (engine.forced or batch.forced is not None):
+            raise ContractError(f"{ids!r}, forced of {request.name}, are no token ids")
+        tokens = np.frombuffer(ids, np.int32)
+        if (stops := np.isin(tokens, request.stop_token_ids)).any():
+            tokens = tokens[: int(stops.argmax())]
+        if tokens.size:
+            found[request_id] = Forced(first, tokens)
+    engine.now_us = event.time_us
+    engine.forced |= found
+
+
+def check(engine: Engine, event: BatchFinished, batch: InFlight) -> None:
+    """Raise ContractError for tokens that were to be others."""
+    if event.error:
         return
     tokens, at = np.frombuffer(event.tokens, np.int32), 0
     counts = np.frombuffer(event.accepted, np.int32) if event.accepted else batch.least
-    for i, request in enumerate(samplers.requests):
+    for i, request in enumerate(batch.samplers.requests):
         got = tokens[at : at + int(counts[i])].tolist()
         at += len(got)
-        if samplers.rows[i] in batch.dead or i in event.invalid:
+        if batch.samplers.rows[i] in batch.dead or i in event.invalid:
             continue
-        number, expected = int(batch.sampled_at[i] - samplers.prompts[i]), list(batch.forced_of(i))
+        number, expected = int(batch.sampled_at[i] - batch.samplers.prompts[i]), batch.forced_of(i)
         known = engine.forced.get(request.request_id)
         if not expected and known is not None and known.first <= number < known.stop:
             expected = known.tokens[number - known.first :].tolist()
@@ -85,25 +101,14 @@ def check(engine: Engine, event: BatchFinished, batch: InFlight) -> None:
             )
 
 
-def learn(engine: Engine, event: BatchFinished, batch: InFlight) -> None:
-    """A batch's tokens are taken in: forget forced tokens that were delivered, and note those that it reports."""
+def delivered(engine: Engine, batch: InFlight) -> None:
+    """A batch's tokens are taken in: forget what was forced and has come."""
     samplers = batch.samplers
     steps = samplers.ones if batch.steps is None else batch.steps
-    delivered = batch.sampled_at - samplers.prompts + steps
-    if engine.forced:
-        for i, request in enumerate(samplers.requests):
-            known = engine.forced.get(request.request_id)
-            if known is not None and known.stop <= delivered[i] and samplers.rows[i] not in batch.dead:
-                del engine.forced[request.request_id]
-    for i, ids in event.forced:
-        request = samplers.requests[i]
-        if samplers.rows[i] in batch.dead or not request.decodes or request.watches_text:
-            continue
-        tokens = np.frombuffer(ids, np.int32)
-        if (stops := np.isin(tokens, request.stop_token_ids)).any():
-            tokens = tokens[: int(stops.argmax())]
-        if tokens.size:
-            engine.forced[request.request_id] = Forced(int(delivered[i]), tokens)
+    for i, outputs in enumerate((batch.sampled_at - samplers.prompts + steps).tolist()):
+        known = engine.forced.get(samplers.requests[i].request_id)
+        if known is not None and known.stop <= outputs and samplers.rows[i] not in batch.dead:
+            del engine.forced[samplers.requests[i].request_id]
 
 
 # ---------------------------------------------------------------------------------------------------------- the launch

@@ -78,6 +78,7 @@ from lockstep.core.events import (
     StorageWritten,
     TierOperationEnded,
     TierOperationStarted,
+    TokensForced,
     TransferMoved,
     TurnStarted,
     WeightsSwapped,
@@ -270,6 +271,12 @@ def observed_line(event: Observed, names: Names) -> str:
         case GrammarReady():
             verdict = f"did not compile: {event.error}" if event.error else "compiled"
             return f"grammar {_grammar(event.digest)} {verdict}"
+        case TokensForced():
+            told = [
+                f"{names.request(request_id)} {len(ids) // 4} from output {first} on"
+                for request_id, first, ids in event.forced
+            ]
+            return f"forced {', '.join(told)}"
         case MediaEncoded():
             return f"encoded {media_name(event.digest)}" + (f" with error: {event.error}" if event.error else "")
         case ControlRequested():

@@ -77,6 +77,7 @@ from lockstep.core.events import (
     RequestCancelled,
     RequestId,
     RequestKind,
+    TokensForced,
     WeightsSwapped,
 )
 from lockstep.core.requests import Request
@@ -647,6 +648,7 @@ class RuntimeHost:
         if plan.speculation is not None:
             self.drafts.fold(plan, result.accepted)
         finished_us = min(result.finished_us, now_us)
+        forced = self._forced(result)
         self._fold(
             BatchFinished(
                 now_us,
@@ -659,7 +661,6 @@ class RuntimeHost:
                 text_stops=text_stops,
                 accepted=b"" if result.accepted is None else result.accepted.astype("<i4", copy=False).tobytes(),
                 grammar_ended=result.grammar_ended,
-                forced=result.forced,
                 logprobs=b"" if result.logprobs is None else result.logprobs.astype("<f4", copy=False).tobytes(),
                 text_held=text_held,
                 top_ids=b"" if result.top_ids is None else result.top_ids.astype("<i4", copy=False).tobytes(),
@@ -668,6 +669,23 @@ class RuntimeHost:
                 else result.top_logprobs.astype("<f4", copy=False).tobytes(),
             )
         )
+
+        forced = tuple([one for one in forced if one[0] in self.engine.requests])
+        if forced:
+            self._fold(TokensForced(now_us, plan.generation, forced))
+
+    def _forced(self, result: BatchResult) -> tuple[tuple[RequestId, int, bytes], ...]:
+        """What grammars force behind a result, by request. To be asked before the engine takes it in."""
+        if not result.forced:
+            return ()
+        plan = result.plan
+        positions, counts = sampled_spans(self.engine, plan, result.accepted)
+        found = []
+        for i, ids in result.forced:
+            request = self.engine.requests.get(int(plan.request_ids[plan.sample_rows[i]]))
+            if request is not None:
+                found.append((request.request_id, int(positions[i] + counts[i]) - request.prompt_tokens, ids))
+        return tuple(found)
 
     def _watch(self, result: BatchResult) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Which sampling rows ran into a stop text, and of which how many tokens may be the beginning of one."""
