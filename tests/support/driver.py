@@ -871,10 +871,16 @@ def _beside(rng: random.Random, radix: bool) -> dict[str, Any]:
 
 
 def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConfig:
-    """The settings, for a share of the seeds with drafts; nothing else is drawn differently."""
+    """The settings, for a share of the seeds with drafts, or jumps; nothing else is drawn differently."""
     own = random.Random()
     own.setstate(rng.getstate())
-    if own.random() >= share or config.decode_steps_per_launch > 1:
+    drawn = own.random()
+    if config.decode_steps_per_launch > 1:
+        return config
+    jumps = random.Random(f"jumps {drawn}")
+    if jumps.random() < 0.4:
+        config = msgspec.structs.replace(config, jump_forward_tokens=jumps.choice([1, 2, 5, 16]))
+    if drawn >= share:
         return config
     return msgspec.structs.replace(
         config,
