@@ -1,4 +1,4 @@
-"""The examples of docs/features.md run as printed, against one server in which drafts and jump-forward are switched on."""
+"""The examples of docs/features.md run as printed, against one server with drafts and jump-forward switched on."""
 
 from __future__ import annotations
 
