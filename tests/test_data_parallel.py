@@ -201,6 +201,7 @@ def test_one_engine_alone_knows_no_ranks() -> None:
             "above 0 and at most 1, got `1.5`",
         ),
         ({"dp_ranks": 2, "decode_steps_per_launch": 2}, "ranks agree on every pass"),
+        ({"dp_ranks": 2, "jump_forward_tokens": 4}, "not part of what ranks tell each other yet"),
         ({"dp_ranks": 2, "role": "prefill"}, "do not hand requests over yet"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The examples of docs/features.md run as printed, against one server in which drafts are switched on."""
+"""The examples of docs/features.md run as printed, against one server with drafts and jump-forward switched on."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SECTIONS = {section: source for section, source in FOUND.items() if "admin.sock"
 PRINTED = {
     "Drafts": r"40 tokens\ntokens of a verification: [1-5]\.\d+\n",
     "Structured output": r"verdict='(yes|no)' percent=\d{1,3}\n\d{3}-\d{4}\n",
+    "Jump-forward": r"(yes|no), because the answer is always the same stop\nforced: True\n",
     "Tools and thoughts": r"tool_calls get_weather \{'city': '(Rome|Paris)', 'days': [123]\}\n",
 }
 
@@ -37,6 +38,8 @@ STARTED = (
     "speculative_method=ngram",
     "--set",
     "num_speculative_tokens=4",
+    "--set",
+    "jump_forward_tokens=16",
 )
 
 

@@ -27,7 +27,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 from pydantic import BaseModel, Field  # noqa: E402
 
 from lockstep.core.commands import SampleBatch  # noqa: E402
-from lockstep.core.events import EngineRestarted, GrammarReady  # noqa: E402
+from lockstep.core.events import EngineRestarted, GrammarReady, TokensForced  # noqa: E402
 from lockstep.core.replay import fold  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
 
@@ -277,8 +277,34 @@ def answers(url: str, seen: list[str]) -> list[dict[int, str]]:
     return found
 
 
-def test_a_killed_engine_goes_on_in_the_middle_of_an_answer(server: LiveServer) -> None:
-    undisturbed = answers(server.url, [])
+@pytest.fixture(scope="module")
+def undisturbed(server: LiveServer) -> list[dict[int, str]]:
+    return answers(server.url, [])
+
+
+def test_jump_forward_changes_no_text_and_its_journal_resumes_and_replays(
+    undisturbed: list[dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed where forced tokens were written and not sent."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:1")
+    jumping = ("--set", "jump_forward_tokens=16", "--journal", str(tmp_path / "run"))
+    with serving(tmp_path / "log", *SETTINGS, *jumping) as made:
+        assert answers(made.url, []) == undisturbed
+        assert made.text().count(" s after the end of the one before") == 1
+        assert "recovered 0 requests" not in made.text()
+        figures = httpx2.get(f"{made.url}/metrics").text
+        (forced,) = [line for line in figures.splitlines() if line.startswith("lockstep_forced_tokens_total")]
+        assert float(forced.rpartition(" ")[2]) > 10
+        assert made.end() == 0
+    folded = list(fold(tmp_path / "run"))
+    kinds = [type(event) for event, _ in folded]
+    assert EngineRestarted in kinds[kinds.index(TokensForced) :]
+    assert TokensForced in kinds[kinds.index(EngineRestarted) :]
+
+
+def test_a_killed_engine_goes_on_in_the_middle_of_an_answer(
+    server: LiveServer, undisturbed: list[dict[int, str]]
+) -> None:
     for number, texts in enumerate(undisturbed):
         for text in texts.values():
             if "regex" in BODIES[number]:

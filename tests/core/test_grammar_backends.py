@@ -90,6 +90,44 @@ def test_any_end_token_ends_where_the_grammar_may(compiled: CompiledGrammars, wo
     assert matchers.ended(0, a)
 
 
+def test_what_is_forced_is_all_that_masks_admit(compiled: CompiledGrammars, words: Any) -> None:
+    """Token by token: forced are those, and only those, whose mask has no other; none of them ends the grammar."""
+    fields = {"verdict": {"enum": ["approved", "rejected"]}, "reviewer_name": {"enum": ["Alice Liddell"]}}
+    schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    matchers = GrammarMatchers(compiled, VOCABULARY, (END, OTHER_END))
+    found = 0
+    for number, (kind, source) in enumerate(
+        [
+            ("json_schema", json.dumps(schema)),
+            ("regex", "(yes|no), because of [a-c] the end"),
+            ("regex", "word for word"),
+        ]
+    ):
+        matchers.take_row(taken(0, number, make_grammar(kind, source)))  # type: ignore[arg-type]
+        answer: list[int] = []
+        forced: list[int] = []  # what is to come
+        while True:
+            may = allowed(matchers, 0)
+            assert not forced or may == {forced[0]}
+            token = max(may, key=lambda one: (one not in (END, OTHER_END), -one))
+            answer.append(token)
+            if matchers.ended(0, token):
+                assert not matchers.forced(0, token)
+                assert not forced[1:]
+                break
+            told = matchers.forced(0, token)
+            assert told == forced[1:] or not forced[1:]
+            assert len(allowed(matchers, 0)) == len(may)  # looking did not move it
+            forced = told
+            found += bool(told)
+            matchers.advance(number, 1, [token])
+            if not told:
+                following = allowed(matchers, 0)
+                assert len(following) > 1 or matchers.ended(0, next(iter(following)))
+            assert len(answer) < 60
+    assert found > 5
+
+
 def test_rows_change_hands_and_older_epochs_reach_nobody(compiled: CompiledGrammars, words: Any) -> None:
     matchers = GrammarMatchers(compiled, VOCABULARY, (END,))
     ab, cd = make_grammar("regex", "a[bQ]"), make_grammar("regex", "c[dQ]")

@@ -33,6 +33,7 @@ CHAT = (
     "gen:n=10,rate=300,turns=uniform:1:2,think=lognormal:30ms:1,shared_prefix=48x2,input=lognormal:60:0.8,"
     "output=lognormal:8:0.8,max_total=300"
 )
+JUMPING = f"{CHAT.replace('output=lognormal:8:0.8', 'output=uniform:15:40')},grammars=0.7x3"
 TIGHT = {"pages": 24, "max_running_requests": 6, "chunked_prefill_size": 64, "schedule_conservativeness": 0.1}
 
 
@@ -98,6 +99,12 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "shortest-prefill": ("the shortest prompt first", _told("ordering/shortest_prefill_first")),
     "deferred-prefix": ("a request waits for its prefix", _told("ordering/deferred_chunk_by_chunk")),
     "grammar": ("masks, matchers and sampling that waits", _told("grammar/end_at_depth_2")),
+    "jump-forward": (
+        "tokens that grammars force, computed together: overlap, chunks, retractions",
+        lambda folder: record_simulation(
+            folder, JUMPING, grammar_forces="0.5x5", **TIGHT, jump_forward_tokens=8, retract_every=9
+        ),
+    ),
     "grammar-line": ("requests held for their grammars", _told("grammar/order_of_the_line")),
     "structured-output": ("schemas, expressions, grammars and tags, compiled, refused, retracted", _brought),
     "sessions": ("turns that wait for each other", _told("sessions/turns_wait")),

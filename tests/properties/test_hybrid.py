@@ -148,6 +148,7 @@ def test_sizes_that_cannot_be_are_named(given: dict[str, int], said: str) -> Non
         ({"same_step_sharing": True}, "`hybrid` does not go with `same_step_sharing` yet"),
         ({"speculative_method": "ngram"}, "`hybrid` does not go with `speculative_method` yet"),
         ({"role": "decode"}, "`hybrid` does not go with `role` yet"),
+        ({"jump_forward_tokens": 4}, "`hybrid` does not go with `jump_forward_tokens` yet"),
         ({"dp_ranks": 2}, "`hybrid` does not go with `dp_ranks` yet"),
     ],
 )

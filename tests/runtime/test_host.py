@@ -449,6 +449,9 @@ class Alternating:
     def ended(self, row: int, token: int) -> bool:
         return token % 10 == 0
 
+    def forced(self, row: int, token: int) -> list[int]:
+        return []
+
 
 @pytest.mark.parametrize("run_at", ["launch", "collection"])
 @pytest.mark.parametrize("depth", [0, 1, 2])

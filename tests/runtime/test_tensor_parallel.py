@@ -56,7 +56,7 @@ from lockstep.runtime.rank_wire import (  # noqa: E402
 from lockstep.runtime.ranks import LeadExecutor, check_split, rank_device  # noqa: E402
 from lockstep.runtime.worker import Follower, SentMasks  # noqa: E402
 from tests.runtime.test_host import Alternating  # noqa: E402
-from tests.support.small_runtime import SmallRuntime, alone, make_executor  # noqa: E402
+from tests.support.small_runtime import VOCABULARY, SmallRuntime, alone, make_executor  # noqa: E402
 
 T = TypeVar("T")
 
@@ -630,6 +630,35 @@ def test_workers_sample_under_the_masks_of_rank_0(depth: int, run_at: Any) -> No
     for answer in bound:
         assert [token % 2 for token in answer.tokens] == [n % 2 for n in range(len(answer.tokens))]
     assert group.batches == runtime.host.batches > 12
+
+
+class Counting(Alternating):
+    """Behind a multiple of three the two numbers behind it must follow."""
+
+    def forced(self, row: int, token: int) -> list[int]:
+        following = [token + 1, token + 2]
+        return following if token % 3 == 0 and token + 2 < VOCABULARY and all(n % 10 for n in following) else []
+
+
+def test_workers_are_told_what_is_forced() -> None:
+    runtime = SmallRuntime(
+        jump_forward_tokens=4,
+        overlap_depth=0,
+        retract_every=5,
+        matchers=Counting(),
+        host_options={"compile_grammar": lambda command, answer: answer("")},
+    )
+    group = OneThread(runtime, "launch")
+    grammar = Grammar("regex", "alternating", b"digest of sixteen")
+    bound = [runtime.submit([n, 2, 3], 12, grammar=grammar) for n in range(4)]
+    free = runtime.submit([9, 9], 12)
+    runtime.run()
+    group.close()
+    assert free.tokens == alone([9, 9], 12)
+    assert runtime.host.drafts.forced > 4
+    for answer in bound:
+        assert [token % 2 for token in answer.tokens] == [n % 2 for n in range(len(answer.tokens))]
+    assert group.batches == runtime.host.batches
 
 
 def test_a_worker_refuses_what_rank_0_did_not_plan() -> None:

@@ -312,6 +312,8 @@ class Driver:
             event = msgspec.structs.replace(event, text_stops=tuple(i for i in odd if stories[i].watches_text))
         sent = [len(story.sent) for story in stories]
         self.fold(event)
+        if (forced := self.kv.tell_forced(self.now_us)) is not None:
+            self.fold(forced)
         for story, have, count, before in zip(stories, outputs, held, sent, strict=True):
             if count and not story.ended:
                 assert len(story.sent) <= max(before, have - count), f"{count} of {have} tokens were to be held back"
@@ -749,6 +751,10 @@ class Driver:
         self.marks.add(f"{plan.mode} batch with drafts" if drafts.any() else "drafts left out")
         if plan.starts_after:
             self.marks.add("start left open")
+        if speculation.forced_lengths.any():
+            self.marks.add(f"{plan.mode} batch with forced tokens")
+            if speculation.drafted().any():
+                self.marks.add("forced tokens beside drafts")
         if any(other.dead for other in self.engine.in_flight if other.verifies):
             self.marks.add("dead row verified")
         if len(plan.rows) - plan.extend_rows < self.engine.cohort.size:
@@ -891,10 +897,16 @@ def _beside(rng: random.Random, radix: bool) -> dict[str, Any]:
 
 
 def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConfig:
-    """The settings, for a share of the seeds with drafts; nothing else is drawn differently."""
+    """The settings, for a share of the seeds with drafts, or jumps; nothing else is drawn differently."""
     own = random.Random()
     own.setstate(rng.getstate())
-    if own.random() >= share or config.decode_steps_per_launch > 1:
+    drawn = own.random()
+    if config.decode_steps_per_launch > 1:
+        return config
+    jumps = random.Random(f"jumps {drawn}")
+    if jumps.random() < 0.4 and not config.shares_passes:
+        config = msgspec.structs.replace(config, jump_forward_tokens=jumps.choice([1, 2, 5, 16]))
+    if drawn >= share:
         return config
     return msgspec.structs.replace(
         config,

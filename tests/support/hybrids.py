@@ -29,6 +29,7 @@ def hybrid(rng: random.Random, config: SchedConfig) -> SchedConfig:
         num_speculative_tokens=UNSET,
         speculative_min_chance=UNSET,
         speculative_max_batch_size=UNSET,
+        jump_forward_tokens=UNSET,
     )
     kind = rng.choice(["window", "state", "both"])
     tokens = rng.choice([1, 2, 5, 8, 17, 60]) if kind != "state" else 0

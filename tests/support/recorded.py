@@ -37,11 +37,20 @@ def record_scenario(folder: Path, name: str) -> Path:
     return record_story(folder, (SCENARIOS / f"{name}.txt").read_text())
 
 
-def record_simulation(folder: Path, workload: str, seed: int = 7, **settings: Any) -> Path:
+def record_simulation(
+    folder: Path, workload: str, seed: int = 7, grammar_forces: str | None = None, **settings: Any
+) -> Path:
     """Simulate a small model and write the run's journal."""
     from lockstep.sim.simulate import Scenario, assemble, simulate
 
-    scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=workload, seed=seed, settings=settings)
+    scenario = Scenario(
+        model="qwen3-0.6b",
+        gpu="h200",
+        workload=workload,
+        seed=seed,
+        settings=settings,
+        grammar_forces=grammar_forces,
+    )
     simulate(assemble(scenario, environ={}), folder=folder)
     return folder
 

@@ -44,8 +44,9 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
     snapshot                      the engine is dumped, restored and goes on
 
 RESULT says what the device answered: `error`, or any of `tokens a=7 b=8`, `text_stop=a`, `invalid=a`,
-`grammar_ended=a` (from this token on), `held=a:2` (a's two newest tokens may begin a stop text), `logprobs` (some bytes
-of them). A token not given is a pure function of request and position: the third token of r0, at position 2, is 1002.
+`grammar_ended=a` (from this token on), `forced=a:2` (the next two tokens of a are), `held=a:2` (a's two newest tokens
+may begin a stop text), `logprobs` (some bytes of them). A token not given is a pure function of request and
+position: the third token of r0, at position 2, is 1002.
 
 Commands that print: pages, tree, host (host memory's tree), hybrid (windows and states), table, queue, flight, owners,
 counts, sessions, adapters, plan (the newest). `show streams` (or queued, prefilled, closed, usage, timers) adds lines
@@ -221,6 +222,7 @@ class Result:
     text_stops: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
     grammar_ended: list[str] = field(default_factory=list)
+    forced: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     logprobs: bool = False
 
@@ -236,6 +238,7 @@ class Run:
         self.transitions: list[tuple[object, type[Decided]]] = []
         self.events: list[Observed] = []
         self.digests: list[bytes] = []
+        self.forced: set[tuple[RequestId, int]] = set()  # positions where a grammar admits one token only
         self.drawn: dict[tuple[RequestId, int], int] = dict(script.drawn) if script is not None else {}
         self.names = Names()
         self.ids: dict[str, RequestId] = {}
@@ -252,7 +255,7 @@ class Run:
     def start(self, config: SchedConfig) -> None:
         self.config = config
         self.engine = Engine(config)
-        self.kv = TaggedKv(config, self._sample, eager=self.eager)
+        self.kv = TaggedKv(config, self._sample, force=lambda *place: place in self.forced, eager=self.eager)
         self.tiers = TaggedTiers(config.tiers, self.kv) if config.tiers is not msgspec.UNSET else None
         self.started = True
 
@@ -312,6 +315,9 @@ class Run:
         for name in result.grammar_ended:
             story = self.kv.stories[self.ids[name]]
             story.grammar_ends = stops[self._sampler(samplers, name, plan)] + 1 - story.prompt_tokens
+        for name, count in result.forced.items():
+            first = stops[self._sampler(samplers, name, plan)] + 1
+            self.forced |= {(self.ids[name], position) for position in range(first, first + count)}
         event = self.kv.finished(self.now_us, error="the device is lost" if result.error else "")
         event = msgspec.structs.replace(
             event,
@@ -320,7 +326,10 @@ class Run:
             text_held=tuple((self._sampler(samplers, name, plan), held) for name, held in result.held.items()),
             logprobs=b"\0" * 4 if result.logprobs else b"",
         )
-        return self.fold(event)
+        step = self.fold(event)
+        if (forced := self.kv.tell_forced(self.now_us)) is not None:
+            self.fold(forced)
+        return step
 
     def _sampler(self, samplers: list[RequestId], name: str, plan: BatchPlan) -> int:
         if name not in self.ids or self.ids[name] not in samplers:
@@ -829,13 +838,18 @@ def result_of(words: list[str]) -> Result:
             result.invalid.append(value)
         elif name == "grammar_ended":
             result.grammar_ended.append(value)
+        elif name == "forced":
+            forced, _, count = value.partition(":")
+            result.forced[forced] = int(count)
         elif name == "held":
             held, _, count = value.partition(":")
             result.held[held] = int(count)
         elif equals:
             result.tokens[name] = int(value)
         elif word != "tokens":
-            raise ScenarioError(f"`{word}` is no result; try error, tokens a=7, text_stop=a, grammar_ended=a, logprobs")
+            raise ScenarioError(
+                f"`{word}` is no result; try error, tokens a=7, text_stop=a, grammar_ended=a, forced=a:2, logprobs"
+            )
     return result
 
 

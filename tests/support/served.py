@@ -147,6 +147,8 @@ class _Host:
             pass
         if self.kv.stream:
             self.fold(self.kv.finished(0))
+            if (forced := self.kv.tell_forced(0)) is not None:
+                self.fold(forced)
             self.turns()
 
 

@@ -330,7 +330,7 @@ def make_executor(
         CPU,
         context_tokens=context,
         debug=True,
-        speculates=config.speculates,
+        speculates=config.speculates or config.jumps,
     )
     watching = None
     if canary:
@@ -350,6 +350,7 @@ def make_executor(
         canary=watching,
         graphs=decodes,
         drafter=drafts,
+        jumps=config.jumps,
     )
 
 

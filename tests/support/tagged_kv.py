@@ -68,6 +68,7 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRetracted,
     SessionClosed,
+    TokensForced,
     TransferAdvanced,
     TransferMoved,
     TurnStarted,
@@ -78,6 +79,7 @@ from tests.support.tagged_hybrid import TaggedHybrid
 
 Sample = Callable[[RequestId, int], int]
 Accept = Callable[[RequestId, int, int], int]
+Force = Callable[[RequestId, int], bool]
 
 NOTHING = -1  # a cell, or a table entry, that was never written
 GARBAGE = -2  # a cell written by a row whose inputs failed; nobody may read it
@@ -96,6 +98,11 @@ def pure_token(request_id: RequestId, position: int) -> int:
 def pure_accept(request_id: RequestId, position: int, drafts: int) -> int:
     """How many of a row's drafts behind `position` are right: none, some or all, by request and position."""
     return min(drafts, (request_id * 7 + position * 5 + position // 3) % 5)
+
+
+def pure_forced(request_id: RequestId, position: int) -> bool:
+    """Whether the grammar of a request admits but one token at a position."""
+    return (request_id * 5 + position) % 11 in (2, 3, 4, 7)
 
 
 COMPLETED = ("length", "stop", "text_stop", "grammar", "computed")
@@ -185,6 +192,7 @@ class TaggedKv:
         sample: Sample = pure_token,
         *,
         accept: Accept = pure_accept,
+        force: Force = pure_forced,
         eager: bool = False,
         interned: dict[tuple[object, ...], int] | None = None,
     ) -> None:
@@ -195,7 +203,9 @@ class TaggedKv:
         self.config = config
         self.sample = sample
         self.accept = accept
+        self.force = force
         self.eager = eager
+        self.forced: tuple[tuple[RequestId, int, bytes], ...] = ()  # behind the result that was made last
         self.generation = 0
         self.weights = 0  # version of the weights; part of every prefix id
         self.forwards = 0
@@ -427,7 +437,7 @@ class TaggedKv:
             self._check_sample_after(plan)
         launched = Launched(plan, snapshot_of(plan), pages, tables, may_sample=not deferred)
         if plan.speculation is not None:
-            launched.drafts = dict(enumerate(plan.speculation.draft_lengths.tolist(), plan.extend_rows))
+            launched.drafts = dict(enumerate(plan.speculation.drafted().tolist(), plan.extend_rows))
             launched.most = {int(plan.rows[i]): int(plan.stops[i]) for i in launched.drafts}
         self.stream.append(launched)
         self.launched.append(launched)
@@ -446,7 +456,7 @@ class TaggedKv:
             if row is None or row.epoch != epoch or row.matcher is None:
                 raise KvError(f"b{command.batch_id} moves the matcher of r{request_id}.{epoch}, which there is not")
             row.matcher += tokens
-            self._check_matcher(row)
+            self._check_matcher(request_id, row)
         launched.may_sample = True
         if self.eager:
             self._run_ahead()
@@ -519,10 +529,17 @@ class TaggedKv:
                           f"[{plan.starts[i]}:{plan.stops[i]})")  # fmt: skip
         if not row.failed and self._newest(plan, row, start) != story.tokens[start]:
             raise KvError(f"b{plan.batch_id}: r{row.request_id} verifies behind another token than its own at {start}")
-        right = self.accept(row.request_id, start, drafts)
+        assert plan.speculation is not None
+        forced = plan.speculation.forced_of(i - plan.extend_rows)
+        right = len(forced) if forced else self.accept(row.request_id, start, drafts)
         launched.starts[i], launched.accepted[i] = start, right + 1
         row.stands = start + right + 1
-        tokens = [self._sample_at(plan, row, position) for position in range(start + 1, start + right + 1)]
+        tokens = [
+            self._sample_at(plan, row, position, forced=bool(forced))
+            for position in range(start + 1, start + right + 1)
+        ]
+        if forced and (forced != tokens or row.matcher is None):
+            raise KvError(f"b{plan.batch_id}: {forced} is forced of r{row.request_id} behind {start}, it says {tokens}")
         if not row.failed:
             row.failed = self._check_reads(plan, row, table, start)
         launched.fed_back[i] = tokens
@@ -557,8 +574,33 @@ class TaggedKv:
         if launched.plan.speculation is not None:
             accepted = [launched.accepted.get(i, 1) for i in launched.plan.sample_rows.tolist()]
             event = msgspec.structs.replace(event, accepted=np.array(accepted, np.int32).tobytes())
+        self.forced = self._forced(launched)
         ended = self._grammars_ended(launched.plan)
         return msgspec.structs.replace(event, grammar_ended=ended) if ended else event
+
+    def tell_forced(self, time_us: int) -> TokensForced | None:
+        """What the grammars force behind the result that was made last; to be told behind it."""
+        forced, self.forced = self.forced, ()
+        return TokensForced(time_us, self.generation, forced) if forced else None
+
+    def _forced(self, launched: Launched) -> tuple[tuple[RequestId, int, bytes], ...]:
+        """Requests whose grammars leave no choice behind the token they sample, with what they force."""
+        found: list[tuple[RequestId, int, bytes]] = []
+        for i in launched.plan.sample_rows.tolist() if self.config.jumps else ():
+            row = self.rows[int(launched.plan.rows[i])]
+            story = self.stories[row.request_id]
+            stop = first = 1 + (
+                launched.starts[i] + launched.accepted[i] if i in launched.starts else int(launched.plan.stops[i])
+            )
+            ends = stop + 100  # the token that ends a grammar is sampled: its result says so
+            if story.grammar_ends is not None:
+                ends = story.prompt_tokens + story.grammar_ends - 1
+            while row.matcher is not None and stop < ends and self.force(row.request_id, stop):
+                stop += 1
+            if first < stop and row.live:
+                tokens = [self.sample(row.request_id, position) for position in range(first, stop)]
+                found.append((row.request_id, first - story.prompt_tokens, np.array(tokens, np.int32).tobytes()))
+        return tuple(found)
 
     def _grammars_ended(self, plan: BatchPlan) -> tuple[int, ...]:
         """Sampling rows whose grammar admits nothing behind the token they sample, or admitted nothing before it."""
@@ -578,9 +620,11 @@ class TaggedKv:
         delivered, page_size = self.stream.popleft(), self.config.page_size
         for i, accepted in delivered.accepted.items():
             index = int(delivered.plan.rows[i])
-            row, wrong = self.rows[index], delivered.drafts[i] + 1 - accepted
+            assert delivered.plan.speculation is not None
+            right = accepted - 1 - len(delivered.plan.speculation.forced_of(i - delivered.plan.extend_rows))
+            row, wrong = self.rows[index], delivered.drafts[i] - right
             row.reach -= wrong
-            row.least += accepted - 1
+            row.least += right
             for behind in self.stream:
                 if index in behind.most:
                     behind.most[index] -= wrong
@@ -625,11 +669,14 @@ class TaggedKv:
         if not after or after[-1] != plan.sample_after:
             raise KvError(f"b{plan.batch_id} waits for b{plan.sample_after}; its rows are sampled by {after}")
 
-    def _check_matcher(self, row: Row) -> None:
+    def _check_matcher(self, request_id: RequestId, row: Row) -> None:
         """What a matcher has seen is the beginning of the request's output, and not more than the grammar takes."""
         story, seen = self.stories[row.request_id], row.matcher
         assert seen is not None
-        outputs = story.tokens[story.prompt_tokens :][: story.grammar_ends]
+        outputs = story.tokens[story.prompt_tokens :]
+        to_come = range(len(story.tokens), story.prompt_tokens + len(seen)) if self.config.jumps else ()
+        outputs += [self.sample(request_id, position) for position in to_come if self.force(request_id, position)]
+        outputs = outputs[: story.grammar_ends]
         if seen != outputs[: len(seen)]:
             raise KvError(f"the matcher of r{row.request_id} was moved by {seen}, the output it may see is {outputs}")
 
@@ -759,14 +806,15 @@ class TaggedKv:
         name, drafts = f"b{plan.batch_id}: r{row.request_id}", int(plan.speculation.draft_lengths[i - plan.extend_rows])
         if (start, stop) != (row.least, row.reach + 1 + drafts):
             raise KvError(f"{name}[{start}:{stop}] verifies {drafts} drafts, it stands at {row.least} to {row.reach}")
-        if not 0 <= drafts <= plan.speculation.draft_tokens or (drafts and row.matcher is not None):
+        forced = len(plan.speculation.forced_of(i - plan.extend_rows))
+        if not 0 <= drafts <= plan.speculation.draft_tokens or (drafts > forced and row.matcher is not None):
             raise KvError(f"{name} verifies {drafts} drafts, matcher {row.matcher}")
         index = int(plan.rows[i])
         says = [one.plan.batch_id for one in self.stream if drafts_of(one, index)]
         after = [one.batch_id for one in plan.starts_after if (one.index, one.row) == (i, index)]
         if after != says[-1:]:
             raise KvError(f"{name} starts after {after}, the batches that leave it open are {says}")
-        row.least, row.reach = row.least + 1, stop
+        row.least, row.reach = row.least + 1 + forced, stop
         return self._pages_to(plan, row, stop)
 
     def _pages_to(self, plan: BatchPlan, row: Row, stop: int) -> set[int]:
@@ -843,12 +891,12 @@ class TaggedKv:
         at = launched.starts[i] + launched.accepted[i] if i in launched.starts else int(plan.stops[i])
         return self._sample_at(plan, self.rows[int(plan.rows[i])], at)
 
-    def _sample_at(self, plan: BatchPlan, row: Row, position: int) -> int:
+    def _sample_at(self, plan: BatchPlan, row: Row, position: int, *, forced: bool = False) -> int:
         story = self.stories[row.request_id]
         token = self.sample(row.request_id, position)
         if row.failed:
             return token
-        if row.matcher is not None and row.live:
+        if row.matcher is not None and row.live and not forced:
             outputs = position - story.prompt_tokens
             must = outputs if story.grammar_ends is None else min(outputs, story.grammar_ends)
             if len(row.matcher) != must:

@@ -235,6 +235,14 @@ class Metrics:
             yield batches
         if gauges.drafts is not None:
             yield from self._drafts(values, gauges.drafts)
+        if gauges.forced_tokens is not None:
+            forced = CounterMetricFamily(
+                "lockstep_forced_tokens",
+                "Tokens that grammars forced, computed beside others and not one by one.",
+                labels=("model_name", "engine"),
+            )
+            forced.add_metric(values, gauges.forced_tokens)
+            yield forced
         if gauges.drift:
             yield from self._drift(engine, gauges.drift)
 

@@ -181,6 +181,7 @@ class Outbox:
             restarts=self.restarts,
             weights_version=version,
             drafts=self._draft_figures(),
+            forced_tokens=self.drafts.forced if engine.config.jumps else None,
         )
         return self.newest
 

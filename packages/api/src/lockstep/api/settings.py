@@ -223,6 +223,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"`speculative_method` is {method}, but an emulated engine verifies no drafts\n"
                 "hint: leave it out; `lockstep simulate` says what it would bring"
             )
+        if self.set.get("jump_forward_tokens") and self.emulate is not None:
+            raise ConfigError(
+                f"`jump_forward_tokens` is {self.set['jump_forward_tokens']}, but an emulated engine draws each token "
+                "by itself\nhint: leave it out; `lockstep simulate` says what it would bring"
+            )
         if method not in ("none", "ngram", "draft_model"):
             raise ConfigError(
                 f"`speculative_method` is {method}, but what is served drafts by ngram or draft_model only\n"

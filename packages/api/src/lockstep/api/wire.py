@@ -325,6 +325,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     restarts: int = 0  # engines before this one
     weights_version: int = 0
     drafts: DraftFigures | None = None  # where drafts are verified
+    forced_tokens: int | None = None  # that grammars forced, where these are computed together
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

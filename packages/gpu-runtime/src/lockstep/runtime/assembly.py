@@ -282,7 +282,7 @@ def make_executor(
             context_tokens=context,
             debug=debug,
             adapter_slots=model.adapter_slots,
-            speculates=config.speculates,
+            speculates=config.speculates or config.jumps,
         )
         drafter: Drafter | None = None
         if draft is not None:
@@ -326,6 +326,7 @@ def make_executor(
             pooling=pooling,
             split=split,
             drafter=drafter,
+            jumps=config.jumps,
         )
 
 
@@ -432,7 +433,7 @@ def _sized(
             page_size,
             without_pages.max_running_requests,
             max(sizes, default=0),
-            without_pages.drafts_max,
+            without_pages.beside_newest_max,
         ),
         graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
         pages_least=-(-context // page_size),

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.commands import BatchPlan, HiddenSpan, RowTaken
+from lockstep.core.delivery import step_numbers
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchId, RequestId, RequestKind
 from lockstep.host.batches import (
@@ -48,7 +49,7 @@ from lockstep.runtime.lora.slots import lay_out
 from lockstep.runtime.overlap import POLL_S, Download, Lane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
-from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables
+from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables, Verifying, VerifyingTensors
 
 MODES = frozenset({"extend", "decode", "mixed", "verify"})
 JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
@@ -106,6 +107,9 @@ class Matchers(Protocol):
     def ended(self, row: int, token: int) -> bool:
         """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
 
+    def forced(self, row: int, token: int) -> list[int]:
+        """Tokens that the row's grammar forces behind this one. The matcher is not moved."""
+
 
 @dataclass(slots=True)
 class _Launched:
@@ -143,6 +147,7 @@ class Executor:
         canary: verify the tag of every KV slot before it is read; for debugging.
         graphs: prepared; decodes that they hold are replayed.
         drafter: of plans that verify drafts; the tables then know where rows stand. None: such plans are refused.
+        jumps: say which tokens grammars force; the tables then know where rows stand.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
     """
 
@@ -160,10 +165,12 @@ class Executor:
         pooling: Pooling | None = None,
         split: bool = False,
         drafter: Drafter | None = None,
+        jumps: bool = False,
     ) -> None:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
         self.pooling, self.split, self.drafter = pooling or Pooling(), split, drafter
+        self.jumps = jumps
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
         self._unfolded: deque[_Launched] = deque()  # begun, and not in the tables: failed, or newest
@@ -185,7 +192,7 @@ class Executor:
         Raises: PlanError for what no executor can run; DeviceLost.
         """
         refuse_unknown(plan)
-        if plan.speculation is not None and self.drafter is None:
+        if plan.speculation is not None and self.drafter is None and plan.speculation.drafted().any():
             raise PlanError(f"batch {plan.batch_id} verifies drafts, but this executor has nobody who drafts")
         if self.matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise PlanError(f"batch {plan.batch_id} takes a row under a grammar, but this executor has no matchers")
@@ -293,7 +300,7 @@ class Executor:
 
     def _pass(self, launched: _Launched, number: int) -> Tensor:
         """Run one pass; keep what is wanted of its hidden states. Returns the logits of its sampling rows."""
-        if self.drafter is not None:
+        if self.drafter is not None or launched.packed.passes[number].verifying is not None:
             self._draft(launched, number)
         one, tensors = launched.packed.passes[number], launched.laid[number]
         graphs = self.graphs if one.adapter_slots is None else None
@@ -333,8 +340,7 @@ class Executor:
     def _draft(self, launched: _Launched, number: int) -> None:
         """Give a pass the drafts that it verifies."""
         one, tensors = launched.packed.passes[number], launched.laid[number]
-        drafter, verifying, there = self.drafter, one.verifying, tensors.verifying
-        assert drafter is not None
+        verifying, there = one.verifying, tensors.verifying
         if verifying is not None and there is not None:
             stands_host = verifying.most
             if not verifying.exact and (self.attention.exact_lengths or self.canary is not None):
@@ -346,13 +352,28 @@ class Executor:
             newest = self.tables.newest.index_select(0, there.rows)
             fed = newest[:, None]
             if verifying.drafts.any():
-                reach = there.stands + self.lane.upload(verifying.drafts)
-                guessed = drafter.draft(
-                    there.rows, there.stands, newest, self.tables.page_table, verifying.drafts, reach, stands_host
-                )
-                fed = torch.cat((fed, guessed), 1)
+                fed = torch.cat((fed, self._guessed(verifying, there, newest, stands_host)), 1)
             given = torch.cat((tensors.given_ids, fed[there.members, there.numbers]))
             launched.laid[0] = replace(tensors, given_ids=given)
+
+    def _guessed(self, verifying: Verifying, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
+        """The drafts of each row, int64 [rows, most]: guessed, or forced by its grammar."""
+        drafted = verifying.drafts - verifying.forced if verifying.forced.size else verifying.drafts
+        guessed = newest.new_zeros(len(newest), 0)
+        if drafted.any():
+            assert self.drafter is not None
+            reach = there.stands + self.lane.upload(drafted)
+            guessed = self.drafter.draft(
+                there.rows, there.stands, newest, self.tables.page_table, drafted, reach, stands_host
+            )
+        if not verifying.forced.size:
+            return guessed
+        width = int(verifying.drafts.max())
+        given = np.zeros((len(drafted), width), np.int64)
+        is_given = np.arange(width) < verifying.forced[:, None]
+        given[is_given] = verifying.forced_tokens
+        guessed = torch.nn.functional.pad(guessed, (0, width - guessed.shape[1]))
+        return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
     def _batch(self, one: Pass, tensors: PassTensors) -> ForwardBatch:
         """A pass as models and backends are given it."""
@@ -417,7 +438,7 @@ class Executor:
         rows_host, samples = one.rows[one.sample_rows].repeat(one.samples), len(logits)
         places_host, there_host = places_of(one.samples)
         fed = self.tables.token_ids(tensors).index_select(0, tensors.logits_at[:samples])
-        allowed = None if launched.allowed is None else launched.allowed.repeat(one.samples, axis=0)
+        allowed = _masks(launched.allowed, one, logits.shape[1])
         if not self.sampler.remembers(rows_host):
             masks = None if allowed is None else self.lane.upload(allowed)
             sampled = self.sampler.sample(logits, tensors.sample_rows, tensors.sampled_positions, rows_host, masks)
@@ -427,6 +448,8 @@ class Executor:
             found = self._draw_in_turn(turns, tensors, logits, fed, rows_host, allowed, asked)
         places, there = self.lane.upload(places_host), self.lane.upload(there_host)
         accepted = right_ones(found["tokens"], found["invalid"], fed, places, there)
+        if (forced := _forced_by_sampler(one)) is not None:  # they are right; a row that cannot draw one is invalid
+            accepted = torch.maximum(accepted, self.lane.upload((forced + 1).astype(np.int64)))
         last = places.gather(1, (accepted - 1)[:, None])[:, 0]
         self.tables.verified(tensors, found["tokens"], last)
         found["accepted"] = accepted.to(torch.int32)
@@ -536,7 +559,7 @@ class Executor:
             if "accepted" in arrays:
                 samples = passes[0].samples
                 assert samples is not None
-                _verified(result, samples, arrays)
+                _verified(result, samples, arrays, _forced_by_sampler(passes[0]))
             if plan.steps > 1:
                 drawn_by = np.concatenate([np.flatnonzero(plan.stops - plan.starts > n) for n in range(len(passes))])
                 by_row = np.argsort(drawn_by, kind="stable")
@@ -549,9 +572,7 @@ class Executor:
         if self.matchers is not None:
             rows = plan.rows[plan.sample_rows]
             under = np.flatnonzero(self.tables.under_grammar[rows]) if plan.steps == 1 and len(result.tokens) else NONE
-            firsts = result.firsts()
-            ended = [i for i in under.tolist() if self.matchers.ended(int(rows[i]), int(result.tokens[firsts[i]]))]
-            result.grammar_ended = tuple(ended)
+            result.look_at_grammars(under.tolist(), self.matchers, jumps=self.jumps)
         first = 0
         for span, tops in zip(plan.logprob_spans, launched.prompt_tops, strict=True):
             stop = first + len(span.targets)
@@ -582,12 +603,45 @@ class Executor:
         return result
 
 
-def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[Any]]) -> None:
+def _forced_by_sampler(one: Pass) -> Int32s | None:
+    """How many tokens of each sampler of a pass are forced; None where none is. int32 [samplers]"""
+    verifying = one.verifying
+    if verifying is None or not verifying.forced.size:
+        return None
+    others = np.zeros(len(one.sample_rows) - len(verifying.rows), np.int32)
+    return np.concatenate((others, verifying.forced))
+
+
+def _masks(allowed: Int32s | None, one: Pass, vocabulary: int) -> Int32s | None:
+    """What may be drawn behind each verified token: what is forced, or what the row's matcher said.
+
+    Args:
+        allowed: int32 [samplers, words], of the last token of each; None where every one may.
+    Returns: int32 [samples, words]; None where every one may.
+    """
+    assert one.samples is not None
+    masks = None if allowed is None else allowed.repeat(one.samples, axis=0)
+    forced = _forced_by_sampler(one)
+    if forced is None or one.verifying is None:
+        return masks
+    if masks is None:
+        masks = np.full((int(one.samples.sum()), -(-vocabulary // 32)), -1, np.int32)
+    firsts, tokens = np.cumsum(one.samples) - one.samples, one.verifying.forced_tokens
+    at = firsts.repeat(forced) + step_numbers(forced)
+    masks[at] = 0
+    masks[at, tokens >> 5] = np.left_shift(np.uint32(1), (tokens & 31).astype(np.uint32)).view(np.int32)
+    return masks
+
+
+def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[Any]], forced: Int32s | None) -> None:
     """Keep of what a verification drew what counts."""
     accepted: Int32s = arrays["accepted"]
-    kept = kept_samples(samples, accepted)
+    kept, firsts = kept_samples(samples, accepted), np.cumsum(samples) - samples
     result.accepted, result.tokens = accepted, result.tokens[kept]
-    result.invalid = tuple(np.flatnonzero(arrays["invalid"][np.cumsum(samples) - samples]).tolist())
+    invalid = arrays["invalid"][firsts]
+    if forced is not None:
+        invalid = np.where(forced > 0, np.logical_or.reduceat(arrays["invalid"], firsts), invalid)
+    result.invalid = tuple(np.flatnonzero(invalid).tolist())
     if result.logprobs is not None:
         result.logprobs = result.logprobs[kept]
     if result.top_ids is not None and result.top_logprobs is not None:

@@ -716,6 +716,10 @@ class ShownMasks:
         """Whether the row's grammar admits nothing behind this token."""
         return self._matchers.ended(row, token)
 
+    def forced(self, row: int, token: int) -> list[int]:
+        """What must follow this token: the core plans it, and so every rank is told."""
+        return self._matchers.forced(row, token)
+
 
 def _how(status: int) -> str:
     """How a process ended."""

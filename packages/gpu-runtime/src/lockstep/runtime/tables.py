@@ -50,6 +50,8 @@ class Verifying:
     least: Int32s  # where a row can stand ...
     most: Int32s  # ... at most
     drafts: Int32s
+    forced: Int32s = field(default_factory=lambda: NONE)  # of the drafts those that are given; empty where none is
+    forced_tokens: Int32s = field(default_factory=lambda: NONE)  # end to end
 
     @property
     def counts(self) -> Int32s:
@@ -142,7 +144,9 @@ def passes_of(plan: BatchPlan) -> list[Pass]:
     if verifies(plan):
         assert plan.speculation is not None
         first, drafts = plan.extend_rows, plan.speculation.draft_lengths
-        verifying = Verifying(plan.rows[first:], plan.starts[first:], plan.stops[first:] - np.int32(1) - drafts, drafts)
+        most = plan.stops[first:] - np.int32(1) - drafts
+        forced, tokens = plan.speculation.forced_lengths, plan.speculation.forced_tokens
+        verifying = Verifying(plan.rows[first:], plan.starts[first:], most, drafts, forced, tokens)
         samples = np.ones(len(plan.rows), np.int32)
         samples[first:] += drafts
         return [
@@ -354,9 +358,14 @@ class Tables:
         if (spans <= 0).any() or (plan.starts < 0).any():
             raise PlanError(f"{name} has an empty span: {_few(plan.starts)} to {_few(plan.stops)}")
         if plan.speculation is not None:
-            drafts = plan.speculation.draft_lengths
+            drafts, forced = plan.speculation.draft_lengths, plan.speculation.forced_lengths
             if len(drafts) != len(plan.rows) - plan.extend_rows or (drafts < 0).any():
                 raise PlanError(f"{name} verifies {_few(drafts)} drafts of {len(plan.rows) - plan.extend_rows} rows")
+            if forced.size and (len(forced) != len(drafts) or (forced > drafts).any() or (forced < 0).any()):
+                raise PlanError(f"{name} has {_few(forced)} forced tokens among {_few(drafts)} drafts")
+            if int(forced.sum()) != len(plan.speculation.forced_tokens):
+                given = len(plan.speculation.forced_tokens)
+                raise PlanError(f"{name} has {given} of {int(forced.sum())} forced tokens")
             spare = spans[plan.extend_rows :] - np.int32(1) - drafts
             open_ones = np.zeros(len(plan.rows), np.bool_)
             open_ones[[after.index for after in plan.starts_after]] = True

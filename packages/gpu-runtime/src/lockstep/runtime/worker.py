@@ -158,6 +158,10 @@ class SentMasks:
         """Rank 0 says it to the core; nobody asks here."""
         return False
 
+    def forced(self, row: int, token: int) -> list[int]:
+        """Rank 0 says that, too."""
+        return []
+
 
 class LeadRank:
     """What this rank must know of the others to be put together: they do as rank 0 says."""

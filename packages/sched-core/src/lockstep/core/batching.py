@@ -22,7 +22,18 @@ class Part(Struct, frozen=True):
 class InFlight:
     """A launched batch whose result was not delivered yet."""
 
-    __slots__ = ("dead", "ending", "plan", "requests", "sampled_at", "samplers", "steps", "tokens", "verifies")
+    __slots__ = (
+        "dead",
+        "ending",
+        "forced",
+        "plan",
+        "requests",
+        "sampled_at",
+        "samplers",
+        "steps",
+        "tokens",
+        "verifies",
+    )
 
     def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
         self.plan = plan
@@ -32,12 +43,16 @@ class InFlight:
         self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
         self.tokens = samplers.size  # how many its result has; -1: that says so itself
         self.verifies = plan.speculation is not None  # only its result says where its rows stand then
+        self.forced: Int32s | None = None  # per sampler: tokens that its grammar forces, if any does
         if plan.speculation is not None:
             self.steps = np.ones(samplers.size, np.int32)  # until it is delivered, the most
             verifying = plan.sample_rows >= plan.extend_rows
             self.steps[verifying] += plan.speculation.draft_lengths
             self.sampled_at = plan.stops.take(plan.sample_rows) - self.steps + ONE  # the most, for the first of them
             self.tokens = -1  # its result says
+            if plan.speculation.forced_lengths.size:
+                self.forced = np.zeros(samplers.size, np.int32)
+                self.forced[verifying] = plan.speculation.forced_lengths
         elif plan.mode != "decode":
             if samplers.size:
                 self.sampled_at = plan.stops.take(plan.sample_rows)
@@ -49,6 +64,18 @@ class InFlight:
             self.tokens = int(self.steps.sum())
         self.ending = ending  # samplers that end by length with this batch
         self.dead: list[int] = []  # rows whose request left after the launch
+
+    @property
+    def least(self) -> Int32s:
+        """Tokens that each sampler gets at least: one, and those that are forced. int32 [samplers]"""
+        return self.samplers.ones if self.forced is None else self.forced + ONE
+
+    def forced_of(self, sampler: int) -> list[int]:
+        """The tokens that are forced of a sampler."""
+        if self.forced is None or not self.forced[sampler]:
+            return []
+        assert self.plan.speculation is not None
+        return self.plan.speculation.forced_of(int(self.plan.sample_rows[sampler]) - self.plan.extend_rows)
 
     def tokens_of(self, row: int) -> int:
         """How many tokens it samples for this row, at most."""

@@ -22,6 +22,9 @@ Mode = Literal[
     "extend", "decode", "mixed", "idle", "prebuilt", "verify", "draft_extend", "split_prefill", "diffusion_extend"
 ]
 
+SpeculationMethod = Literal["ngram", "draft_model", "eagle", "mtp", "forced"]
+"""Who drafts; "forced": nobody, all that is verified was forced."""
+
 NO_ROWS: Int32s = np.empty(0, np.int32)
 NO_ROWS.flags.writeable = False
 
@@ -127,11 +130,26 @@ class Speculation(msgspec.Struct, frozen=True):
     """What a plan's verifying rows, those behind `extend_rows`, verify beside their newest token: drafts.
 
     They are drafted on the device, where the row stands by then; how many were right is `BatchFinished.accepted` - 1.
+    Of rows with `forced_lengths` none is drafted: their grammars admit `forced_tokens` only, which are all right.
     """
 
     draft_tokens: int  # per row, at most
-    draft_lengths: Int32s  # per verifying row
-    method: Literal["ngram", "draft_model", "eagle", "mtp"]
+    draft_lengths: Int32s  # per verifying row, forced ones included
+    method: SpeculationMethod
+    forced_lengths: Int32s = NO_ROWS  # per verifying row: 0, or all that `draft_lengths` has; empty where nothing is
+    forced_tokens: Int32s = NO_ROWS  # of these, end to end
+
+    def forced_of(self, member: int) -> list[int]:
+        """The forced tokens of a verifying row."""
+        if not self.forced_lengths.size:
+            return []
+        stop = int(self.forced_lengths[: member + 1].sum())
+        found: list[int] = self.forced_tokens[stop - int(self.forced_lengths[member]) : stop].tolist()
+        return found
+
+    def drafted(self) -> Int32s:
+        """Drafts that somebody must guess, per verifying row."""
+        return self.draft_lengths - self.forced_lengths if self.forced_lengths.size else self.draft_lengths
 
 
 class Ranks(msgspec.Struct, frozen=True):

@@ -44,6 +44,7 @@ DRAFT_SETTINGS = (
 )
 NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
 NUM_SPECULATIVE_TOKENS_MAX = 64
+JUMP_FORWARD_TOKENS_MAX = 64
 
 
 class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +197,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
     speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
     speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
+    # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
+    jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
     # adapters
     max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
@@ -238,6 +241,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
         _settle_drafts(self)
+        _settle_jumps(self)
         _settle_role(self)
         _settle_ranks(self)
         for name, choices in CHOICES.items():
@@ -292,6 +296,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"{self.decode_steps_per_launch}: a launch either verifies drafts or decodes several times\n"
                 "hint: drop one of the two"
             )
+        if self.jumps and self.decode_steps_per_launch > 1:
+            raise ConfigError(
+                f"`jump_forward_tokens` is {self.jump_forward_tokens}, but `decode_steps_per_launch` is "
+                f"{self.decode_steps_per_launch}: nobody under a grammar decodes several times in a launch\n"
+                "hint: drop one of the two"
+            )
         if self.request_rows is not None and self.request_rows < self.max_running_requests:
             raise ConfigError(
                 f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
@@ -337,6 +347,21 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def drafts_max(self) -> int:
         """Drafts that one launch verifies of a request, at most."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
+
+    @property
+    def jumps(self) -> bool:
+        """Whether tokens that a grammar forces are computed together."""
+        return self.jump_forward_tokens is not msgspec.UNSET
+
+    @property
+    def forced_max(self) -> int:
+        """Forced tokens that one launch computes of a request, at most."""
+        return self.jump_forward_tokens if self.jump_forward_tokens is not msgspec.UNSET else 0
+
+    @property
+    def beside_newest_max(self) -> int:
+        """Tokens, drafts or forced, that one launch computes beside the newest one of a request, at most."""
+        return max(self.drafts_max, self.forced_max)
 
     @property
     def chunk_unit_tokens(self) -> int:
@@ -478,6 +503,7 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
 def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
     beside = {
         "speculative_method": config.speculates,
+        "jump_forward_tokens": config.jumps,
         "decode_steps_per_launch": config.decode_steps_per_launch > 1,
         "same_step_sharing": config.same_step_sharing,
         "enable_priority_preemption": config.enable_priority_preemption,
@@ -541,6 +567,20 @@ def _settle_drafts(config: SchedConfig) -> None:
         )
     if rows is not msgspec.UNSET and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
+
+
+def _settle_jumps(config: SchedConfig) -> None:
+    """None at all is written nowhere."""
+    most = config.jump_forward_tokens
+    if most is msgspec.UNSET:
+        return
+    if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= JUMP_FORWARD_TOKENS_MAX:
+        raise ConfigError(
+            f"`jump_forward_tokens` must be a whole number from 0 to {JUMP_FORWARD_TOKENS_MAX}, got `{most}`\n"
+            "hint: 16 is more than most grammars force at once; 0 computes each token by itself"
+        )
+    if not most:
+        msgspec.structs.force_setattr(config, "jump_forward_tokens", msgspec.UNSET)
 
 
 TRANSFER_SETTINGS: dict[str, Any] = {
@@ -639,6 +679,11 @@ def _settle_ranks(config: SchedConfig) -> None:
         raise ConfigError(
             f"`dp_ranks` is {config.dp_ranks}, but `decode_steps_per_launch` is {config.decode_steps_per_launch}: "
             "ranks agree on every pass\nhint: drop one of the two"
+        )
+    if config.jumps:
+        raise ConfigError(
+            f"`dp_ranks` is {config.dp_ranks}, but `jump_forward_tokens` is {config.jump_forward_tokens}: what "
+            "grammars force is not part of what ranks tell each other yet\nhint: drop one of the two"
         )
     if config.hands_over:
         raise ConfigError(

@@ -141,6 +141,9 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
     if plan.speculation is not None:
         add(_encode((plan.speculation.method, plan.speculation.draft_tokens, plan.starts_after)))
         add(plan.speculation.draft_lengths)
+        if plan.speculation.forced_lengths.size:
+            add(b"forced")
+            add(plan.speculation.forced_lengths)
     if plan.hybrid is not None:
         add(b"hybrid")
         for column in astuple(plan.hybrid):

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from lockstep.core import control, delivery, extras, grammars, holds, preemption, speculation
+from lockstep.core import control, delivery, extras, grammars, holds, jump_forward, preemption, speculation
 from lockstep.core.adapters import LOOKAHEAD_REQUESTS, Adapters
 from lockstep.core.admission import (
     NewTokenRatio,
@@ -78,6 +78,7 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
     StorageWritten,
+    TokensForced,
     TransferAdvanced,
     WeightsSwapped,
 )
@@ -194,7 +195,9 @@ class Engine:
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
         self.speculates = config.speculates
+        self.computes_ahead = config.speculates or config.jumps  # KV may be that of tokens that never come
         self.chances = speculation.Chances()
+        self.forced: dict[RequestId, jump_forward.Forced] = {}  # output to come that grammars force, of who decodes
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
         self.decode_launches = 0
         self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
@@ -250,6 +253,8 @@ class Engine:
                 self.maintenance.switched(self, event, step)
             case GrammarReady():
                 self.grammars.answered(self, event, step)
+            case TokensForced():
+                jump_forward.learn(self, event)
             case AdapterLoaded() if self.memory.adapters is not None:
                 self._adapter_loaded(event, self.memory.adapters, step)
             case TransferAdvanced() if self.transfers is not None:
@@ -1098,6 +1103,9 @@ class Engine:
             if verifying is None:
                 return NO_DECODES
             return Decodes(verifying.cohort, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
+        if self.forced and (jumped := speculation.jump_next(self, step)) is not None:
+            verifying, ending = jumped
+            return Decodes(verifying.cohort, verifying.starts, verifying.stops, verifying.deltas, ending, verifying)
         cohort, starts = self.cohort, self.positions
         deltas = NO_DELTAS
         if growing.size:
@@ -1105,7 +1113,7 @@ class Engine:
             deltas = self.memory.open_pages(rows, at >> self.page_shift, step)
         stops = self.positions = starts + ONE
         self.horizon -= 1
-        ending = self._end_of_horizon(cohort, stops) if self.horizon <= 0 else []
+        ending = self.end_of_horizon(cohort, stops) if self.horizon <= 0 else []
         return Decodes(cohort, starts, stops, deltas, ending)
 
     def _advance_by(self, steps: int, step: Step) -> Decodes:
@@ -1119,7 +1127,7 @@ class Engine:
         if opening.any():
             index = first.repeat(opening) + delivery.step_numbers(opening)
             deltas = self.memory.open_pages(cohort.rows.repeat(opening), index, step)
-        return Decodes(cohort, starts, stops, deltas, self._end_of_horizon(cohort, stops))
+        return Decodes(cohort, starts, stops, deltas, self.end_of_horizon(cohort, stops))
 
     def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
@@ -1199,7 +1207,7 @@ class Engine:
             self.ratio.retracted(outputs, max_new, self.cohort.size)
         return needed <= available
 
-    def _end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
+    def end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
         """Members that end by length with this launch leave the cohort now: no forward is spent on them again."""
         ended = stops + ONE >= cohort.limits
         ending: list[int] = ended.nonzero()[0].tolist()
@@ -1255,6 +1263,8 @@ class Engine:
                 self.finish(request, "computed", step)
         if samplers.size and not event.error:
             self._take_tokens(event, batch, step)
+            if self.forced:
+                jump_forward.delivered(self, batch)
         if self.memory.pending:
             self.memory.computed(plan.batch_id)
         if plan.extend_rows and self.memory.radix is not None:
@@ -1335,6 +1345,8 @@ class Engine:
             delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
         if event.accepted and not batch.verifies:
             raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
+        if self.forced or batch.forced is not None:
+            jump_forward.check(self, event, batch)
         if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
             raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
         return batch
@@ -1351,7 +1363,8 @@ class Engine:
             self.prefilling = None
         self.active -= 1
         self.batch_is_full = False
-        known = speculation.known_tokens(self, request, outputs) if self.speculates else None
+        self.forced.pop(request.request_id, None)
+        known = speculation.known_tokens(self, request, outputs) if self.computes_ahead else None
         self.memory.leave(request, step, publish=publish, known=known)
 
     def break_ranks(self, requests: list[Request]) -> None:

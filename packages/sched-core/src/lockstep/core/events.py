@@ -182,6 +182,17 @@ class GrammarReady(Observed, frozen=True, gc=False):
     error: str = ""
 
 
+class TokensForced(Observed, frozen=True, gc=False):
+    """Grammars leave some requests no choice: what they will say next is known before it is sampled.
+
+    Follows the BatchFinished behind whose tokens it stands. Each token is the only one that its mask admits; none of
+    them ends its grammar. Requests that have ended are passed over.
+    """
+
+    generation: int
+    forced: tuple[tuple[RequestId, int, bytes], ...]  # (request, number of its first output that is forced, int32 ids)
+
+
 class AdapterLoaded(Observed, frozen=True, gc=False):
     """An adapter is on the device, or could not be loaded. Answers LoadAdapter."""
 
@@ -471,6 +482,7 @@ ObservedEvent = (
     | LaneReady
     | ClockAdvanced
     | GrammarReady
+    | TokensForced
     | AdapterLoaded
     | TransferAdvanced
     | HostCopyFinished

@@ -162,6 +162,7 @@ def collected(
     for i in event.grammar_ended:
         if batch.samplers.rows[i] not in batch.dead:
             request, number = batch.samplers.requests[i], int(batch.sampled_at[i] - batch.samplers.prompts[i])
+            number += int(batch.least[i]) - 1  # behind those that were forced
             request.grammar_outputs = min(request.grammar_outputs, number + 1)
     waited = [other for other in in_flight if other.plan.sample_after == event.batch_id]
     step.commands[:0] = [_sample(other, outputs) for other in waited]
@@ -185,6 +186,7 @@ def _sample(batch: InFlight, outputs: Int32s) -> SampleBatch:
         request, number = samplers.requests[i], int(batch.sampled_at[i] - samplers.prompts[i])
         first = number - 1 if plan.sample_rows[i] >= plan.extend_rows else 0
         tokens = tuple(outputs[row, first : min(number, request.grammar_outputs)].tolist())
+        tokens += tuple(batch.forced_of(i))
         if tokens:
             advance.append((request.request_id, request.epoch, tokens))
     return SampleBatch(plan.batch_id, tuple(advance))

@@ -353,22 +353,28 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
 
 def _speculation(engine: Engine) -> None:
     """S7, S23: who may stand at its end waits for a result that says so; no drafts where every token is looked at."""
-    if not engine.config.speculates:
+    if not engine.computes_ahead:
         return
+    for request_id, known in engine.forced.items():
+        holder = engine.requests.get(request_id)
+        if holder is None or holder.row < 0 or holder.grammar is None or holder.watches_text:
+            _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
+        if known.stop <= engine.outputs_of(holder):
+            _fail(f"S23: {known} of {holder.name} was delivered and is still to come")
     cohort = engine.cohort
     slack, _ = speculation.uncertainty(engine.in_flight, cohort.rows, len(engine.memory.table.holders))
     for request, most, wrong in zip(cohort.requests, engine.positions.tolist(), slack.tolist(), strict=True):
-        if most + 1 >= request.limit and not any(batch.names(request.row) for batch in engine.in_flight):
+        awaited = not engine.speculates or any(batch.names(request.row) for batch in engine.in_flight)
+        if most + 1 >= request.limit and not awaited:
             _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")
         if most - wrong < request.prompt_tokens:
             _fail(f"S7: {request.name} may stand at {most - wrong}, within its prompt of {request.prompt_tokens}")
     for batch in engine.in_flight:
         if batch.verifies:
             assert batch.steps is not None
-            for request, row, tokens in zip(
-                batch.samplers.requests, batch.samplers.rows.tolist(), batch.steps.tolist(), strict=True
-            ):
-                if tokens > 1 and request.row == row and (request.grammar is not None or request.watches_text):
+            drafts = (batch.steps - batch.least).tolist()
+            for request, row, tokens in zip(batch.samplers.requests, batch.samplers.rows.tolist(), drafts, strict=True):
+                if tokens and request.row == row and (request.grammar is not None or request.watches_text):
                     _fail(f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, token by token wanted")
 
 

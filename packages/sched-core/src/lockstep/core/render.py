@@ -84,6 +84,7 @@ from lockstep.core.events import (
     StorageWritten,
     TierOperationEnded,
     TierOperationStarted,
+    TokensForced,
     TransferMoved,
     TurnStarted,
     WeightsSwapped,
@@ -291,6 +292,12 @@ def observed_line(event: Observed, names: Names) -> str:
         case GrammarReady():
             verdict = f"did not compile: {event.error}" if event.error else "compiled"
             return f"grammar {_grammar(event.digest)} {verdict}"
+        case TokensForced():
+            told = [
+                f"{names.request(request_id)} {len(ids) // 4} from output {first} on"
+                for request_id, first, ids in event.forced
+            ]
+            return f"forced {', '.join(told)}"
         case MediaEncoded():
             return f"encoded {media_name(event.digest)}" + (f" with error: {event.error}" if event.error else "")
         case ControlRequested():
@@ -365,7 +372,9 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
         at += count
     for i in range(plan.extend_rows, len(plan.rows)):
         drafts = plan.speculation.draft_lengths[i - plan.extend_rows] if plan.speculation is not None else 0
-        lines.append(f"  row {plan.rows[i]} newest sampled token" + (f" and {drafts} drafts" if drafts else ""))
+        forced = plan.speculation.forced_of(i - plan.extend_rows) if plan.speculation is not None else []
+        beside = f" and forced {runs(forced)}" if forced else f" and {drafts} drafts" if drafts else ""
+        lines.append(f"  row {plan.rows[i]} newest sampled token{beside}")
     rows = plan.rows.tolist()
     for media in plan.media_spans:
         name, last = media_name(media.digest), media.offset + media.stop - media.start - 1

@@ -6,14 +6,24 @@ trusted only beside the digest that the journal recorded for the same event.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from lockstep.core.adapters import Adapters
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import AfterBatch, BatchPlan, MediaSpan, Mode, PageDeltas, Ranks, RowTaken, Speculation
+from lockstep.core.commands import (
+    AfterBatch,
+    BatchPlan,
+    MediaSpan,
+    Mode,
+    PageDeltas,
+    Ranks,
+    RowTaken,
+    Speculation,
+    SpeculationMethod,
+)
 from lockstep.core.config import SchedConfig
 from lockstep.core.control import Pace
 from lockstep.core.data_parallel import RoundsImage
@@ -23,6 +33,7 @@ from lockstep.core.events import DeferReason, Grammar, SamplingParams
 from lockstep.core.expert_placement import ExpertLoads
 from lockstep.core.grammars import Known
 from lockstep.core.hybrid import FullPages
+from lockstep.core.jump_forward import Forced
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
 from lockstep.core.memory import Lease, Lent, Pending, Rewrite
@@ -115,9 +126,11 @@ class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
 
     draft_tokens: int
     draft_lengths: bytes
-    method: Literal["ngram", "draft_model", "eagle", "mtp"]
+    method: SpeculationMethod
     starts_after: tuple[AfterBatch, ...]
     sampled_at: bytes
+    forced_lengths: bytes | msgspec.UnsetType = msgspec.UNSET
+    forced_tokens: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -215,6 +228,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     media: MediaImage | None = None
     adapters: dict[str, Any] | None = None
     chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
+    forced: list[tuple[int, int, bytes]] | msgspec.UnsetType = msgspec.UNSET  # output to come: request, first, ids
     host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
     transfers: TransfersImage | None = None
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -299,6 +313,8 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         media=_media_image(engine),
         adapters=memory.adapters.dump() if memory.adapters is not None else None,
         chances=engine.chances if engine.chances.offered else msgspec.UNSET,
+        forced=[(request_id, one.first, one.tokens.tobytes()) for request_id, one in engine.forced.items()]
+        or msgspec.UNSET,
         host=host,
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
         tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
@@ -388,6 +404,10 @@ def restore(data: bytes) -> Engine:
     engine.sessions.unsettled = image.sessions_unsettled
     if image.chances is not msgspec.UNSET:
         engine.chances = image.chances
+    if image.forced is not msgspec.UNSET:
+        engine.forced = {
+            request_id: Forced(first, np.frombuffer(ids, np.int32)) for request_id, first, ids in image.forced
+        }
     if image.media is not None:
         _lay_media(engine, image.media)
     if image.transfers is not None and engine.transfers is not None:
@@ -524,6 +544,18 @@ def _verify_image(batch: InFlight) -> VerifyImage | None:
         method=speculation.method,
         starts_after=batch.plan.starts_after,
         sampled_at=batch.sampled_at.tobytes(),
+        forced_lengths=speculation.forced_lengths.tobytes() or msgspec.UNSET,
+        forced_tokens=speculation.forced_tokens.tobytes() or msgspec.UNSET,
+    )
+
+
+def _speculation(image: VerifyImage) -> Speculation:
+    return Speculation(
+        image.draft_tokens,
+        np.frombuffer(image.draft_lengths, np.int32),
+        image.method,
+        np.frombuffer(image.forced_lengths or b"", np.int32),
+        np.frombuffer(image.forced_tokens or b"", np.int32),
     )
 
 
@@ -557,9 +589,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         media_spans=image.media_spans,
         ranks=image.ranks if image.ranks is not msgspec.UNSET else None,
         starts_after=verifies.starts_after if verifies is not None else (),
-        speculation=Speculation(verifies.draft_tokens, np.frombuffer(verifies.draft_lengths, np.int32), verifies.method)
-        if verifies is not None
-        else None,
+        speculation=_speculation(verifies) if verifies is not None else None,
     )
     samplers = Cohort(
         [requests[i] for i in sample_rows.tolist()],

@@ -15,7 +15,7 @@ that it can no longer reach go back at once, since no batch in flight can write 
 Whoever may have reached its length with what is in flight sits out until that is known: nobody runs past its end.
 Drafts are a luxury: nobody is retracted, and no session yields, to make room for them. Where pages lack, fewer are
 verified, down to none. Rows under a grammar or with stop texts have none, for their hosts must see each token before
-the next is drawn.
+the next is drawn; but what a grammar forces is verified as drafts are (jump_forward.py).
 
 How many drafts are worth it follows from the results so far (`Chances`), if that is asked for: a draft counts only if
 all before it are right, and past some length hardly any does.
@@ -34,8 +34,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.core import jump_forward
 from lockstep.core.batching import InFlight
-from lockstep.core.commands import NO_DELTAS, AfterBatch, BatchPlan, PageDeltas, Speculation, Step
+from lockstep.core.commands import NO_DELTAS, NO_ROWS, AfterBatch, BatchPlan, PageDeltas, Speculation, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.delivery import step_numbers
 from lockstep.core.errors import ContractError
@@ -107,6 +108,8 @@ class Verifying(NamedTuple):
     drafts: Int32s
     after: Int64s  # the batch in flight that says where the row stands; EXACT: that is known
     deltas: PageDeltas
+    forced: Int32s = NO_ROWS  # of the drafts, those that are given; empty where none is
+    forced_tokens: Int32s = NO_ROWS  # end to end
 
 
 def verify_next(engine: Engine, step: Step) -> Verifying | None:
@@ -122,10 +125,15 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
     if going.size < cohort.size:
         members, most = cohort.only(going), positions.take(going)
     drafts = _draftable(members, most, engine.chances.worth_drafting(engine.config, members.size))
+    forced = NO_ROWS
+    if engine.forced:
+        forced = jump_forward.counts_of(engine, members, most)
+        drafts += forced  # who has any is under a grammar, and drafts nothing
     held = -(-most // page_size)
     available = engine.memory.available_pages
     while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
         drafts = drafts // np.int32(2)
+        forced = forced // np.int32(2)
     stops: Int32s = most + ONE + drafts
     engine.memory.table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
     deltas = NO_DELTAS
@@ -139,7 +147,35 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
     else:
         engine.positions = positions.copy()
         engine.positions[going] = stops
-    return Verifying(members, most - slack, stops, drafts, after, deltas)
+    if not forced.any():
+        return Verifying(members, most - slack, stops, drafts, after, deltas)
+    tokens = jump_forward.tokens_of(engine, members, most, forced)
+    return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
+
+
+def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
+    """Move the cohort of an engine without drafts on, some by several tokens. None if nobody has forced ones to come.
+
+    The pages of one token of each are there. Returns: also the members that end by length with it.
+    """
+    cohort, starts, page_size = engine.cohort, engine.positions, np.int32(engine.config.page_size)
+    counts = jump_forward.counts_of(engine, cohort, starts)
+    held, available = -(-starts // page_size), engine.memory.available_pages
+    while (opening := -(-(starts + ONE + counts) // page_size) - held).sum() > available and counts.any():
+        counts = counts // np.int32(2)
+    if not counts.any():
+        return None
+    tokens = jump_forward.tokens_of(engine, cohort, starts, counts)
+    stops: Int32s = starts + ONE + counts
+    engine.memory.table.reserve(int((held + opening).max()), int((stops - cohort.prompts).max()) + 2)
+    deltas = NO_DELTAS
+    if opening.any():
+        deltas = engine.memory.open_pages(
+            cohort.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
+        )
+    known = np.full(cohort.size, EXACT, np.int64)
+    verifying = Verifying(cohort, starts, stops, counts, known, deltas, counts, tokens)
+    return verifying, engine.end_of_horizon(cohort, stops)
 
 
 def _draftable(members: Cohort, most: Int32s, wanted: int) -> Int32s:
@@ -160,8 +196,9 @@ def uncertainty(in_flight: Iterable[InFlight], rows: Int32s, table_rows: int) ->
         if batch.verifies:
             assert batch.steps is not None
             sampling = batch.samplers.rows
-            slack[sampling] += batch.steps - ONE
-            after[sampling[batch.steps > ONE]] = batch.plan.batch_id
+            open_steps = batch.steps - batch.least
+            slack[sampling] += open_steps
+            after[sampling[open_steps > ZERO]] = batch.plan.batch_id
     return slack[rows], after[rows]
 
 
@@ -174,14 +211,19 @@ def starts_after(verifying: Verifying, first: int) -> tuple[AfterBatch, ...]:
 
 def verified(plan: BatchPlan, verifying: Verifying, config: SchedConfig) -> BatchPlan:
     """The plan, its rows behind those that extend verifying drafts."""
-    method = config.speculative_method
-    assert method is not UNSET
+    method = config.speculative_method if config.speculative_method is not UNSET else "forced"
     assert method != "none"
     return replace(
         plan,
         mode=plan.mode if plan.extend_rows else "verify",
         starts_after=starts_after(verifying, plan.extend_rows),
-        speculation=Speculation(config.drafts_max, verifying.drafts, method),
+        speculation=Speculation(
+            config.beside_newest_max if verifying.forced.size else config.drafts_max,
+            verifying.drafts,
+            method,
+            verifying.forced,
+            verifying.forced_tokens,
+        ),
     )
 
 
@@ -195,19 +237,19 @@ def accepted_of(event: BatchFinished, batch: InFlight) -> Int32s:
     """
     assert batch.steps is not None
     if not event.accepted:
-        return batch.samplers.ones  # none of the drafts was right
+        return batch.least  # none of the drafts was right
     if len(event.accepted) != 4 * batch.samplers.size:
         raise ContractError(
             f"batch {event.batch_id} has {len(event.accepted)} bytes of accepted counts, expected "
             f"{4 * batch.samplers.size}"
         )
     accepted = np.frombuffer(event.accepted, np.int32)
-    wrong = ((accepted < ONE) | (accepted > batch.steps)).nonzero()[0]
+    wrong = ((accepted < batch.least) | (accepted > batch.steps)).nonzero()[0]
     if wrong.size:
         i = int(wrong[0])
         raise ContractError(
-            f"batch {event.batch_id} reports {accepted[i]} tokens of sampling row {i}, which samples 1 to "
-            f"{batch.steps[i]}"
+            f"batch {event.batch_id} reports {accepted[i]} tokens of sampling row {i}, which samples "
+            f"{batch.least[i]} to {batch.steps[i]}"
         )
     return accepted
 
@@ -223,9 +265,9 @@ def settle(engine: Engine, batch: InFlight, accepted: Int32s) -> None:
     int32 [samplers], as `accepted_of` has it. Pages that nobody can reach any more go back.
     """
     assert batch.steps is not None
-    wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - ONE, accepted
+    wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - batch.least, accepted
     if engine.config.speculative_min_chance is not UNSET:
-        engine.chances.observe(drafts, accepted - ONE)
+        engine.chances.observe(drafts, accepted - batch.least)
     if not wrong.any():
         return
     table, page_size = engine.memory.table, np.int32(engine.config.page_size)

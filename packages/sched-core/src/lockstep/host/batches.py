@@ -72,6 +72,16 @@ class Pooled:
     values: Float32s
 
 
+class MatchersAsked(Protocol):
+    """What is asked of matchers when tokens have come: `lockstep.host.grammars.GrammarMatchers`."""
+
+    def ended(self, row: int, token: int) -> bool:
+        """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
+
+    def forced(self, row: int, token: int) -> list[int]:
+        """Tokens that the row's grammar forces behind this one. The matcher is not moved."""
+
+
 @dataclass(slots=True)
 class BatchResult:
     """A batch that came back. Everything is on the CPU."""
@@ -85,6 +95,7 @@ class BatchResult:
     accepted: Int32s | None = None  # where drafts were verified: tokens of each sampling row
     invalid: tuple[int, ...] = ()  # sampling rows
     grammar_ended: tuple[int, ...] = ()  # sampling rows
+    forced: tuple[tuple[int, bytes], ...] = ()  # sampling rows, and int32 ids that their grammars force next
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     hidden_states: list[HiddenStates] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
@@ -96,6 +107,24 @@ class BatchResult:
         if self.accepted is None:
             return np.arange(len(self.plan.sample_rows), dtype=np.int32)
         return np.cumsum(self.accepted, dtype=np.int32) - self.accepted
+
+    def lasts(self) -> Int32s:
+        """Which token is the newest of each sampling row of a plan with one forward. int32 [sampling rows]"""
+        return self.firsts() if self.accepted is None else np.cumsum(self.accepted, dtype=np.int32) - np.int32(1)
+
+    def look_at_grammars(self, rows: Sequence[int], matchers: MatchersAsked, *, jumps: bool) -> None:
+        """Note whose grammars ended with their newest tokens and, with `jumps`, what the others force next.
+
+        Args:
+            rows: sampling rows under grammars, of a plan with one forward.
+        """
+        tables, lasts = self.plan.rows[self.plan.sample_rows], self.lasts()
+        newest = [(i, int(tables[i]), int(self.tokens[lasts[i]])) for i in rows]
+        self.grammar_ended = tuple([i for i, row, token in newest if matchers.ended(row, token)])
+        if jumps:
+            going = [one for one in newest if one[0] not in self.grammar_ended and one[0] not in self.invalid]
+            found = [(i, matchers.forced(row, token)) for i, row, token in going]
+            self.forced = tuple([(i, np.array(tokens, "<i4").tobytes()) for i, tokens in found if tokens])
 
 
 # ---------------------------------------------------------------------------------------------------------- who runs it

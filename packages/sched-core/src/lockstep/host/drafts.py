@@ -17,6 +17,7 @@ class DraftCounts:
     verifications: int = 0  # of a row in a batch, those without room for a draft included
     drafts: int = 0
     right: int = 0
+    forced: int = 0  # tokens that grammars forced, and that were computed beside others; none of the above
     right_by_position: list[int] = field(
         default_factory=list
     )  # verifications whose first n drafts were right, n from 1
@@ -37,8 +38,14 @@ class DraftCounts:
         verifying = plan.sample_rows >= plan.extend_rows
         right = np.zeros(len(verifying), np.int32) if accepted is None else accepted - np.int32(1)
         right = right[verifying]
+        if plan.speculation.forced_lengths.size:
+            free = plan.speculation.forced_lengths == 0
+            self.forced += int(plan.speculation.forced_lengths.sum())
+            right = right[free]
+        if plan.speculation.method == "forced":
+            return
         self.verifications += len(right)
-        self.drafts += int(plan.speculation.draft_lengths.sum())
+        self.drafts += int(plan.speculation.drafted().sum())
         self.right += int(right.sum())
         most = int(right.max(initial=0))
         self.right_by_position += [0] * (most - len(self.right_by_position))

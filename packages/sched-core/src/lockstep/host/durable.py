@@ -24,7 +24,7 @@ import msgspec
 from lockstep.core import snapshot
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, TokenDigest
+from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, TokenDigest, TokensForced
 from lockstep.core.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.support import samples_asked
@@ -218,4 +218,7 @@ def _without_content(event: ObservedEvent) -> ObservedEvent:
         return msgspec.structs.replace(event, prompt=prompt, stop_texts=(), grammar=grammar, label="")
     if isinstance(event, BatchFinished):
         return msgspec.structs.replace(event, tokens=b"", logprobs=b"", top_ids=b"", top_logprobs=b"")
+    if isinstance(event, TokensForced):
+        forced = tuple([(request_id, first, bytes(len(ids))) for request_id, first, ids in event.forced])
+        return msgspec.structs.replace(event, forced=forced)
     return event

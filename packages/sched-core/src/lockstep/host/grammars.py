@@ -31,6 +31,7 @@ log = logging.getLogger("lockstep.host")
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 BackendName = Literal["auto", "llguidance", "xgrammar", "none"]
 
+FORCED_MAX = 64  # tokens that a matcher is asked for at once: what one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each is a megabyte or two,
 SOURCE_BYTES_MAX = 16 * 2**20  # and what their sources may have together
 LONGEST_ERROR = 500  # characters of a library's message that a client is told
@@ -63,6 +64,9 @@ class Matcher(Protocol):
 
     def is_done(self) -> bool:
         """Whether nothing may follow but the end."""
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that must follow, in turn: each is the only one in the mask that `fill` would write. No move."""
 
 
 class Compiled(Protocol):
@@ -178,7 +182,7 @@ class GrammarMatchers:
 
     def __init__(self, compiled: CompiledGrammars, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._compiled = compiled
-        self._words = -(-vocabulary // 32)
+        self._words, self._vocabulary = -(-vocabulary // 32), vocabulary
         self._ends = frozenset(end_tokens)
         self._rows: dict[int, _Row] = {}
         self._row_of: dict[RequestId, int] = {}
@@ -243,6 +247,28 @@ class GrammarMatchers:
         done = held.matcher.is_done()
         held.matcher.rollback(1)
         return done
+
+    def forced(self, row: int, token: int) -> list[int]:
+        """Tokens that the row's grammar forces behind this one; the matcher is not moved.
+
+        None that ends an answer or its grammar: whoever samples that one says so.
+        """
+        held = self._rows.get(row)
+        if held is None or held.matcher is None or held.over or token in self._ends:
+            return []
+        if not held.matcher.accept(token):
+            return []
+        found, moved = [] if held.matcher.is_done() else list(held.matcher.forced()[:FORCED_MAX]), 1
+        for number, one in enumerate(found):
+            if one in self._ends or one >= self._vocabulary or not held.matcher.accept(one):
+                found = found[:number]
+                break
+            moved += 1
+            if held.matcher.is_done():
+                found = found[:number]
+                break
+        held.matcher.rollback(moved)
+        return found
 
 
 def short(message: str) -> str:

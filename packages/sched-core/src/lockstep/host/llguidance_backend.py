@@ -159,3 +159,8 @@ class LlMatcher:
     def is_done(self) -> bool:
         """Whether nothing may follow but the end."""
         return bool(self._matcher.is_stopped())
+
+    def forced(self) -> list[int]:
+        """What must follow. Where text is forced, masks have the canonical token of it alone, so these are the same."""
+        found: list[int] = self._matcher.compute_ff_tokens()
+        return found

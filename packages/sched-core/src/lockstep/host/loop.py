@@ -77,6 +77,7 @@ from lockstep.core.events import (
     RequestCancelled,
     RequestId,
     RequestKind,
+    TokensForced,
     WeightsSwapped,
 )
 from lockstep.core.requests import Request
@@ -647,6 +648,7 @@ class RuntimeHost:
         if plan.speculation is not None:
             self.drafts.fold(plan, result.accepted)
         finished_us = min(result.finished_us, now_us)
+        forced = self._forced(result)
         self._fold(
             BatchFinished(
                 now_us,
@@ -667,6 +669,23 @@ class RuntimeHost:
                 else result.top_logprobs.astype("<f4", copy=False).tobytes(),
             )
         )
+
+        forced = tuple([one for one in forced if one[0] in self.engine.requests])
+        if forced:
+            self._fold(TokensForced(now_us, plan.generation, forced))
+
+    def _forced(self, result: BatchResult) -> tuple[tuple[RequestId, int, bytes], ...]:
+        """What grammars force behind a result, by request. To be asked before the engine takes it in."""
+        if not result.forced:
+            return ()
+        plan = result.plan
+        positions, counts = sampled_spans(self.engine, plan, result.accepted)
+        found = []
+        for i, ids in result.forced:
+            request = self.engine.requests.get(int(plan.request_ids[plan.sample_rows[i]]))
+            if request is not None:
+                found.append((request.request_id, int(positions[i] + counts[i]) - request.prompt_tokens, ids))
+        return tuple(found)
 
     def _watch(self, result: BatchResult) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Which sampling rows ran into a stop text, and of which how many tokens may be the beginning of one."""
@@ -918,7 +937,7 @@ def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> t
     rows = plan.sample_rows
     if plan.speculation is not None:
         positions: Int32s = engine.in_flight[0].sampled_at
-        return positions, np.ones(len(rows), np.int32) if accepted is None else accepted
+        return positions, engine.in_flight[0].least if accepted is None else accepted
     counts = plan.stops[rows] - plan.starts[rows] if plan.steps > 1 else np.ones(len(rows), np.int32)
     return plan.stops[rows] - counts + np.int32(1), counts
 

@@ -146,6 +146,10 @@ class _Recorded:
         if plan.token_ids.size:
             spans = [msgspec.structs.replace(span, targets=self._words(span.targets)) for span in plan.logprob_spans]
             plan = msgspec.structs.replace(plan, token_ids=self._new_tokens(plan), logprob_spans=tuple(spans))
+        if plan.speculation is not None and plan.speculation.forced_tokens.size:
+            forced = self._words(plan.speculation.forced_tokens)
+            told = msgspec.structs.replace(plan.speculation, forced_tokens=forced)
+            plan = msgspec.structs.replace(plan, speculation=told)
         self.executor.launch(plan, deferred=deferred, contexts=self._context)
         self.in_flight.append(plan)
         if plan.speculation is not None:

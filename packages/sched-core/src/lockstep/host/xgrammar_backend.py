@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import Grammar
 from lockstep.host.batches import Int32s
-from lockstep.host.grammars import GrammarError, short
+from lockstep.host.grammars import FORCED_MAX, GrammarError, short
 
 
 class XGrammar:
@@ -129,3 +129,19 @@ class XMatcher:
         mask = np.empty_like(self._ends)
         self.fill(mask)
         return not (mask & ~self._ends).any()
+
+    def forced(self) -> list[int]:
+        """What must follow, found mask by mask: forced text would be known at once, but not as which tokens."""
+        found: list[int] = []
+        mask = np.empty_like(self._ends)
+        while len(found) < FORCED_MAX:
+            self.fill(mask)
+            places = mask.nonzero()[0]
+            if len(places) != 1 or (bits := int(mask[places[0]]) & 0xFFFFFFFF) & (bits - 1):
+                break
+            token = 32 * int(places[0]) + bits.bit_length() - 1
+            if not self.accept(token):
+                break
+            found.append(token)
+        self.rollback(len(found))
+        return found

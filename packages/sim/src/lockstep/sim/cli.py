@@ -150,6 +150,11 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("speculative_method", click.STRING, "who drafts: ngram, draft_model, eagle, mtp or none  [default: none]"),
     ("num_speculative_tokens", click.INT, "drafts of a request in one launch, at most  [default: 3]"),
     ("speculative_min_chance", click.FLOAT, "drafts less likely to count are left out  [default: none is]"),
+    (
+        "jump_forward_tokens",
+        click.INT,
+        "tokens that a grammar forces, computed in one launch, at most  [default: none]",
+    ),
     ("speculative_max_batch_size", click.INT, "no drafts while more requests decode  [default: no limit]"),
     ("max_loras", _Or(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
     ("role", click.STRING, "prefill or decode, of engines in a cluster; or mixed  [default: mixed]"),
@@ -320,6 +325,11 @@ def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--acceptance-spread", default=0.0, help="deviation of its log-odds between requests"),
             click.option("--draft-model", help="what drafts under --speculative-method draft_model: qwen3-0.6b"),
+            click.option(
+                "--grammar-forces",
+                metavar="CHANCExTOKENS",
+                help="with --jump-forward-tokens: how often a grammar leaves no choice, for so many  [default: 0.12x2]",
+            ),
         )
     ):
         command = option(command)

@@ -93,7 +93,7 @@ HOP_US_MAX = 60_000_000
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
 COMMON = (
     *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
-    *("max_new_tokens", "grammar_compile_us", "receive_interval", "calibration"),
+    *("max_new_tokens", "grammar_compile_us", "grammar_forces", "receive_interval", "calibration"),
 )  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
 ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
@@ -767,6 +767,7 @@ class Cluster:
                 receive_interval=scenario.receive_interval,
                 device_type=device_type_of(one.cost),
                 speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
+                forcing=one.forcing,
                 tiers=one.tier_links(),
                 state_copy_us=one.state_copy_us,
             )

@@ -178,6 +178,7 @@ class Lane:
             or not cohort.size
             or config.decode_steps_per_launch > 1
             or config.speculates
+            or config.jumps
             or config.retract_every
             or engine.memory.adapters is not None
         ):

@@ -402,6 +402,7 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         **{name: about.get(name, getattr(USUAL, name)) for name in BESIDES_TP},
         **_load_settings(about),
         "grammar_compile_us": about.get("grammar_compile_us"),
+        "grammar_forces": about.get("grammar_forces"),
         "receive_interval": about.get("receive_interval", 1),
         "weights_dtype": cost.get("weights_dtype"),
         "kv_dtype": cost.get("kv_dtype"),

@@ -372,6 +372,7 @@ class HandoverCluster:
                 receive_interval=scenario.receive_interval,
                 device_type=device_type_of(one.cost),
                 speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
+                forcing=one.forcing,
                 tiers=one.tier_links(),
                 port=Port(self.fabric, engine, feed),
             )

@@ -47,6 +47,8 @@ from lockstep.core.commands import (
     Step,
     StreamTokens,
 )
+from lockstep.core.commands import Speculation as PlannedSpeculation
+from lockstep.core.config import JUMP_FORWARD_TOKENS_MAX
 from lockstep.core.decode_run import DecodeRun
 from lockstep.core.delivery import step_numbers
 from lockstep.core.engine import Engine
@@ -67,11 +69,13 @@ from lockstep.core.events import (
     RequestId,
     RequestQueued,
     TokenRuns,
+    TokensForced,
     TransferAdvanced,
 )
 from lockstep.core.intake import ReceiveSkipper
 from lockstep.sim.cache_tiers import TierLinks
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.forcing import ForcedRuns, Forcing
 from lockstep.sim.speculation import Speculation
 from lockstep.sim.token_runs import TOKEN_IDS
 from lockstep.sim.turns import Turn, Turns
@@ -320,6 +324,8 @@ class Device:
         """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
         if self.speculation is not None:
             return self._verify(plan, self.speculation)
+        if plan.speculation is not None:
+            return self._jump(plan, plan.speculation)
         if plan.mode != "decode":
             if plan.extend_rows < len(plan.rows):
                 self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
@@ -345,11 +351,11 @@ class Device:
             copies_us = self.state_copy_us * _state_copies(plan.hybrid)
             took_us, expected_us = took_us + copies_us, expected_us + copies_us
         if self.speculation is not None:
-            longest = int(plan.speculation.draft_lengths.max()) if plan.speculation is not None else 0
+            longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
             draft_us = self.speculation.drafter.draft_us(shape, longest)
             took_us, expected_us = took_us + draft_us, expected_us + draft_us
         tokens = self._sample(plan).tobytes()
-        accepted = b"" if self.speculation is None else self._accepted(plan)
+        accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
             sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
             sampled_us = 0 if plan.sample_after is None else None
@@ -414,7 +420,7 @@ class Device:
         if plan.speculation is None:
             return shape
         drafts = plan.speculation.draft_lengths
-        self._verified = speculation.verify(plan.rows[extending:], drafts)
+        self._verified = speculation.verify(plan.rows[extending:], drafts, plan.speculation.forced_lengths)
         draft_tokens = int(drafts.sum())
         return replace(
             shape,
@@ -423,10 +429,21 @@ class Device:
             draft_tokens=draft_tokens,
         )
 
+    def _jump(self, plan: BatchPlan, jumps: PlannedSpeculation) -> BatchShape:
+        """The shape of a plan that computes forced tokens, of an engine that verifies no drafts."""
+        starts, forced = plan.starts[plan.extend_rows :], jumps.forced_lengths
+        self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
+        self._verified = (starts, forced + np.int32(1))
+        shape, tokens = extend_shape_of(plan), int(forced.sum())
+        return replace(
+            shape,
+            decode_context_tokens=int(starts.sum()),
+            sampled_rows=shape.sampled_rows + tokens,
+            draft_tokens=tokens,
+        )
+
     def _accepted(self, plan: BatchPlan) -> bytes:
-        """How many tokens each sampling row of a plan gets, if it verifies drafts."""
-        if plan.speculation is None:
-            return b""
+        """How many tokens each sampling row of a plan gets that verifies drafts, or forced tokens."""
         accepted = np.ones(len(plan.sample_rows), np.int32)
         accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
         return accepted.tobytes()
@@ -441,6 +458,12 @@ class Device:
         tokens: Int32s = self._token_base[rows] + stops
         if self._early_eos:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+    def tokens_of(self, row: int, start: int, stop: int) -> Int32s:
+        """What a row will sample at these positions, but for its last token, which ends its answer."""
+        stop = min(stop, int(self._last_position[row]))
+        tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
         return tokens
 
     def _sample_steps(self, plan: BatchPlan) -> Int32s:
@@ -492,6 +515,7 @@ class EngineHost:
         device_type: what runs batches; see `pipeline.device_type_of`.
         receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
         speculation: how many drafts are right, and what they cost, of an engine whose config has a method.
+        forcing: what grammars force, of an engine that computes it together.
         tiers: what carries KV between the tiers below the device; an engine with such tiers needs it.
         state_copy_us: what a copy of one request's recurrent state takes.
         port: of a prefill or a decode engine, where its KV goes and comes from.
@@ -520,6 +544,7 @@ class EngineHost:
         device_type: type[Device] = Device,
         receive_interval: int = 1,
         speculation: Speculation | None = None,
+        forcing: Forcing | None = None,
         tiers: TierLinks | None = None,
         state_copy_us: float = 0.0,
         port: TransferPort | None = None,
@@ -527,6 +552,8 @@ class EngineHost:
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
+        if engine.config.jumps and forcing is None:
+            raise ContractError("an engine that computes forced tokens together needs to be told which are forced")
         if engine.memory.tiers is not None and tiers is None:
             raise ContractError("an engine with cache tiers needs links to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
@@ -563,6 +590,8 @@ class EngineHost:
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._adapter_load_us = adapter_load_us
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
+        self._forcing = forcing if engine.config.jumps else None
+        self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
         self.tiers = tiers
         self.wake_at_us: int | None = None
         self._skipper = ReceiveSkipper(receive_interval) if receive_interval != 1 else None
@@ -674,8 +703,32 @@ class EngineHost:
                     self.clamped += 1
         return self._spend(now_us, self.cpu.arrival_us, "arrival")
 
+    def _forced(self) -> tuple[tuple[RequestId, int, bytes], ...]:
+        """What grammars force behind the result that comes next, by request."""
+        batch, found = self.engine.in_flight[0], []
+        if self._forcing is None or not batch.samplers.constrained:
+            return ()
+        steps = batch.samplers.ones if batch.steps is None else batch.steps
+        newest = (batch.sampled_at + steps - np.int32(1)).tolist()
+        for i in np.flatnonzero(batch.samplers.has_grammar).tolist():
+            request, row = batch.samplers.requests[i], int(batch.samplers.rows[i])
+            if row in batch.dead:
+                continue
+            holder, runs = self._forced_runs.get(row, (-1, None))
+            if runs is None or holder != request.request_id:
+                runs = self._forcing.runs(request.request_id)
+                self._forced_runs[row] = request.request_id, runs
+            output = newest[i] - request.prompt_tokens
+            stop = min(runs.stop_behind(output), output + 1 + JUMP_FORWARD_TOKENS_MAX)
+            if stop > output + 1:
+                tokens = self.device.tokens_of(row, newest[i] + 1, request.prompt_tokens + stop)
+                if tokens.size:
+                    found.append((request.request_id, output + 1, tokens.tobytes()))
+        return tuple(found)
+
     def _collect(self, now_us: int) -> int:
         batch = self.device.queue.popleft()
+        forced = self._forced() if self._forcing is not None else ()
         step = self._fold(
             BatchFinished(
                 now_us,
@@ -687,6 +740,9 @@ class EngineHost:
                 batch.accepted,
             )
         )
+        if forced:
+            forced = tuple([one for one in forced if one[0] in self.engine.requests])
+            self._fold(TokensForced(now_us, batch.generation, forced))
         done_us = self._spend(now_us, self.cpu.result_us(batch.rows), "results")
         if self.device.untimed:
             for command in step.commands:

@@ -565,8 +565,15 @@ class MetricsFold:
             "cpu": _describe_cpu(packed),
             "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
         }
-        if self._drafts is not None:
+        if self._drafts is not None and self._drafts.verifies:
             summary["speculation"] = self._drafts.describe()
+        if self._drafts is not None and self._drafts.jumps:
+            drafts = self._drafts
+            summary["jump_forward"] = {
+                "forced_tokens": drafts.forced,
+                "jumps": drafts.jumps,
+                "tokens_per_jump_mean": _ratio(drafts.forced, drafts.jumps),
+            }
         series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
         return RunData(requests, series, itl_us, span_us, summary, packed)
 
@@ -934,12 +941,24 @@ class Drafts:
         self._in_flight: dict[int, tuple[NDArray[np.bool_], Int32s]] = {}  # by batch: who verifies, and how many drafts
         self.batches = 0
         self.tokens = 0  # that rows got, drafts and the one behind them
+        self.verifies = False  # any drafts
+        self.forced = 0  # tokens that grammars forced, computed beside the newest one of a row
+        self.jumps = 0  # of a row in a batch, each with some of these
         self._offered = np.zeros(0, np.int64)  # rows by how many drafts they verified, at the least
         self._right = np.zeros(0, np.int64)  # and by how many were right
 
     def launched(self, plan: BatchPlan, speculation: Speculation) -> Int32s:
         """Take in a launch. Returns where its rows start as far as metrics count tokens: each verifies one."""
-        self._in_flight[plan.batch_id] = plan.sample_rows >= plan.extend_rows, speculation.draft_lengths
+        verifying, drafts = plan.sample_rows >= plan.extend_rows, speculation.draft_lengths
+        if speculation.forced_lengths.size:  # what is right for certain is no draft
+            self.forced += int(speculation.forced_lengths.sum())
+            self.jumps += int(np.count_nonzero(speculation.forced_lengths))
+            free = speculation.forced_lengths == 0
+            verifying, drafts = verifying.copy(), drafts[free]
+            verifying[np.flatnonzero(verifying)[~free]] = False
+        if speculation.method != "forced":
+            self.verifies = True
+            self._in_flight[plan.batch_id] = verifying, drafts
         starts = plan.starts.copy()
         starts[plan.extend_rows :] = plan.stops[plan.extend_rows :] - 1
         return starts

@@ -143,6 +143,10 @@ def _facts_table(summary: Summary) -> Table:
         length = drafts["accepted_length_mean"]
         mean = NOTHING if length is None else f"{length:.2f}"
         table.add_row("tokens per verification", mean, f"of a row; drafts right, by position: {shares}")
+    if "jump_forward" in summary:
+        forced = summary["jump_forward"]
+        about = f"in {forced['jumps']:,} jumps, {forced['tokens_per_jump_mean']:.2f} at a time"
+        table.add_row("tokens forced by grammars", f"{forced['forced_tokens']:,}", about)
     table.add_section()
     table.add_row("GPU busy", show_share(device["busy_fraction"]), _list_counts(device["batches_by_mode"], "batches: "))
     bubble = f"of the time with work; {show_us(device['bubble_us'])} in all"

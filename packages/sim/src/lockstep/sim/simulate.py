@@ -62,6 +62,7 @@ from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
+from lockstep.sim.forcing import Forcing
 from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink, MetricsSink
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
 from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
@@ -121,6 +122,7 @@ class Scenario:
     receive_interval: int = 1
     acceptance: str | None = None  # chances of drafts, with commas; None: see speculation.DEFAULT_RATES
     acceptance_spread: float = 0.0  # between requests
+    grammar_forces: str | None = None  # how often grammars leave no choice, CHANCExTOKENS; None: see forcing.py
     draft_model: str | None = None  # what drafts under speculative_method draft_model
     operators: str | None = None  # folder of operator tables; None: the roofline
     calibration: str | None = None  # catalogue name, or path of a file; None: the cost model as it is
@@ -168,6 +170,7 @@ class Scenario:
             "acceptance",
             "acceptance_spread",
             "draft_model",
+            "grammar_forces",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
@@ -262,6 +265,7 @@ class Setup:
     debug: int = 0  # how much of each step to print, see watch.py
     overridden: tuple[str, ...] = ()  # settings that the environment decided
     drafting: Drafting | None = None  # where drafts are verified
+    forcing: Forcing | None = None  # where tokens that grammars force are computed together
 
     @property
     def title(self) -> str:
@@ -396,6 +400,7 @@ class Setup:
             "cpu_model": self.cpu.describe(),
             "calibration": self.calibration.describe(),
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
+            **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
             **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
         }
@@ -459,6 +464,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         debug=debug_level(environ),
         overridden=tuple(overridden),
         drafting=_drafting(scenario, config, model, gpu, cost, calibration),
+        forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
     )
 
 
@@ -479,6 +485,16 @@ def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
             )
     if method == "draft_model" and scenario.draft_model is None:
         raise ConfigError("`speculative_method` draft_model needs a `draft_model`\nhint: --draft-model qwen3-0.6b")
+    if scenario.grammar_forces is not None and not config.jumps:
+        raise ConfigError(
+            f"`grammar_forces` is `{scenario.grammar_forces}`, but `jump_forward_tokens` is 0\n"
+            "hint: --jump-forward-tokens 16, or leave out --grammar-forces"
+        )
+    if config.jumps and scenario.pp > 1:
+        raise ConfigError(
+            f"`jump_forward_tokens` is {config.jump_forward_tokens}, but `pp` is {scenario.pp}: tokens that grammars "
+            "force are not computed together in pipelines\nhint: --pp 1"
+        )
     if config.speculates and scenario.pp > 1:
         raise ConfigError(
             f"`speculative_method` is {method}, but `pp` is {scenario.pp}: drafts are not simulated in pipelines\n"
@@ -833,6 +849,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         receive_interval=setup.scenario.receive_interval,
         device_type=device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
+        forcing=setup.forcing,
         tiers=setup.tier_links(),
         state_copy_us=setup.state_copy_us,
     )

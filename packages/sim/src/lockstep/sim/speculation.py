@@ -87,7 +87,7 @@ class Acceptance:
         """That so many drafts of a request are right, and all before them: float64 [drafts], falling."""
         rates = np.array([self.rates[min(j, len(self.rates) - 1)] for j in range(drafts)])
         if self.spread:
-            shift = self.spread * _normal(_mixed(np.array([request], np.uint64), self.seed))
+            shift = self.spread * _normal(mixed(np.array([request], np.uint64), self.seed))
             with np.errstate(divide="ignore"):
                 odds = rates / (1.0 - rates) * np.exp(shift)
             rates = np.where(rates < 1.0, odds / (1.0 + np.where(np.isinf(odds), 0.0, odds)), 1.0)
@@ -101,7 +101,7 @@ class Acceptance:
             drafts: int32 [rows], how many there are.
         """
         keys = requests * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
-        uniform = _uniform(_mixed(keys, self.seed + 1))
+        uniform = uniform_of(mixed(keys, self.seed + 1))
         right: Int32s = (uniform[:, None] < chances).sum(axis=1).astype(np.int32)
         return np.minimum(right, drafts)
 
@@ -219,10 +219,15 @@ class Speculation:
         """These rows have computed their prompts, or parts of them, up to `stops`."""
         self.stands[rows] = stops
 
-    def verify(self, rows: Int32s, drafts: Int32s) -> tuple[Int32s, Int32s]:
-        """Verify drafts, and move on: where each row stood, and how many tokens it got. int32 [rows] both."""
+    def verify(self, rows: Int32s, drafts: Int32s, forced: Int32s) -> tuple[Int32s, Int32s]:
+        """Verify drafts, and move on: where each row stood, and how many tokens it got. int32 [rows] both.
+
+        `forced`: of the drafts, those that are right for certain; empty where none is.
+        """
         starts: Int32s = self.stands[rows]
         accepted = self.acceptance.right(self._requests[rows], starts, self._chances[rows], drafts) + np.int32(1)
+        if forced.size:
+            accepted = np.where(forced > 0, forced + np.int32(1), accepted)
         self.stands[rows] = starts + accepted
         return starts, accepted
 
@@ -236,7 +241,7 @@ def expected_tokens(rates: Sequence[float], drafts: int) -> float:
 # ------------------------------------------------------------------------------------------------------------- hashes
 
 
-def _mixed(values: UInt64s, seed: int) -> UInt64s:
+def mixed(values: UInt64s, seed: int) -> UInt64s:
     """SplitMix64 (Steele, Lea and Flood, 2014) of each value, in a stream of its own for each seed."""
     with np.errstate(over="ignore"):
         x = values + np.uint64((seed * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64)
@@ -245,7 +250,7 @@ def _mixed(values: UInt64s, seed: int) -> UInt64s:
         return x ^ (x >> np.uint64(31))
 
 
-def _uniform(bits: UInt64s) -> Float64s:
+def uniform_of(bits: UInt64s) -> Float64s:
     """Numbers in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -254,4 +259,4 @@ def _normal(bits: UInt64s) -> float:
     """A standard normal number, of the first entry."""
     from statistics import NormalDist
 
-    return NormalDist().inv_cdf(float(_uniform(bits)[0]) * (1.0 - 2.0**-52) + 2.0**-54)
+    return NormalDist().inv_cdf(float(uniform_of(bits)[0]) * (1.0 - 2.0**-52) + 2.0**-54)
