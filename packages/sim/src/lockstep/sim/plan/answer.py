@@ -301,7 +301,7 @@ class Answer:
         if links:
             lines.append(
                 "Prefill and decode engines are simulated only: `lockstep serve` runs engines that do both. Between "
-                f"them are links of {links[0].link_gbs:g} GB/s per GPU, each way, and {show_us(links[0].link_latency_us)}."
+                f"them are links of {links[0].link_gbs:g} GB/s per GPU and way, and {show_us(links[0].link_latency_us)}."
             )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):
