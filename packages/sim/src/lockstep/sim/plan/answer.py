@@ -299,9 +299,10 @@ class Answer:
             )
         links = [c.trial.scenario() for c in self.candidates if c.trial is not None and c.split is not None]
         if links:
+            speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
             lines.append(
-                "Prefill and decode engines are simulated only: `lockstep serve` runs engines that do both. Between "
-                f"them are links of {links[0].link_gbs:g} GB/s per GPU and way, and {show_us(links[0].link_latency_us)}."
+                "Prefill and decode engines are simulated only: `lockstep serve` runs engines that do both. The links "
+                f"between them: {speed}."
             )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):

@@ -181,7 +181,13 @@ class Question:
                         f"`{name}` is of links between prefill and decode engines, and there are none\n"
                         f"hint: --search {PREFILL_DECODE}={MIXED},1:1, or leave it out"
                     )
-        elif "role" in self.settings or "role" in dict(self.search):
+            return
+        if self.common.get("autoscale", "none") != "none" or "autoscale" in dict(self.search):
+            raise ConfigError(
+                f"`autoscale` is for engines that all do the same, not yet for `{PREFILL_DECODE}`\n"
+                "hint: leave one of them out"
+            )
+        if "role" in self.settings or "role" in dict(self.search):
             raise ConfigError(f"`role` follows from `{PREFILL_DECODE}`\nhint: leave it out")
 
     @property
