@@ -555,6 +555,54 @@ def test_impossible_fact_changes_nothing(message: str) -> None:
     assert snapshot.dump(engine) == before
 
 
+# ------------------------------------------------------------------------------------ scenarios G and I, of two engines
+
+
+def test_g1_cancel_reaches_every_batch_in_flight_of_a_prefill_engine() -> None:
+    """S30: what is in flight are all batches that were launched; each has a chunk of the one that leaves."""
+    made = fleet(overlap_depth=2, batching="mixed")
+    wire = made.arrive(asked(0, prompt=12))
+    hear(made, "accepted", "p0")
+    while made.ready("p0"):
+        pass
+    engine = made.members["p0"].engine
+    assert [list(batch.plan.request_ids) for batch in engine.in_flight] == [[0], [0], [0]]
+    assert [part.command.after_batch for part in wire.parts] == [batch.plan.batch_id for batch in engine.in_flight]
+    made.cancel(wire, "p0")
+    assert state(made, "p0") == "quarantined"
+    while made.finish("p0"):
+        assert not made.ready("p0"), "nobody is left to run"
+    assert not made.movable() or wire in made.stops
+    made.settle()
+    assert made.answers[0].reason == "transfer"
+    made.check_agreed()
+
+
+def test_g17_cached_tokens_of_both_engines_are_counted_once() -> None:
+    """S33: the decode engine tells of those that the prefill engine had, beside its own radix cache."""
+    made = fleet()
+    for key in (0, 1):
+        made.arrive(Asked(key, tuple(range(100, 110)), 3))
+        made.settle()
+    assert made.cached_tokens == {0: 0, 1: 8}
+    assert made.wires[1].receive is not None
+    assert made.wires[1].receive.start_tokens == 8, "its own radix cache has as much"
+
+
+@pytest.mark.parametrize("small", ["prefill", "decode"])
+def test_i6_request_that_the_smaller_engine_cannot_hold_ends_on_both(small: str) -> None:
+    """S30: what two engines have room for is what the smaller one has."""
+    p0 = SchedConfig(role="prefill", **(SMALL | {"pages": 4 if small == "prefill" else 32}))
+    d0 = SchedConfig(role="decode", **(SMALL | {"pages": 4 if small == "decode" else 32}))
+    made = Fleet([p0], [d0], restores=True)
+    made.arrive(asked(0, prompt=10, max_new=4))
+    made.arrive(asked(1, prompt=4, max_new=4))
+    made.settle()
+    assert made.answers[0].reason in ("transfer", "too_long")
+    assert made.answers[1] == asked(1).answer
+    made.check_agreed()
+
+
 # ----------------------------------------------------------------------------------------------------- random histories
 
 

@@ -155,6 +155,7 @@ class Fleet:
         self.heard: list[tuple[str, TransferAdvanced]] = []  # facts that may be repeated
         self.sent: dict[int, list[int]] = {}  # by key: what the client got
         self.answers: dict[int, Answer] = {}  # by key
+        self.cached_tokens: dict[int, int] = {}  # by key, of those that were not rejected
         self.marks: Counter[str] = Counter()
         self.steps = 0
 
@@ -465,6 +466,18 @@ class Fleet:
             key = wire.asked.key
             assert key not in self.answers, f"S16: {key} ended twice"
             self.answers[key] = Answer(command.reason, tuple(self.sent[key]))
+            if isinstance(command, FinishRequest):
+                self.cached_tokens[key] = command.cached_tokens
+
+    def check_agreed(self) -> None:
+        """L11, of the one thing that two engines do together: both hear that a transfer ended, once, and alike."""
+        ends: dict[tuple[str, int], list[str]] = {}
+        for name, event in self.heard:
+            if event.status in ("done", "failed", "link_down"):
+                ends.setdefault((name, event.transfer_id), []).append(event.status)
+        for wire in self.wires:
+            heard = [ends.get((member.name, wire.ids[member.name])) for member in (wire.prefill, wire.decode)]
+            assert heard == [[wire.outcome]] * 2, f"L11: room {wire.room} is {wire.outcome}, its engines heard {heard}"
 
     # ---------------------------------------------------------------------------------------------------------- settle
 
@@ -724,6 +737,12 @@ def come_to_rest(fleet: Fleet, rng: random.Random) -> None:
                 for decode in fleet.decodes:
                     fleet.link_down(prefill, decode)
     fleet.settle(rng)
+    while fleet.told or fleet.stops:  # last words that nobody waits for any more
+        for wire in list(fleet.stops):
+            fleet.stop(wire)
+        for told in list(fleet.told):
+            fleet.tell(told)
+    fleet.check_agreed()
     for wire in fleet.wires:
         got, wanted = fleet.answers[wire.asked.key], wire.asked.answer
         if got.reason in ("length", "stop"):
