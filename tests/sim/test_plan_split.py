@@ -19,7 +19,7 @@ from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.cli import plan
 from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
-from lockstep.sim.plan.search import Candidate, hopeful, prepare, promising, run_plan
+from lockstep.sim.plan.search import Candidate, hopeful, prepare, promising, prune, run_plan
 from lockstep.sim.plan.sides import limit_of_sides
 from lockstep.sim.plan.split import Split, all_splits, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, run_trial
@@ -279,6 +279,16 @@ def test_who_is_narrowed_down_first_is_who_may_be_best() -> None:
         candidate.pruned = ""
     first[1].narrow_met = 1e-3
     assert [str(c.split) for c in hopeful(candidates, first)] == ["1:3", "2:2"]
+
+
+def test_the_best_of_engines_that_do_both_is_confirmed_for_comparison() -> None:
+    asked = question("tp=1,2", "prefill_decode=mixed,1:1", gpus_max=4)
+    candidates, _ = prepare(asked)
+    for candidate, met in zip(candidates, (1.0, 9.0, 1.2, 2.0), strict=True):
+        candidate.narrow_met, candidate.narrow_missed = met, met * 1.1
+    prune(asked, candidates)
+    kept = [c.configuration.name.removeprefix("h100 ") for c in candidates if not c.pruned]
+    assert kept == ["tp=1 prefill_decode=1:1", "tp=2 prefill_decode=mixed"]
 
 
 # --------------------------------------------------------------------------------------------------------- command line

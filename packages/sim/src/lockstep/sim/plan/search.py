@@ -574,7 +574,10 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
             if candidate.cost_per_hour(bounds[candidate.configuration.number][0]) > ceiling:
                 candidate.pruned = f"costs more than #{cheapest.configuration.number}"
         return
+    measure = best_mixed(question, running)
     for candidate in running:
+        if candidate is measure:
+            continue
         for other in running:
             most = candidate.narrow_missed
             assert other.narrow_met is not None
@@ -583,6 +586,12 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
             if most * PRUNE_MARGIN < other.narrow_met:
                 candidate.pruned = f"serves less than #{other.configuration.number} on the same GPUs"
                 break
+
+
+def best_mixed(question: Question, running: Sequence[Candidate]) -> Candidate | None:
+    """Of engines that do both those that serve most, by short runs: what splits are measured against. None without."""
+    mixed = [c for c in running if question.splits and c.split is None]
+    return max(mixed, key=lambda c: (c.narrow_met or 0.0, -c.configuration.number), default=None)
 
 
 def promising(question: Question, running: Sequence[Candidate]) -> list[Candidate]:
