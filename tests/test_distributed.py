@@ -23,6 +23,7 @@ from lockstep.core.events import (
     Pause,
     ReleaseMemory,
     Resume,
+    SamplingParams,
     SwitchRole,
     TransferAdvanced,
     UpdateWeights,
@@ -414,6 +415,20 @@ def test_reserve_is_left_to_each_that_runs_or_will() -> None:
     made.settle()
 
 
+@pytest.mark.parametrize("failure", ["fail", "recompute"])
+def test_all_output_is_reserved_where_that_is_the_policy(failure: str) -> None:
+    """With reserve full nobody is retracted for pages, whoever comes by transfer or computes its prompt here."""
+    made = fleet(restores=False, reserve="full", num_reserved_decode_tokens=0, transfer_failure=failure)
+    for key in range(3):
+        made.arrive(asked(key, max_new=28))
+    if failure == "recompute":
+        made.settle_until(lambda: state(made, "d0") == "receiving")
+        made.link_down("p0", "d0")
+    made.settle()
+    assert [made.answers[key].reason for key in range(3)] == (["length"] * 3)
+    assert not made.marks["d retracted (pages)"]
+
+
 def test_nobody_new_is_given_pages_while_somebody_retracted_waits() -> None:
     made = fleet(pages=16, num_reserved_decode_tokens=0)
     for key in range(2):
@@ -465,8 +480,6 @@ def test_role_is_switched_once_drained() -> None:
     [
         ("transfer_room", None),
         ("session", "s"),
-        ("logprob_start", 0),
-        ("return_hidden_states", True),
         ("parallel_samples", 2),
         ("max_new_tokens", 0),
     ],
@@ -482,6 +495,43 @@ def test_what_does_not_go_between_engines_is_refused_by_name(name: str, field: s
     event = RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((1, 4)), **values)
     commands = made.members[name].engine.step(event).commands
     assert [getattr(command, "message", "") for command in commands if f"`{field}`" in getattr(command, "message", "")]
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("kind", [{"logprob_start": 1}, {"return_hidden_states": True}])
+def test_what_came_with_the_prompt_is_not_computed_again(kind: dict[str, Any], restores: bool) -> None:
+    """Its host has it from the prefill engine: also when the request is retracted, and its prompt is."""
+    made = fleet(restores=restores, retract_every=2)
+    made.arrive(asked(0, prompt=10, max_new=8), **kind)
+    made.arrive(asked(1, prompt=10, max_new=8), **kind)
+    made.settle()
+    assert made.marks["d retracted (forced)"]
+    assert made.marks["results passed on"] == 2
+    assert [made.answers[key].reason for key in (0, 1)] == ["length", "length"]
+    stories = made.members["d0"].kv.stories
+    for request_id in (0, 1):
+        assert stories[request_id].logprobs == (list(range(1, 9)) if "logprob_start" in kind else [])
+        assert stories[request_id].hidden[:17] == (list(range(17)) if "return_hidden_states" in kind else [])
+
+
+def test_results_of_a_prompt_that_did_not_come_are_computed_here() -> None:
+    made = fleet(transfer_failure="recompute")
+    made.arrive(asked(0, prompt=10), logprob_start=2, return_hidden_states=True)
+    made.settle_until(lambda: state(made, "p0") == "in_flight")
+    made.link_down("p0", "d0")
+    made.settle()
+    story = made.members["d0"].kv.stories[0]
+    assert story.logprobs == list(range(2, 9))
+    assert not made.marks["results passed on"]
+
+
+def test_executor_of_the_decode_engine_is_told_whose_tokens_want_logprobs() -> None:
+    made = fleet()
+    made.arrive(asked(0), sampling=SamplingParams(top_logprobs=2))
+    made.settle_until(lambda: state(made, "d0") == "ready")
+    plan = made.fold(made.members["d0"], LaneReady(made.now_us)).launched()
+    assert plan is not None
+    assert [taken.logprobs for taken in plan.rows_taken] == [True]
 
 
 IMPOSSIBLE: dict[str, tuple[str, TransferAdvanced]] = {
@@ -503,6 +553,54 @@ def test_impossible_fact_changes_nothing(message: str) -> None:
     with pytest.raises(ContractError, match=message):
         engine.step(event)
     assert snapshot.dump(engine) == before
+
+
+# ------------------------------------------------------------------------------------ scenarios G and I, of two engines
+
+
+def test_g1_cancel_reaches_every_batch_in_flight_of_a_prefill_engine() -> None:
+    """S30: what is in flight are all batches that were launched; each has a chunk of the one that leaves."""
+    made = fleet(overlap_depth=2, batching="mixed")
+    wire = made.arrive(asked(0, prompt=12))
+    hear(made, "accepted", "p0")
+    while made.ready("p0"):
+        pass
+    engine = made.members["p0"].engine
+    assert [list(batch.plan.request_ids) for batch in engine.in_flight] == [[0], [0], [0]]
+    assert [part.command.after_batch for part in wire.parts] == [batch.plan.batch_id for batch in engine.in_flight]
+    made.cancel(wire, "p0")
+    assert state(made, "p0") == "quarantined"
+    while made.finish("p0"):
+        assert not made.ready("p0"), "nobody is left to run"
+    assert not made.movable() or wire in made.stops
+    made.settle()
+    assert made.answers[0].reason == "transfer"
+    made.check_agreed()
+
+
+def test_g17_cached_tokens_of_both_engines_are_counted_once() -> None:
+    """S33: the decode engine tells of those that the prefill engine had, beside its own radix cache."""
+    made = fleet()
+    for key in (0, 1):
+        made.arrive(Asked(key, tuple(range(100, 110)), 3))
+        made.settle()
+    assert made.cached_tokens == {0: 0, 1: 8}
+    assert made.wires[1].receive is not None
+    assert made.wires[1].receive.start_tokens == 8, "its own radix cache has as much"
+
+
+@pytest.mark.parametrize("small", ["prefill", "decode"])
+def test_i6_request_that_the_smaller_engine_cannot_hold_ends_on_both(small: str) -> None:
+    """S30: what two engines have room for is what the smaller one has."""
+    p0 = SchedConfig(role="prefill", **(SMALL | {"pages": 4 if small == "prefill" else 32}))
+    d0 = SchedConfig(role="decode", **(SMALL | {"pages": 4 if small == "decode" else 32}))
+    made = Fleet([p0], [d0], restores=True)
+    made.arrive(asked(0, prompt=10, max_new=4))
+    made.arrive(asked(1, prompt=4, max_new=4))
+    made.settle()
+    assert made.answers[0].reason in ("transfer", "too_long")
+    assert made.answers[1] == asked(1).answer
+    made.check_agreed()
 
 
 # ----------------------------------------------------------------------------------------------------- random histories

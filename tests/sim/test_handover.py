@@ -134,6 +134,12 @@ def test_sessions_find_their_kv_on_both_sides() -> None:
     assert done.data.summary["requests"]["completed"] == done.data.summary["requests"]["arrived"]
 
 
+def test_host_tiers_of_engines_with_roles_are_measured() -> None:
+    done = run(cluster("gen:n=20,rate=10", tiers={"host_cache_gb": 20.0}))
+    for engine in done.engines:
+        assert engine.data.summary["cache"]["bytes_moved"]["write"] > 0
+
+
 def test_crowded_decode_engines_make_prompts_wait_for_pages() -> None:
     done = run(cluster("gen:n=60,rate=400", settings={"pages": 300, "num_reserved_decode_tokens": 64}))
     assert done.data.summary["requests"]["completed"] == 60

@@ -51,6 +51,7 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
     Resume,
+    SamplingParams,
     TokenIds,
     TransferAdvanced,
     TransferMoved,
@@ -91,6 +92,7 @@ class Wire:
     outcome: Status | None = None  # the last word to both sides; from then on nobody writes
     first_token: int | None = None
     cancelled: bool = False  # its client left
+    about: dict[str, Any] = field(default_factory=dict)  # what more its arrival says, on both engines
 
 
 @dataclass
@@ -153,6 +155,7 @@ class Fleet:
         self.heard: list[tuple[str, TransferAdvanced]] = []  # facts that may be repeated
         self.sent: dict[int, list[int]] = {}  # by key: what the client got
         self.answers: dict[int, Answer] = {}  # by key
+        self.cached_tokens: dict[int, int] = {}  # by key, of those that were not rejected
         self.marks: Counter[str] = Counter()
         self.steps = 0
 
@@ -166,17 +169,17 @@ class Fleet:
     # --------------------------------------------------------------------------------------------------------- clients
 
     def arrive(self, asked: Asked, prefill: str = "p0", decode: str = "d0", *, late: str = "", **more: object) -> Wire:
-        """A request comes to both its engines; to the one called `late` not yet, see `arrive_late`."""
-        wire = Wire(len(self.wires), asked, self.members[prefill], self.members[decode])
+        """A request comes to both its engines; to the one called `late` not yet, see `arrive_at`."""
+        wire = Wire(len(self.wires), asked, self.members[prefill], self.members[decode], about=more)
         self.wires.append(wire)
         self.open.append(wire)
         self.sent[asked.key] = []
         for name in (prefill, decode):
             if name != late:
-                self.arrive_at(wire, name, **more)
+                self.arrive_at(wire, name)
         return wire
 
-    def arrive_at(self, wire: Wire, name: str, **more: object) -> None:
+    def arrive_at(self, wire: Wire, name: str) -> None:
         """One half of a request comes."""
         member, asked = self.members[name], wire.asked
         wire.ids[name] = len(member.by_id)
@@ -190,7 +193,7 @@ class Fleet:
             stop_token_ids=(STOP_TOKEN,) if asked.stops else (),
             stream=asked.stream,
             transfer_room=wire.room,
-            **more,  # type: ignore[arg-type]
+            **wire.about,
         )
         self.fold(member, event)
 
@@ -353,7 +356,21 @@ class Fleet:
             cached_tokens=last.cached_tokens if told.status == "done" and last is not None else 0,
         )
         self.heard.append((told.to, event))
+        if told.status == "done" and member is wire.decode:
+            self._pass_results(wire, event)
         self.fold(member, event)
+
+    def _pass_results(self, wire: Wire, event: TransferAdvanced) -> None:
+        """With the first token the decode engine's host gets what else came of the prompt, if the KV counts."""
+        transfers, request_id = wire.decode.engine.transfers, wire.ids[wire.decode.name]
+        transfer = transfers.all.get(request_id) if transfers is not None else None
+        if transfer is None or transfer.state != "receiving" or transfer.weights != event.weights_version:
+            return
+        if wire.decode.engine.memory.weights_version == event.weights_version:
+            computed = wire.prefill.kv.stories[wire.ids[wire.prefill.name]]
+            here = wire.decode.kv.stories[request_id]
+            here.logprobs, here.hidden = list(computed.logprobs), list(computed.hidden)
+            self.marks["results passed on"] += bool(here.logprobs or here.hidden)
 
     def repeat(self, choice: int) -> None:
         """A host hears again what it heard before."""
@@ -449,6 +466,18 @@ class Fleet:
             key = wire.asked.key
             assert key not in self.answers, f"S16: {key} ended twice"
             self.answers[key] = Answer(command.reason, tuple(self.sent[key]))
+            if isinstance(command, FinishRequest):
+                self.cached_tokens[key] = command.cached_tokens
+
+    def check_agreed(self) -> None:
+        """L11, of the one thing that two engines do together: both hear that a transfer ended, once, and alike."""
+        ends: dict[tuple[str, int], list[str]] = {}
+        for name, event in self.heard:
+            if event.status in ("done", "failed", "link_down"):
+                ends.setdefault((name, event.transfer_id), []).append(event.status)
+        for wire in self.wires:
+            heard = [ends.get((member.name, wire.ids[member.name])) for member in (wire.prefill, wire.decode)]
+            assert heard == [[wire.outcome]] * 2, f"L11: room {wire.room} is {wire.outcome}, its engines heard {heard}"
 
     # ---------------------------------------------------------------------------------------------------------- settle
 
@@ -558,6 +587,7 @@ EXPECTED_MARKS = (
     "lost (accepted)",
     "lost (offered)",
     "p quarantined (abandoned)",
+    "results passed on",
     "p sending (part_given)",
     "read in quarantine",
     "repeated while it lives",
@@ -623,18 +653,32 @@ def random_asked(rng: random.Random, key: int) -> Asked:
     return Asked(key, prompt, max_new, rng.choice([0, 0, rng.randint(0, max_new)]), stops, rng.random() < 0.8)
 
 
+def random_kind(rng: random.Random, prompt_tokens: int) -> dict[str, Any]:
+    """What a request wants beside tokens: mostly nothing."""
+    kind: dict[str, Any] = {}
+    if rng.random() < 0.2:
+        kind["logprob_start"] = rng.randint(0, prompt_tokens)
+    if rng.random() < 0.15:
+        kind["return_hidden_states"] = True
+    if rng.random() < 0.2:
+        kind["sampling"] = SamplingParams(top_logprobs=1)
+    return kind
+
+
 def run_history(seed: int, steps: int = 400) -> Fleet:
     """One random history: first anything may happen, then faults stop and all must come to rest (L1, L9)."""
     rng = random.Random(seed)
     fleet = random_fleet(rng)
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.5]
     arrivals = rng.choice([0.05, 0.2])
+    kinds = random.Random(f"{seed} kinds")  # of its own: what else happens is as it would be without
     for _ in range(steps):
         if rng.random() < arrivals:
             names = rng.choice(fleet.prefills), rng.choice(fleet.decodes)
             late = rng.choice(names) if "late" in troubles and rng.random() < 0.3 else ""
             priority = rng.choice([None, 0, 5, 9])
-            fleet.arrive(random_asked(rng, len(fleet.wires)), *names, late=late, priority=priority)
+            asked = random_asked(rng, len(fleet.wires))
+            fleet.arrive(asked, *names, late=late, priority=priority, **random_kind(kinds, len(asked.prompt)))
         elif troubles and rng.random() < 0.15:
             make_trouble(fleet, rng, rng.choice(troubles))
         else:
@@ -693,6 +737,12 @@ def come_to_rest(fleet: Fleet, rng: random.Random) -> None:
                 for decode in fleet.decodes:
                     fleet.link_down(prefill, decode)
     fleet.settle(rng)
+    while fleet.told or fleet.stops:  # last words that nobody waits for any more
+        for wire in list(fleet.stops):
+            fleet.stop(wire)
+        for told in list(fleet.told):
+            fleet.tell(told)
+    fleet.check_agreed()
     for wire in fleet.wires:
         got, wanted = fleet.answers[wire.asked.key], wire.asked.answer
         if got.reason in ("length", "stop"):

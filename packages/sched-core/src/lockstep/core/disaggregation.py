@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 
-from lockstep.core import delivery
+from lockstep.core import delivery, extras
 from lockstep.core.admission import CLIP, CLIP_MAX_NEW_TOKENS
 from lockstep.core.batching import InFlight, Part
 from lockstep.core.commands import NO_ROWS, CancelTransfer, StartTransfer, Step, StreamTokens
@@ -268,9 +268,9 @@ class Transfers:
             raise Refused("bad_request", f"`transfer_room` is {event.transfer_room}, which is the room of r{other}")
         if not event.max_new_tokens:
             raise Refused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
-        for name in ("session", "spans", "adapter", "return_hidden_states", "logprob_start"):
+        for name in ("session", "spans", "adapter"):
             value = getattr(event, name)
-            if value or (value == 0 and value is not False):
+            if value:
                 raise Refused("unsupported", f"`{name}` is {value!r}, which does not go between engines yet")
         if event.parallel_samples > 1:
             asked = event.parallel_samples
@@ -435,6 +435,7 @@ class Transfers:
         elif cause == "done" and transfer.weights == event.weights_version == engine.memory.weights_version:
             transfer.cached_tokens = min(event.cached_tokens, request.prompt_tokens)
             self._move(engine, transfer, cause, step)
+            extras.delivered(request, request.prompt_tokens)  # its host has the results of the prompt from over there
             self._begin_output(engine, request, event, step)
         elif cause in ("failed", "done"):  # done with other weights is no good either
             self._forget_sent(engine, transfer)
@@ -542,6 +543,10 @@ class Transfers:
         if not engine.active and not coming:
             return True  # the pool is its own: what passed the entry check fits
         page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
+        if engine.config.reserve == "full":
+            cached = match.pages if match is not None else 0
+            promised = engine.reserve_of(cohort, engine.positions) // page_size + self.promised_pages(engine)
+            return -(-request.reach // page_size) - cached <= free - promised
         retractable = int(engine.positions.sum())
         largest = 0
         if cohort.size:
@@ -551,6 +556,14 @@ class Transfers:
         cached = match.pages * page_size if match is not None else 0
         whole_need = request.prompt_tokens + min(request.max_new_tokens, CLIP_MAX_NEW_TOKENS) - cached
         return max(pages * page_size + reserved, whole_need - retractable) <= left
+
+    def promised_pages(self, engine: Engine) -> int:
+        """Pages that requests whose KV is coming, or has come, will open beside those they were given."""
+        page_size = engine.config.page_size
+        return sum(
+            -(-engine.requests[one.request_id].reach // page_size) - one.start_tokens // page_size - one.pages.size
+            for one in self.in_state("receiving", "ready")
+        )
 
     # ------------------------------------------------------------------------------------------------ launch and result
 

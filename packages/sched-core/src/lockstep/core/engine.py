@@ -769,6 +769,8 @@ class Engine:
         if split is not None and self.config.reserve == "full":
             page_size = self.config.page_size
             reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size
+        if self.transfers is not None and self.config.reserve == "full":
+            reserved += self.transfers.promised_pages(self) * self.config.page_size
         return reserved
 
     def reserve_of(self, cohort: Cohort, positions: Int32s) -> int:

@@ -206,13 +206,7 @@ class Memory:
 
     def take_row(self, request: Request, match: Match | None, step: Step) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
-        row = self.table.take_row(request)
-        taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
-        if request.extras is not None:
-            taken = with_extras(taken, request.extras)
-        if self.adapters is not None:
-            taken = self.adapters.taken(taken, request.adapter)
-        self.rows_taken.append(taken)
+        row = self._row_taken(request)
         if self.radix is not None and match is not None:
             if self.tiers is not None:
                 self.tiers.used(match)
@@ -350,14 +344,21 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------- to and from elsewhere
 
+    def _row_taken(self, request: Request) -> int:
+        """A row for the request, with what the executor must know of it. Returns the row."""
+        row = self.table.take_row(request)
+        taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
+        if request.extras is not None:
+            taken = with_extras(taken, request.extras)
+        if self.adapters is not None:
+            taken = self.adapters.taken(taken, request.adapter)
+        self.rows_taken.append(taken)
+        return row
+
     def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
         """Give the request a row whose first `computed` positions are the path of `handle`, its own from now on, and
         `pages`. Returns the row."""
-        row = self.table.take_row(request)
-        taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
-        self.rows_taken.append(taken)
-        if self.adapters is not None:
-            self.rows_taken[-1] = self.adapters.taken(taken, request.adapter)
+        row = self._row_taken(request)
         if self.radix is not None and handle is not None:
             request.handle = handle
             request.protected_pages = handle.stop

@@ -32,7 +32,7 @@ class CapacityEstimate(NamedTuple):
 def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSummary) -> CapacityEstimate:
     """See the module. Never 0."""
     prompt, output = workload.prompt.mean, max(workload.output.mean, 1.0)
-    new_tokens = max(prompt * (1.0 - workload.sharing_ratio), 1.0)
+    new_tokens = new_prompt_tokens(workload)
     chunk = min(config.chunked_prefill_size or config.max_prefill_tokens, config.max_prefill_tokens)
     tokens = max(int(min(chunk, new_tokens * config.max_running_requests)), 1)
     pairs = int(tokens * prompt / 2)
@@ -47,6 +47,11 @@ def estimate_capacity(cost: CostModel, config: SchedConfig, workload: WorkloadSu
     shape = BatchShape(decode_rows=rows, decode_context_tokens=context, sampled_rows=rows)
     decode_us = (output - 1.0) * cost.batch_us(shape).mean_us / rows
     return CapacityEstimate(1e6 / max(prefill_us + decode_us, 1e-3), prefill_us, decode_us, rows)
+
+
+def new_prompt_tokens(workload: WorkloadSummary) -> float:
+    """Of a prompt, on average: what no other one begins with. At least 1."""
+    return max(workload.prompt.mean * (1.0 - workload.sharing_ratio), 1.0)
 
 
 def _between_us(cost: CostModel, shape: BatchShape) -> float:

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.core import invariants
 from lockstep.core.autoscale import SCALING_POLICIES, Autoscaler, LoadObserved, ScalingConfig
 from lockstep.core.dispatch import WAITING_MAX, DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
@@ -62,13 +61,12 @@ from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
-from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
+from lockstep.sim.host import NEVER_US, JournalSink
 from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
-from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.pipeline import with_stages
 from lockstep.sim.ranks import check_cluster_of_ranks
 from lockstep.sim.simulate import (
-    FrontEnd,
     NoJournal,
     Run,
     Scenario,
@@ -76,6 +74,7 @@ from lockstep.sim.simulate import (
     arrivals_of,
     assemble,
     collecting_seldom,
+    host_of,
     number_word,
     option_of,
     stopping_on_interrupt,
@@ -746,31 +745,7 @@ class Cluster:
             clock = LaneClock()
             open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
             feed = Feed(engine, open_turns, self._on_end, clock)
-            metrics = MetricsFold(
-                kv_pages=one.config.pages, warm_up=scenario.warm_up, host_page_bytes=one.host_page_bytes
-            )
-            frontend_us = round(one.calibration.correction.frontend_us)
-            host = EngineHost(
-                clock,
-                Engine(one.config, digests=not isinstance(journal, NoJournal)),
-                feed,
-                one.cost,
-                one.cpu,
-                journal,
-                FrontEnd(metrics, frontend_us) if frontend_us else metrics,
-                seed=scenario.seed,
-                name=f"engine{engine}",
-                max_new_tokens=scenario.max_new_tokens,
-                check=invariants.self_check if check_every else None,
-                check_every=check_every or 1,
-                grammar_compile_us=scenario.grammar_compile_us,
-                receive_interval=scenario.receive_interval,
-                device_type=device_type_of(one.cost),
-                speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
-                forcing=one.forcing,
-                tiers=one.tier_links(),
-                state_copy_us=one.state_copy_us,
-            )
+            host, metrics = host_of(one, feed, journal, env=clock, name=f"engine{engine}", check_every=check_every)
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
         if self._scaler is not None:

@@ -25,17 +25,15 @@ import msgspec
 import numpy as np
 from simpy import Environment, Event
 
-from lockstep.core import invariants
 from lockstep.core.commands import CancelTransfer, StartTransfer, Step, StreamTokens
-from lockstep.core.engine import Engine
 from lockstep.core.events import BatchId, RequestArrived, RequestCancelled, RequestId, TokenRuns, TransferAdvanced
 from lockstep.core.router import EngineShare, RequestEnded, RequestOffered, Router, RouterConfig, prefix_keys
 from lockstep.sim.cluster_metrics import combine_handover
 from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
 from lockstep.sim.metrics import MetricsFold
 from lockstep.sim.network import Flow, Links, later
-from lockstep.sim.pipeline import device_type_of, with_stages
-from lockstep.sim.simulate import FrontEnd, NoJournal, Run, arrivals_of
+from lockstep.sim.pipeline import with_stages
+from lockstep.sim.simulate import Run, arrivals_of, host_of
 from lockstep.sim.token_runs import prompt_ids
 from lockstep.sim.turns import Turn
 
@@ -353,28 +351,9 @@ class HandoverCluster:
         self.metrics: list[MetricsFold] = []
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             feed = SharedFeed(self.env, self._ends_at(roles[engine] == "decode"))
-            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
-            frontend_us = round(one.calibration.correction.frontend_us)
-            host = EngineHost(
-                self.env,
-                Engine(one.config, digests=not isinstance(journal, NoJournal)),
-                feed,
-                one.cost,
-                one.cpu,
-                journal,
-                FrontEnd(metrics, frontend_us) if frontend_us else metrics,
-                seed=scenario.seed,
-                name=f"engine{engine}",
-                max_new_tokens=scenario.max_new_tokens,
-                check=invariants.self_check if check_every else None,
-                check_every=check_every or 1,
-                grammar_compile_us=scenario.grammar_compile_us,
-                receive_interval=scenario.receive_interval,
-                device_type=device_type_of(one.cost),
-                speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
-                forcing=one.forcing,
-                tiers=one.tier_links(),
-                port=Port(self.fabric, engine, feed),
+            port = Port(self.fabric, engine, feed)
+            host, metrics = host_of(
+                one, feed, journal, env=self.env, name=f"engine{engine}", check_every=check_every, port=port
             )
             self.feeds.append(feed)
             self.hosts.append(host)

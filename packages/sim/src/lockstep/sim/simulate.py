@@ -63,7 +63,16 @@ from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.forcing import Forcing
-from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink, MetricsSink
+from lockstep.sim.host import (
+    EOS_TOKEN_ID,
+    GRAMMAR_COMPILE_US,
+    Arrivals,
+    EngineHost,
+    JournalSink,
+    MetricsSink,
+    RequestSource,
+    TransferPort,
+)
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
 from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
@@ -821,38 +830,63 @@ def simulate(
     return run
 
 
-def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
-    arrivals = arrivals_of(setup)
+def host_of(
+    setup: Setup,
+    arrivals: RequestSource,
+    journal: JournalSink,
+    *,
+    env: Environment,
+    name: str = "engine0",
+    check_every: int = 0,
+    on_finish: Callable[[int], None] | None = None,
+    port: TransferPort | None = None,
+) -> tuple[EngineHost, MetricsFold]:
+    """One engine's host and what measures it, alone or among others: whoever simulates an engine asks here for it.
+
+    Args:
+        env: the clock, its own or one that it shares.
+        check_every: check invariants after so many events; 0: never.
+        port: of a prefill or a decode engine.
+    """
+    scenario = setup.scenario
     engine = Engine(setup.config, digests=not isinstance(journal, NoJournal))
-    warm_up = setup.scenario.warm_up
-    metrics = (
-        WatchedMetrics(engine, setup.debug, warm_up=warm_up)
-        if setup.debug
-        else MetricsFold(kv_pages=setup.config.pages, warm_up=warm_up, host_page_bytes=setup.host_page_bytes)
-    )
+    if setup.debug:
+        metrics: MetricsFold = WatchedMetrics(engine, setup.debug, warm_up=scenario.warm_up)
+    else:
+        metrics = MetricsFold(
+            kv_pages=setup.config.pages, warm_up=scenario.warm_up, host_page_bytes=setup.host_page_bytes
+        )
     frontend_us = round(setup.calibration.correction.frontend_us)
     host = EngineHost(
-        Environment(),
+        env,
         engine,
         arrivals,
         setup.cost,
         setup.cpu,
         journal,
         FrontEnd(metrics, frontend_us) if frontend_us else metrics,
-        seed=setup.scenario.seed,
-        max_new_tokens=setup.scenario.max_new_tokens,
+        seed=scenario.seed,
+        name=name,
+        max_new_tokens=scenario.max_new_tokens,
         check=invariants.self_check if check_every else None,
-        grammar_compile_us=setup.scenario.grammar_compile_us,
-        check_every=check_every,
+        check_every=check_every or 1,
         on_finish=on_finish,
         decode_runs=not setup.debug,
-        receive_interval=setup.scenario.receive_interval,
+        grammar_compile_us=scenario.grammar_compile_us,
+        receive_interval=scenario.receive_interval,
         device_type=device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
         forcing=setup.forcing,
         tiers=setup.tier_links(),
         state_copy_us=setup.state_copy_us,
+        port=port,
     )
+    return host, metrics
+
+
+def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
+    arrivals = arrivals_of(setup)
+    host, metrics = host_of(setup, arrivals, journal, env=Environment(), check_every=check_every, on_finish=on_finish)
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():
         host.env.process(host.run())

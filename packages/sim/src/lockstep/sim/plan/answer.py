@@ -20,12 +20,10 @@ from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, RANK_SETTINGS
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
+from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
 from lockstep.sim.plan.trial import Trial, TrialResult
-from lockstep.sim.results import NOTHING, show_rate, show_us
+from lockstep.sim.results import NOTHING, show_rate, show_share, show_us
 from lockstep.sim.simulate import code_commit, code_version, number_word, option_of
-
-KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for
-DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
 
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 
@@ -37,6 +35,10 @@ CONFIGURED = (
 
 OF_RANKS = (*RANK_SETTINGS, *DELAYER_SETTINGS)
 """Settings of the scheduler that only ranks have."""
+SIDES = (
+    "prefill busy", "queue", "compute", "links busy", "transfer", "wait for pages", "decode busy", "KV peak", "rows",
+)  # fmt: skip
+SIDES_TITLE = "Prefill and decode at the load that each sustains (times: means)"
 
 EMULATED = ("tp", "profile")
 """What an emulated server takes of it; of a real one, nothing yet."""
@@ -126,7 +128,11 @@ def limit_of(candidate: Candidate) -> str:
     number, _ = max(enumerate(_strain(candidate, nearest)), key=lambda pair: (pair[1], -pair[0]))
     slo = str(candidate.question.slos[number]).partition("=")[0]
     assert candidate.setup is not None
-    return f"{_slo_name(slo)}: {_full_resource(nearest.results[0], candidate.setup.config.max_running_requests)}"
+    rows_max, result = candidate.setup.config.max_running_requests, nearest.results[0]
+    if candidate.split is None:
+        return f"{_slo_name(slo)}: {_full_resource(result, rows_max)}"
+    metric = slo.partition("_")[0]
+    return f"{_slo_name(slo)}: {limit_of_sides(result.sides, metric, result.summary['latency'], rows_max)}"
 
 
 def _full_resource(result: TrialResult, rows_max: int) -> str:
@@ -155,7 +161,8 @@ def simulate_command(candidate: Candidate) -> str:
     """The line that repeats the winner's first long simulation."""
     assert candidate.best is not None
     scenario = candidate.best.first_trial.scenario()
-    return scenario.base.command() if candidate.best.replicas == 1 else scenario.command()
+    alone = candidate.best.replicas == 1 and not scenario.engines
+    return scenario.base.command() if alone else scenario.command()
 
 
 class ServeCommand(NamedTuple):
@@ -168,15 +175,22 @@ class ServeCommand(NamedTuple):
 def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     """`lockstep serve` for one replica of this configuration: the model itself, whose folder is FOLDER, and emulated.
 
+    Where prefill and decode are shared out, which is simulated only, these are for one of the decode engines.
+
     What is assumed of the workload, as `expert_cv` is, and what bounds requests are not parts of a server.
     """
     assert candidate.best is not None
     assert candidate.trial is not None
-    trial = candidate.trial
+    trial, split = candidate.trial, candidate.split
+    if split is not None and split.decode.tp is not None:
+        trial = msgspec.structs.replace(trial, tp=split.decode.tp)
     usual = {field.name: field.default for field in msgspec.structs.fields(Trial)}
     unlike = [name for name in CONFIGURED if getattr(trial, name) != usual[name]]
     lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike]
-    if candidate.best.replicas > 1:
+    if split is not None:
+        groups = split.groups(trial.gpu, candidate.best.replicas)
+        lacks.insert(0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, simulated only")
+    elif candidate.best.replicas > 1:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
     if trial.settings.get("speculative_method", "none") != "none":
         lacks.append(f"speculative_method {trial.settings['speculative_method']}")
@@ -287,11 +301,19 @@ class Answer:
                 f"Not in the intervals: without --calibration, true times were {low:.2f} to {high:.2f} times the "
                 "predicted ones on public measurements (central 90 %)."
             )
+        links = [c.trial.scenario() for c in self.candidates if c.trial is not None and c.split is not None]
+        if links:
+            speed = f"{links[0].link_gbs:g} GB/s per GPU and way, {show_us(links[0].link_latency_us)}"
+            lines.append(
+                "Prefill and decode engines are simulated only: `lockstep serve` runs engines that do both. The links "
+                f"between them: {speed}."
+            )
         prices = sorted({(c.configuration.gpu, c.price_source) for c in self.candidates if c.price_source})
         if all(c.usd_per_gpu_hour is None for c in self.candidates):
             lines += [f"GPU-hours, no dollars: {why}; --price {gpu}=USD" for gpu, why in prices if "no `" in why]
         else:
             lines += [f"Price of {gpu}: {why}" for gpu, why in prices]
+        setups += [c.prefill_setup for c in self.candidates if c.prefill_setup is not None]
         if setups:
             lines += dict.fromkeys(line for setup in setups for line in setup.doubts())
         return lines
@@ -334,6 +356,34 @@ class Answer:
                 show_rate(best.mean("throughput", "goodput_requests_per_s")),
                 *(interval_text(interval) for interval in best.intervals),
                 limit_of(candidate),
+            )
+        return table
+
+    def sides_table(self) -> Table | None:
+        """One line per configuration with prefill and decode engines and an answer; None without any."""
+        found = [c for c in self.candidates if c.split is not None and c.best is not None]
+        if not found:
+            return None
+        table = Table(title=SIDES_TITLE, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for heading in ("#", "configuration"):
+            table.add_column(heading, no_wrap=True)
+        for heading in SIDES:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for candidate in found:
+            sides = _known(candidate.best).results[0].sides
+            prefill, transfer, decode = sides["prefill"], sides["transfer"], sides["decode"]
+            table.add_row(
+                f"{candidate.configuration.number}",
+                candidate.configuration.name,
+                show_share(prefill["busy_share"]),
+                show_us(prefill["queue_us_mean"]),
+                show_us(prefill["compute_us_mean"]),
+                show_share(transfer["link_busy_share"]),
+                show_us(transfer["transfer_us_mean"]),
+                show_us(decode["page_wait_us_mean"]),
+                show_share(decode["busy_share"]),
+                show_share(decode["kv_used_share_max"]),
+                f"{decode['running_max'] or 0:,}",
             )
         return table
 
@@ -382,6 +432,7 @@ class Answer:
             "usd_per_hour": None if best is None else candidate.usd_per_hour(best.paid_replicas),
             "usd_per_million_output_tokens": None if best is None else usd_per_million(candidate),
             "gpu_hours_per_million_output_tokens": None if best is None else gpu_hours_per_million(candidate),
+            **({} if candidate.split is None or best is None else {"sides": best.results[0].sides}),
             "best": _describe_evaluation(self.question, best),
             "nearest_missed": _describe_evaluation(self.question, candidate.missed),
             "lowest_load": _describe_evaluation(self.question, candidate.impossible),

@@ -15,6 +15,7 @@ import click
 
 from lockstep.sim.cli import (
     EXIT_INTERRUPTED,
+    Duration,
     check_router_options,
     cluster_options,
     drafting_options,
@@ -64,6 +65,9 @@ EXIT_NONE_FOUND = 3
 @click.option("--seed", default=7, help="of the first replication")
 @click.option("--tp", default=1, help="GPUs that share one copy of the model, where it is not searched")
 @parallel_options
+@click.option("--prefill-decode", default="mixed", help="engines by role: mixed, PREFILL:DECODE as 2:6, or auto")
+@click.option("--link-bandwidth", "link_gbs", type=click.FLOAT, help="GB/s per GPU between these  [default: 40]")
+@click.option("--link-latency", "link_latency_us", type=Duration(), help="from host to host  [default: 15us]")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
@@ -107,6 +111,7 @@ def plan(
     \b
     lockstep plan --model qwen3-8b --gpus h100,h200 --workload gen:turns=uniform:1:3 --slo ttft_p99=500ms --rate 40
     lockstep plan --model qwen3-32b --gpus h200 --search tp=1,2,4 --workload conv.jsonl.gz --slo tpot_p99=50ms
+    lockstep plan --model llama-3.1-70b --gpus h200 --max-gpus 16 --search tp=2,4 --search prefill_decode=auto ...
     """
     with refusals():
         from lockstep.core.errors import ConfigError
@@ -115,7 +120,17 @@ def plan(
         from lockstep.sim.metrics import Slo
         from lockstep.sim.plan.answer import Answer
         from lockstep.sim.plan.ledger import Ledger
-        from lockstep.sim.plan.question import FULL, QUICK, Length, Question, natural_load, parse_prices, parse_search
+        from lockstep.sim.plan.question import (
+            FULL,
+            LINK_KEYS,
+            QUICK,
+            Length,
+            Question,
+            natural_load,
+            parse_prices,
+            parse_search,
+            split_of,
+        )
         from lockstep.sim.plan.search import prepare, run_plan
         from lockstep.sim.plan.workers import crew_of
         from lockstep.sim.simulate import workload_line
@@ -126,6 +141,8 @@ def plan(
             raise ConfigError(f"`requests` must be at least 10, got `{requests}`")
         if options["autoscale"] != "none":
             parse_scaling(options["autoscale"])
+        options["prefill_decode"] = split_of(options["prefill_decode"])
+        options = {name: value for name, value in options.items() if value is not None or name not in LINK_KEYS}
         bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)
         searched = parse_search(search)
@@ -279,6 +296,9 @@ def show(answer: Any) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(answer.table())
+    sides = answer.sides_table()
+    if sides is not None:
+        console.print(sides)
     click.echo("> winner   * on the Pareto front of cost and latency")
     click.echo(answer.headline)
     for line in answer.remarks():

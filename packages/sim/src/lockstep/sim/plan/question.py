@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from lockstep.core.config import TRANSFER_SETTINGS
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 from lockstep.sim.closed_loop import CONCURRENCY_MAX
@@ -20,15 +21,19 @@ from lockstep.sim.generate import PREFIX
 from lockstep.sim.host_tiers import TIER_KEYS
 from lockstep.sim.metrics import Slo
 from lockstep.sim.mix import MIX_PREFIX, parse_mix
+from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, Split, all_splits, parse_split
 from lockstep.sim.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
 OWN_KEYS = (
     *COUNTS, "moe_a2a", "expert_cv", "eplb", "redundant_experts", "eplb_interval", "expert_drift", "mem_fraction",
-    "weights_dtype", "kv_dtype", "profile", "router", "autoscale",
+    "weights_dtype", "kv_dtype", "profile", "router", "autoscale", PREFILL_DECODE,
 )  # fmt: skip
 """What can be searched besides the scheduler's settings."""
+
+LINK_KEYS = ("link_gbs", "link_latency_us")
+"""Of links between prefill and decode engines."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
@@ -139,6 +144,7 @@ class Question:
         if self.price_kind not in PRICE_KINDS:
             raise ConfigError(f"`price_kind` must be one of {', '.join(PRICE_KINDS)}, got `{self.price_kind}`")
         self._check_engine()
+        self._check_splits()
         for gpu in self.prices:
             if gpu not in self.gpus:
                 raise ConfigError(f"`price` names `{gpu}`, which is not among the GPUs {', '.join(self.gpus)}")
@@ -160,6 +166,40 @@ class Question:
                     f"`mem_fraction` must be above 0 and at most 1, got `{shown(fraction)}`\nhint: 0.9 is usual"
                 )
 
+    def _check_splits(self) -> None:
+        """What splits need, and what is only about them."""
+        words = self.split_words
+        if AUTO in words and self.gpus_max is None:
+            raise ConfigError(
+                f"`{PREFILL_DECODE}` {AUTO} shares out the GPUs of `max_gpus`, of which there is none\n"
+                f"hint: --max-gpus 16, or name the splits: --search {PREFILL_DECODE}={MIXED},1:3,1:1,3:1"
+            )
+        if not self.splits:
+            for name in LINK_KEYS:
+                if name in self.common:
+                    raise ConfigError(
+                        f"`{name}` is of links between prefill and decode engines, and there are none\n"
+                        f"hint: --search {PREFILL_DECODE}={MIXED},1:1, or leave it out"
+                    )
+            return
+        if self.common.get("autoscale", "none") != "none" or "autoscale" in dict(self.search):
+            raise ConfigError(
+                f"`autoscale` is for engines that all do the same, not yet for `{PREFILL_DECODE}`\n"
+                "hint: leave one of them out"
+            )
+        if "role" in self.settings or "role" in dict(self.search):
+            raise ConfigError(f"`role` follows from `{PREFILL_DECODE}`\nhint: leave it out")
+
+    @property
+    def split_words(self) -> tuple[str, ...]:
+        """What was asked for of `prefill_decode`, as written."""
+        return dict(self.search).get(PREFILL_DECODE, (self.common.get(PREFILL_DECODE, MIXED),))
+
+    @property
+    def splits(self) -> bool:
+        """Whether prefill and decode may be on different engines."""
+        return self.split_words != (MIXED,)
+
     @property
     def wanted(self) -> float | None:
         """The load that is to be served; None if the largest one is asked for."""
@@ -169,11 +209,33 @@ class Question:
         """All of them, in the order of GPUs and searched values; numbered from 1."""
         keys = [key for key, _ in self.search]
         combinations = itertools.product(*(values for _, values in self.search))
-        made = []
-        for number, (gpu, values) in enumerate(itertools.product(self.gpus, combinations), 1):
-            chosen = dict(zip(keys, values, strict=True))
-            made.append(Configuration(number=number, gpu=gpu, chosen=chosen))
-        return tuple(made)
+        made: dict[tuple[str, str], Mapping[str, Any]] = {}  # each once, in order
+        for gpu, values in itertools.product(self.gpus, combinations):
+            for chosen in self._meant(dict(zip(keys, values, strict=True))):
+                made.setdefault((gpu, repr(chosen)), chosen)
+        return tuple(
+            Configuration(number=number, gpu=gpu, chosen=chosen)
+            for number, ((gpu, _), chosen) in enumerate(made.items(), 1)
+        )
+
+    def _meant(self, chosen: dict[str, Any]) -> list[dict[str, Any]]:
+        """What a combination amounts to: `auto` is several, and what has no meaning beside the rest is left out."""
+        if not self.splits:
+            return [chosen]
+        word = chosen.get(PREFILL_DECODE, self.common.get(PREFILL_DECODE, MIXED))
+        if word != AUTO:
+            return [_meaningful(chosen, parse_split(word))]
+        assert self.gpus_max is not None
+        tp, pp = (int(chosen.get(name, self.common.get(name, 1))) for name in ("tp", "pp"))
+        found = [MIXED, *map(str, all_splits(self.gpus_max, tp, dict(self.search).get("tp", (tp,)), pp))]
+        return [_meaningful({**chosen, PREFILL_DECODE: one}, parse_split(one)) for one in found]
+
+
+def _meaningful(chosen: dict[str, Any], split: Split | None) -> dict[str, Any]:
+    """Without `tp` where each side has its own, and without settings of transfers where there are none."""
+    if split is None:
+        return {name: value for name, value in chosen.items() if name not in TRANSFER_SETTINGS}
+    return {name: value for name, value in chosen.items() if name != "tp" or not split.names_tp}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +320,8 @@ def _value(key: str, word: str) -> Any:
         return word
     if key == "autoscale":
         return scaling_of(word)
+    if key == PREFILL_DECODE:
+        return split_of(word)
     if key in OWN_KEYS:
         return word
     if key in TIER_KEYS:
@@ -272,6 +336,11 @@ def scaling_of(word: str) -> str:
     text = word.replace(":", "=").replace("/", ",")
     parse_scaling(text)
     return text
+
+
+def split_of(word: str) -> str:
+    """A split as it is shown. Raises ConfigError."""
+    return word if word in (MIXED, AUTO) else str(parse_split(word))
 
 
 def parse_prices(texts: tuple[str, ...]) -> dict[str, float]:

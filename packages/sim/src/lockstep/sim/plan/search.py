@@ -30,10 +30,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS
+from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS
 from lockstep.core.errors import ConfigError
-from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity
+from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.catalogue import load_gpu
+from lockstep.sim.cluster import assemble_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.host_tiers import TIER_KEYS
@@ -41,6 +42,7 @@ from lockstep.sim.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import (
+    LINK_KEYS,
     LIVES,
     OWN_KEYS,
     SHORT_SHARE,
@@ -51,11 +53,12 @@ from lockstep.sim.plan.question import (
     is_drawn,
     price_of,
 )
+from lockstep.sim.plan.split import MIXED, PREFILL_DECODE, Split, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
 from lockstep.sim.ranks import config_of_engine
 from lockstep.sim.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
-from lockstep.sim.workload import Workload, WorkloadError
+from lockstep.sim.workload import Workload, WorkloadError, WorkloadSummary
 
 NARROW_RATIO = 1.2  # short runs stop when the largest rate is known to this factor
 NARROW_STEPS_MAX = 14
@@ -141,11 +144,12 @@ class Candidate:
 
     configuration: Configuration
     question: Question
-    setup: Setup | None = None  # None: it cannot run, see `unfit`
+    setup: Setup | None = None  # None: it cannot run, see `unfit`; of decode engines where others prefill
+    prefill_setup: Setup | None = None  # of these others
     unfit: str = ""
     trial: Trial | None = None  # of one replica; rate, limit, seed and factor are filled in
     drawn: bool = False  # another seed makes another workload
-    estimate: CapacityEstimate | None = None  # of one engine
+    estimate: CapacityEstimate | None = None  # of one replica: one engine, or some of each kind
     session_s: float = 0.0  # that a session's users think, on average
     turns_per_arrival: float = 1.0  # a rate counts arrivals by the clock, sessions; each has so many requests
     usd_per_gpu_hour: float | None = None
@@ -161,7 +165,7 @@ class Candidate:
 
     @property
     def estimated_load(self) -> float:
-        """The best case of one engine: arrivals by the clock per second, or sessions that keep it busy all the time.
+        """The best case of one replica: arrivals by the clock per second, or sessions that keep it busy all the time.
 
         The latter are, by Little's law, those who think and those who are served while it does its best.
         """
@@ -181,7 +185,15 @@ class Candidate:
     def gpus(self) -> int:
         """GPUs of one replica."""
         chosen, common = self.configuration.chosen, self.question.common
-        return math.prod(int(chosen.get(name, common.get(name, 1))) for name in ("tp", "pp"))
+        tp, pp = (int(chosen.get(name, common.get(name, 1))) for name in ("tp", "pp"))
+        split = self.split
+        return tp * pp if split is None else split.gpus(tp, pp)
+
+    @property
+    def split(self) -> Split | None:
+        """How prefill and decode are shared out; None if all engines do both."""
+        chosen, common = self.configuration.chosen, self.question.common
+        return parse_split(chosen.get(PREFILL_DECODE, common.get(PREFILL_DECODE, MIXED)))
 
     def usd_per_hour(self, replicas: float) -> float | None:
         return None if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour * replicas * self.gpus
@@ -219,13 +231,13 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
         candidate = Candidate(configuration=configuration, question=question, drawn=drawn)
         trial = _trial_of(question, configuration, content)
         try:
-            setup = assemble(trial.scenario().base, {}, workload=workload)
+            setup, candidate.prefill_setup = _setups_of(trial, workload)
         except CapacityError as error:
             candidate.unfit = str(error).partition("\nhint:")[0]
         else:
             candidate.setup = setup
             candidate.trial = trial
-            candidate.estimate = estimate_capacity(setup.cost, config_of_engine(setup.config), summary)
+            candidate.estimate = _estimate(candidate, setup, summary)
             sessions = summary.turns - summary.follow_ups
             candidate.turns_per_arrival = summary.turns / sessions
             candidate.session_s = float(workload.turns.think_us.sum()) / sessions / 1e6
@@ -241,6 +253,34 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
         for candidate in candidates:  # dollars beside GPU-hours cannot be compared
             candidate.usd_per_gpu_hour = None
     return candidates, workload
+
+
+def _setups_of(trial: Trial, workload: Workload) -> tuple[Setup, Setup | None]:
+    """Of its engines; where these hand over, of the decode engines and of the prefill engines."""
+    scenario = trial.scenario()
+    if trial.split is None:
+        return assemble(scenario.base, {}, workload=workload), None
+    cluster = assemble_cluster(scenario, {}, workload=workload)
+    return cluster.engines[-1], cluster.engines[0]
+
+
+def _estimate(candidate: Candidate, setup: Setup, summary: WorkloadSummary) -> CapacityEstimate:
+    """Of one replica. Where prefill and decode are shared out, the slower side decides, or the links between them."""
+    own = estimate_capacity(setup.cost, config_of_engine(setup.config), summary)
+    split, prefill = candidate.split, candidate.prefill_setup
+    if split is None or prefill is None:
+        return own
+    prefill_us = estimate_capacity(prefill.cost, prefill.config, summary).prefill_us
+    assert candidate.trial is not None
+    links = candidate.trial.scenario()
+    kv_bytes = setup.model.kv_bytes_per_token(setup.scenario.kv_dtype) * new_prompt_tokens(summary)
+    link_gpus = min(side.engines * one.split.gpus for side, one in ((split.prefill, prefill), (split.decode, setup)))
+    rates = (
+        split.prefill.engines * 1e6 / max(prefill_us, 1e-3),
+        split.decode.engines * 1e6 / max(own.decode_us, 1e-3),
+        links.link_gbs * 1e9 * link_gpus / kv_bytes,
+    )
+    return CapacityEstimate(min(rates), prefill_us, own.decode_us, own.decode_rows)
 
 
 def _check_gpus(question: Question) -> None:
@@ -266,6 +306,11 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         common.pop("rank_schedulers", None)
     if chosen.get("prefill_delayer") is False:  # searched beside one that the rest is about
         settings = {name: value for name, value in settings.items() if name not in DELAYER_SETTINGS}
+    split = own.pop(PREFILL_DECODE, common.pop(PREFILL_DECODE, MIXED))
+    common.pop(PREFILL_DECODE, None)
+    if split == MIXED and question.splits:  # beside splits, which the rest is about
+        common = {name: value for name, value in common.items() if name not in LINK_KEYS}
+        settings = {name: value for name, value in settings.items() if name not in TRANSFER_SETTINGS}
     if chosen.get("speculative_method") == "none":  # searched beside methods that the rest is about
         for name in ("acceptance", "acceptance_spread", "draft_model"):
             common.pop(name, None)
@@ -284,6 +329,7 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         slos=tuple(map(str, question.slos)),
         content=content,
         tiers=tiers or msgspec.UNSET,
+        prefill_decode=msgspec.UNSET if split == MIXED else split,
         **(common | own),
     )
 
@@ -533,7 +579,10 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
             if candidate.cost_per_hour(bounds[candidate.configuration.number][0]) > ceiling:
                 candidate.pruned = f"costs more than #{cheapest.configuration.number}"
         return
+    measure = best_mixed(question, running)
     for candidate in running:
+        if candidate is measure:
+            continue
         for other in running:
             most = candidate.narrow_missed
             assert other.narrow_met is not None
@@ -542,6 +591,37 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
             if most * PRUNE_MARGIN < other.narrow_met:
                 candidate.pruned = f"serves less than #{other.configuration.number} on the same GPUs"
                 break
+
+
+def best_mixed(question: Question, running: Sequence[Candidate]) -> Candidate | None:
+    """Of engines that do both those that serve most, by short runs: what splits are measured against. None without."""
+    mixed = [c for c in running if question.splits and c.split is None]
+    return max(mixed, key=lambda c: (c.narrow_met or 0.0, -c.configuration.number), default=None)
+
+
+def promising(question: Question, running: Sequence[Candidate]) -> list[Candidate]:
+    """Whom to narrow down first: everybody; of many splits those that the estimate says are best on the same GPUs."""
+    if not question.splits or question.wanted is not None or question.confirm_all:
+        return list(running)
+    best: dict[tuple[str, int, bool], Candidate] = {}
+    for candidate in running:
+        key = (candidate.configuration.gpu, candidate.gpus * candidate.replicas, candidate.split is None)
+        if key not in best or candidate.load_max > best[key].load_max:
+            best[key] = candidate
+    return [candidate for candidate in running if candidate in best.values()]
+
+
+def hopeful(running: Sequence[Candidate], first: Sequence[Candidate]) -> list[Candidate]:
+    """Who of the others might serve more than the first ones did in short runs. Sets pruned of those who cannot."""
+    others = [candidate for candidate in running if candidate not in first]
+    for candidate in others:
+        for other in first:
+            if other.narrow_met is None or not _same_total(candidate, other):
+                continue
+            if candidate.load_max < other.narrow_met:
+                candidate.pruned = f"at best less than #{other.configuration.number}"
+                break
+    return [candidate for candidate in others if not candidate.pruned]
 
 
 def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -559,8 +639,8 @@ def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[
             least_cost = candidate.cost_per_hour(_replica_bounds(candidate, wanted)[0])
             worse = any(c.cost_per_hour(_best(c).paid_replicas) < least_cost for c in confirmed)
         else:
-            most = candidate.narrow_missed
-            assert most is not None  # or it would not have been left out
+            most = candidate.narrow_missed  # None: it was left out for its best case
+            most = candidate.load_max if most is None else most
             worse = any(_same_gpus(c, candidate) and _best(c).load > most for c in confirmed)
         if not worse:
             candidate.pruned = ""
@@ -574,7 +654,14 @@ def _best(candidate: Candidate) -> Evaluation:
 
 
 def _same_gpus(one: Candidate, other: Candidate) -> bool:
+    """Whether a load means the same of both: so many replicas of so many GPUs, or of splits so many GPUs in all."""
+    if one.question.splits and one.question.gpus_max is not None:
+        return _same_total(one, other)
     return (one.configuration.gpu, one.gpus) == (other.configuration.gpu, other.gpus)
+
+
+def _same_total(one: Candidate, other: Candidate) -> bool:
+    return (one.configuration.gpu, one.gpus * one.replicas) == (other.configuration.gpu, other.gpus * other.replicas)
 
 
 def _replica_bounds(candidate: Candidate, load: float) -> tuple[int, int]:
@@ -600,13 +687,22 @@ def run_plan(
     progress = progress or Progress()
     running = [candidate for candidate in candidates if candidate.setup is not None]
     searcher = Searcher(question, _factors(question, running))
-    drive([searcher.narrow(c) for c in running], crew, ledger, progress, "narrowing down")
+
+    def narrow(some: Sequence[Candidate]) -> None:
+        if some:
+            drive([searcher.narrow(c) for c in some], crew, ledger, progress, "narrowing down")
+
+    first = promising(question, running)
+    narrow(first)
+    if len(first) < len(running):
+        narrow(hopeful(running, first))
     prune(question, candidates)
     confirm = searcher.confirm_load if question.wanted is None else searcher.confirm_replicas
     left = [candidate for candidate in running if not candidate.pruned]
     while left:
         drive([confirm(c) for c in left], crew, ledger, progress, "confirming")
         left = pruned_in_vain(question, candidates)
+        narrow([c for c in left if c.narrow_met is None and c.narrow_missed is None])
 
 
 def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | None:

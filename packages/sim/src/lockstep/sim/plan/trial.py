@@ -24,6 +24,8 @@ from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.handover import HandoverCluster
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
+from lockstep.sim.plan.sides import sides_of
+from lockstep.sim.plan.split import Split, parse_split
 from lockstep.sim.simulate import Scenario, open_load
 from lockstep.sim.workload import Workload
 
@@ -74,10 +76,18 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     content: str = ""
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # fields of HostTiers that were given; unset: none
     rank_schedulers: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
+    prefill_decode: str | msgspec.UnsetType = msgspec.UNSET  # of a replica, see split.py; unset: all engines do both
+    link_gbs: float | msgspec.UnsetType = msgspec.UNSET  # of each GPU to other engines; unset: ClusterScenario's
+    link_latency_us: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def key(self) -> str:
         return blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
+
+    @property
+    def split(self) -> Split | None:
+        """How prefill and decode are shared out; None if all engines do both."""
+        return None if self.prefill_decode is msgspec.UNSET else parse_split(self.prefill_decode)
 
     def scenario(self) -> ClusterScenario:
         """The same in the words of the command line; the factor is not among them."""
@@ -116,12 +126,16 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             tiers={} if self.tiers is msgspec.UNSET else self.tiers,
             rank_schedulers=self.rank_schedulers is True,
         )
+        split = self.split
+        links = {"link_gbs": self.link_gbs, "link_latency_us": self.link_latency_us}
         return ClusterScenario(
             base=base,
             replicas=self.replicas,
+            engines=() if split is None else split.groups(self.gpu, self.replicas),
             router=self.router,
             hop_us=self.hop_us,
             scaling=None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas),
+            **{name: value for name, value in links.items() if value is not msgspec.UNSET},  # type: ignore[arg-type]
         )
 
 
@@ -148,6 +162,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     extend_share: float | None = None  # of the device's busy time, in batches that extend
     summary: dict[str, Any] = {}
     replicas_mean: float | None = None  # paid for, where they come and go
+    sides: dict[str, dict[str, Any]] = {}  # of prefill and decode engines, and of what is between: see sides.py
     cpu_s: float = 0.0  # never part of an answer
     interrupted: bool = False
 
@@ -165,6 +180,7 @@ def run_trial(trial: Trial) -> TrialResult:
         requests=data.summary["requests"]["arrived"],
         extend_share=_extend_share(data),
         summary=_kept(data.summary),
+        sides=sides_of(run) if run.setup.hands_over else {},
         replicas_mean=None if run.autoscale is None else run.autoscale["replicas_mean"],
         cpu_s=run.cpu_s,
     )

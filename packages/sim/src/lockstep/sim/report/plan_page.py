@@ -16,6 +16,8 @@ from lockstep.sim.report.text import digits
 from lockstep.sim.simulate import code_commit, code_version
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lockstep.sim.plan.answer import Answer
     from lockstep.sim.plan.search import Candidate, Evaluation
 
@@ -62,20 +64,26 @@ def _load(candidate: Candidate) -> str:
 
 def _configurations(answer: Answer, remarks: str) -> str:
     """The table of the terminal, as HTML, and below it what must be known to read it."""
-    shown = answer.table()
-    head_cells = "".join(f'<th scope="col" class="text">{escape(str(column.header))}</th>' for column in shown.columns)
-    cells = [[str(cell) for cell in column.cells] for column in shown.columns]
-    rows = []
-    for place in range(len(answer.candidates)):
-        row = "".join(f'<td class="text">{escape(column[place].strip())}</td>' for column in cells)
-        rows.append(f"<tr>{row}</tr>")
+    sides = answer.sides_table()
+    below = "" if sides is None else f"<h3>{escape(str(sides.title))}</h3>\n{_html(sides, 'Prefill and decode')}\n"
     return f"""<section id="plan" aria-labelledby="plan-h">
 <h2 id="plan-h">Every configuration</h2>
 <p class="lead">&gt; is the winner. * is on the Pareto front: no other one is cheaper without being slower in some
 SLO.</p>
-{table(head_cells, rows, "Configurations")}
-<ul class="remarks">{remarks}</ul>
+{_html(answer.table(), "Configurations")}
+{below}<ul class="remarks">{remarks}</ul>
 </section>"""
+
+
+def _html(shown: Table, caption: str) -> str:
+    """A table of the terminal."""
+    head_cells = "".join(f'<th scope="col" class="text">{escape(str(column.header))}</th>' for column in shown.columns)
+    cells = [[str(cell) for cell in column.cells] for column in shown.columns]
+    rows = []
+    for row_cells in zip(*cells, strict=True):
+        row = "".join(f'<td class="text">{escape(cell.strip())}</td>' for cell in row_cells)
+        rows.append(f"<tr>{row}</tr>")
+    return table(head_cells, rows, caption)
 
 
 def _commands(winner: Candidate) -> str:
