@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotat
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 
+OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+"""Ends of names of what a quantised checkpoint may say of rows and KV, which are not rounded unless asked for."""
+
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -24,8 +28,9 @@ class Layer(nn.Module):
     def __init__(self, make: Maker, layer: int, settings: ModelSettings, qk_norm: bool) -> None:
         super().__init__()
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
+        prefix = f"model.layers.{layer}"
         self.attention = Attention(
-            make,
+            make.within(f"{prefix}.self_attn"),
             layer,
             hidden=settings.hidden,
             heads=settings.heads,
@@ -38,9 +43,9 @@ class Layer(nn.Module):
         self.mlp_norm = RmsNorm(make, settings.hidden, settings.norm_eps)
         self.mlp: Mlp | Experts
         if settings.experts is None or layer in settings.experts.dense_layers:
-            self.mlp = Mlp(make, settings.hidden, settings.intermediate)
+            self.mlp = Mlp(make.within(f"{prefix}.mlp"), settings.hidden, settings.intermediate)
         else:
-            self.mlp = Experts(make, settings.hidden, settings.experts)
+            self.mlp = Experts(make.within(f"{prefix}.mlp"), settings.hidden, settings.experts)
 
     def forward(
         self,
@@ -84,7 +89,8 @@ class Decoder(nn.Module):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
-        stack = [Layer(make, layer, settings, qk_norm) for layer in range(settings.layers)]
+        of_layers = replace(make, stored=settings.stored)
+        stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
         self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
         self.head: Vocabulary | None = None
@@ -140,6 +146,8 @@ class Decoder(nn.Module):
 
     def surplus(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although it is not read: it follows from others."""
+        if self.settings.stored is not None and name.endswith(OF_ROWS):
+            return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)
         )
