@@ -226,6 +226,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         text=text,
         device=settings.device,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
         attention_backend=settings.attention_backend,
         numerics=settings.numerics,
         random_weights_seed=settings.random_weights,

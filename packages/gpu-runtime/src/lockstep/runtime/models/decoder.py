@@ -99,6 +99,7 @@ class Decoder(nn.Module):
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
+        self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, where KV is in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
         self.targets: tuple[Target, ...] = ()  # of adapters
 
