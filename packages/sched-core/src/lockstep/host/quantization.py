@@ -75,6 +75,13 @@ class WeightFormat:
     zero_add: int = 0  # what is added to a stored zero: the first format of GPTQ stores it less 1
     kept: tuple[str, ...] = ()  # modules that are not quantised; "re:" begins a pattern
 
+    def __str__(self) -> str:
+        """For messages."""
+        if self.layout != "fp8":
+            return f"{self.method} in groups of {self.group or 'all'} inputs"
+        by = "blocks of {} x {}".format(*self.block) if self.block else "outputs" if self.by_output else "tensors"
+        return f"{self.method} by {by}"
+
     def keeps(self, module: str) -> bool:
         """Whether a module, by its name in the checkpoint, is not quantised."""
         bare = module.removeprefix("model.")

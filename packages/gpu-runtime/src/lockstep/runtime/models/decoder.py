@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
-        of_layers = replace(make, stored=settings.stored)
+        of_layers = replace(make, stored=settings.quantization)
         stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
         self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
@@ -147,7 +147,7 @@ class Decoder(nn.Module):
 
     def surplus(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although it is not read: it follows from others."""
-        if self.settings.stored is not None and name.endswith(OF_ROWS):
+        if self.settings.quantization is not None and name.endswith(OF_ROWS):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)

@@ -49,7 +49,7 @@ class ModelSettings:
     experts: ExpertSettings | None = None
     dtype: torch.dtype = torch.bfloat16  # that the checkpoint was made in
     end_tokens: tuple[int, ...] = ()
-    stored: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
+    quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
 
 
 def read_decoder(
@@ -103,7 +103,7 @@ def read_decoder(
         experts=_experts(read, layers) if experts else None,
         dtype=read.dtype(),
         end_tokens=tuple(token for token in end_tokens if 0 <= token < vocab),
-        stored=read_weight_format(config, read.problems),
+        quantization=read_weight_format(config, read.problems),
     )
     read.check()
     if strange := [token for token in end_tokens if token not in settings.end_tokens]:

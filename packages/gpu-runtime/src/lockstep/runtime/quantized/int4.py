@@ -123,17 +123,16 @@ class Int4Matrices(Quantized):
 
 def _check(part: Matrix, outputs: int, inputs: int, group: int, ranks: int) -> None:
     """Raise ConfigError where words or groups of a matrix would be cut."""
-    why = ""
-    if outputs % PER_WORD or part.outputs % PER_WORD:
-        why = f"its {outputs:,} outputs are no multiple of {PER_WORD}, of which a word has"
-    elif inputs % PER_WORD:
-        why = f"its {inputs:,} inputs are no multiple of {PER_WORD}, of which a word has"
-    elif group and inputs % group:
-        why = f"its {inputs:,} inputs are no multiple of `{FIELD}.group_size` {group}"
-    if why and ranks > 1:
-        raise ConfigError(f"`tensor_parallel` {ranks} cuts `{part.name}`: on a rank {why}\nhint: fewer ranks")
-    if why:
-        raise ConfigError(f"`{part.name}` cannot be stored in 4 bits: {why}")
+    for on, down, across in ((1, part.outputs, part.inputs), (ranks, outputs, inputs)):
+        why = ""
+        if down % PER_WORD or across % PER_WORD:
+            why = f"its {down:,} outputs and {across:,} inputs must be multiples of {PER_WORD}, of which a word has"
+        elif group and across % group:
+            why = f"its {across:,} inputs are no multiple of `{FIELD}.group_size` {group}"
+        if why and on > 1:
+            raise ConfigError(f"`tensor_parallel` {ranks} cuts `{part.name}`: on a rank {why}\nhint: fewer ranks")
+        if why:
+            raise ConfigError(f"`{part.name}` cannot be stored in 4 bits: {why}")
 
 
 def _along(split: Split, dim: int) -> Split:
