@@ -166,6 +166,8 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             parallel=None if ranks is None else ranks.parallel(),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
         )
+        if (stored := model.settings.quantization) is not None:
+            log.info("weights as stored: %s; rows in %s", stored, str(model.dtype).removeprefix("torch."))
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
