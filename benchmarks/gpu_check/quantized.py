@@ -58,6 +58,8 @@ def run(section: Section) -> None:
             with section.trying(f"{kind}, {shape[0]} x {shape[1]}"):
                 section.needs(3 if section.gpu else 0)
                 products(section, kind, stored, shape, layer.dtype, gbs)
+        if section.small and kind == "gptq" and obstacle(section) is None:
+            continue  # the interpreter is slow
         with section.trying(f"{kind}, experts"):
             section.needs(2 if section.gpu else 0)
             experts(section, kind, stored, layer.dtype)

@@ -163,12 +163,12 @@ def in_fp8(made: Pass, key_scale: float, value_scale: float, *, exact: bool = Tr
     return made
 
 
-@pytest.mark.parametrize(("dtype", "numerics"), [(torch.float32, "fast"), (torch.bfloat16, "invariant")])
-def test_kv_in_fp8(dtype, numerics):
-    for sms in (1, MANY):
-        spans = [(3, 9), (0, 4), (37, 38), (130, 131)]
-        made = make_pass(spans, extend_rows=2, page_size=16, dtype=dtype, device=DEVICE)
-        agree(in_fp8(made, 0.5, 0.0625), sms, numerics=numerics, piece=64)
+@pytest.mark.parametrize(
+    ("dtype", "numerics", "sms"), [(torch.float32, "fast", MANY), (torch.bfloat16, "invariant", 1)]
+)
+def test_kv_in_fp8(dtype, numerics, sms):
+    made = make_pass([(3, 9), (0, 4), (70, 71)], extend_rows=2, page_size=16, dtype=dtype, device=DEVICE)
+    agree(in_fp8(made, 0.5, 0.0625), sms, numerics=numerics, piece=64)
 
 
 def test_what_is_written_to_fp8_is_rounded_and_never_more_than_its_largest():

@@ -22,7 +22,7 @@ from tests.support.weights import other_weights  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
 PROMPTS = [f"{start} {number}" for number in range(8) for start in ("def f(", "import ", "class A", "The list is")]
-GREEDY = Params(max_new_tokens=12, ignore_eos=True)
+GREEDY = Params(max_new_tokens=8, ignore_eos=True)
 Folders = dict[str, tuple[Path, Path]]
 
 
@@ -55,7 +55,7 @@ def test_32_requests_say_what_the_widened_model_says(kind: str, folders: Folders
 
 def test_two_ranks_say_what_one_says(folders: Folders) -> None:
     stored, widened = folders["awq"]
-    assert said(stored, PROMPTS[:8], tensor_parallel=2) == said(widened, PROMPTS[:8])
+    assert said(stored, PROMPTS[:4], tensor_parallel=2) == said(widened, PROMPTS[:4])
 
 
 def test_ranks_that_cut_a_group_are_one_error_before_any_begins(tmp_path: Path) -> None:
@@ -70,11 +70,11 @@ def test_ranks_that_cut_a_group_are_one_error_before_any_begins(tmp_path: Path) 
 def test_adapters_on_quantised_weights(folders: Folders, tmp_path: Path) -> None:
     stored, widened = folders["gptq"]
     adapters = {"tone": write_adapter(tmp_path / "tone", 1)}
-    each = [Params(max_new_tokens=8, ignore_eos=True, adapter="tone" if n % 2 else "") for n in range(8)]
+    each = [Params(max_new_tokens=6, ignore_eos=True, adapter="tone" if n % 2 else "") for n in range(4)]
     with LLM(stored, adapters=adapters, **CPU) as one, LLM(widened, adapters=adapters, **CPU) as other:
-        found, expected = ([a.token_ids for a in llm.generate(PROMPTS[:8], each)] for llm in (one, other))
+        found, expected = ([a.token_ids for a in llm.generate(PROMPTS[:4], each)] for llm in (one, other))
     assert found == expected
-    assert found[1] != said(stored, PROMPTS[1:2], Params(max_new_tokens=8, ignore_eos=True))[0]
+    assert found[1] != said(stored, PROMPTS[1:2], Params(max_new_tokens=6, ignore_eos=True))[0]
 
 
 def test_other_weights_of_the_same_kind_come_in_while_it_serves(folders: Folders, tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_the_memory_table_has_the_smaller_weights_and_pages(folders: Folders) ->
     assert rows["weights"].strip() == f"{fp8.weights / 2**20:,.0f} MiB"
 
 
-@pytest.mark.parametrize("graphs", ["off", "eager"])
-def test_kv_in_fp8_answers_alike(graphs: Any, tmp_path: Path) -> None:
+def test_kv_in_fp8_answers_alike(tmp_path: Path) -> None:
     """Logprobs of the tokens that are said stay close; most tokens are those that are said without."""
     params = Params(max_new_tokens=12, ignore_eos=True, logprobs=0)
     with LLM(**CPU) as llm:
         expected = llm.generate(PROMPTS[:16], params)
-    with LLM(kv_cache_dtype="fp8_e4m3", cuda_graphs=graphs, journal=tmp_path / "run", debug=True, **CPU) as llm:
+    # Padded as in a graph; every slot is looked at before it is read.
+    with LLM(kv_cache_dtype="fp8_e4m3", cuda_graphs="eager", journal=tmp_path / "run", debug=True, **CPU) as llm:
         found = llm.generate(PROMPTS[:16], params)
         again = llm.generate(PROMPTS[:16], params)  # with what lies in the cache by now
     assert read_journal(tmp_path / "run").header.host["kv_cache_dtype"] == "fp8_e4m3"
@@ -125,6 +125,6 @@ def test_kv_in_fp8_answers_alike(graphs: Any, tmp_path: Path) -> None:
             same += 1
             errors.append(abs(logprob - without))
     assert same > 0.6 * 16 * 12, same
-    assert 1e-5 < max(errors) < 0.6, max(errors)
-    assert sum(errors) / len(errors) < 0.05
+    assert 1e-5 < max(errors) < 0.4, max(errors)
+    assert sum(errors) / len(errors) < 0.04
     assert sum(a.token_ids == b.token_ids for a, b in zip(found, again, strict=True)) >= 14

@@ -22,16 +22,7 @@ from lockstep.core.router import RouterConfig, RouterPolicy
 
 LOOPBACK = ("localhost",)
 OF_A_MODEL = (
-    *(
-        "device",
-        "dtype",
-        "kv_cache_dtype",
-        "attention_backend",
-        "numerics",
-        "cuda_graphs",
-        "cuda_graph_max_batch",
-        "random_weights",
-    ),
+    *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
     *("logit_processors", "max_lora_rank", "draft_model"),
 )
 AT_MOST = {
@@ -101,7 +92,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # the model
     device: str = "auto"
     dtype: str = "auto"
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # of keys and values in pages
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # of keys and values in pages; emulated, too
     attention_backend: str = "auto"
     numerics: Literal["fast", "invariant"] = "fast"
     mem_fraction: float = 0.9

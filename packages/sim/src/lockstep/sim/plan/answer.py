@@ -171,7 +171,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     trial = candidate.trial
     usual = {field.name: field.default for field in msgspec.structs.fields(Trial)}
     unlike = [name for name in CONFIGURED if getattr(trial, name) != usual[name]]
-    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike]
+    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike if name != "kv_dtype"]
     if candidate.best.replicas > 1:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
     if trial.settings.get("speculative_method", "none") != "none":
@@ -179,6 +179,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     if trial.tiers is not msgspec.UNSET and trial.tiers.get("host_cache_gb"):
         lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
+    if trial.kv_dtype == "fp8":
+        common += ["--kv-cache-dtype", "fp8_e4m3"]
     settings = profile_settings(trial.profile) | trial.settings
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
     emulated = ["--emulate", f"{trial.model}@{trial.gpu}", *common]
