@@ -107,6 +107,35 @@ def test_modules_that_are_kept(kind: str, dense: Path, tmp_path: Path) -> None:
     assert isinstance(layers[1].mlp.down.weight, torch.nn.Parameter)
 
 
+def test_an_older_folder_of_modelopt_says_it_in_a_file_of_its_own(dense: Path, tmp_path: Path) -> None:
+    write(dense, "modelopt", tmp_path / "stored", widened=tmp_path / "widened", kept=("layers.1.mlp.down_proj",))
+    config = json.loads((tmp_path / "stored" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.1.mlp.d*"]}
+    (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    expected = logits(build_model(tmp_path / "widened", torch.float32))
+    found = logits(build_model(tmp_path / "stored", torch.float32))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_bias_of_zeros_that_autogptq_writes_is_passed_over_and_no_other(dense: Path, tmp_path: Path) -> None:
+    name, folder = "model.layers.0.mlp.up_proj.bias", write(dense, "gptq", tmp_path / "stored")
+    expected = logits(build_model(folder, torch.float32))
+    assert torch.equal(logits(build_model(changed(folder, {name: torch.zeros(96)}), torch.float32)), expected)
+    with pytest.raises(CheckpointError, match=f"{name}: the model has no such bias, and it is not zero"):
+        build_model(changed(folder, {name: torch.ones(96)}), torch.float32)
+
+
+def test_biases_that_a_model_has_are_its_own(tmp_path: Path) -> None:
+    config = QWEN3 | {"architectures": ["LlamaForCausalLM"], "attention_bias": True}
+    folder = folder_of(tmp_path / "model", config)
+    write(folder, "gptq", tmp_path / "stored", widened=tmp_path / "widened")
+    stored, expected = build_model(tmp_path / "stored", torch.float32), build_model(tmp_path / "widened", torch.float32)
+    assert torch.equal(stored.stack[0].attention.qkv.bias, expected.stack[0].attention.qkv.bias)
+    assert (logits(stored) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
+
+
 def test_one_product_of_matrices_stored_in_two_ways_is_refused(dense: Path, tmp_path: Path) -> None:
     write(dense, "awq", tmp_path / "stored", kept=("layers.1.self_attn.k_proj",))
     with pytest.raises(ConfigError, match=r"keeps model.layers.1.self_attn.k_proj as it is, but not .*q_proj"):

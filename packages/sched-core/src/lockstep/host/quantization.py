@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
@@ -73,7 +74,7 @@ class WeightFormat:
     by_output: bool = False  # fp8: a scale for each output
     group: int = 0  # awq, gptq: inputs that share scale and zero; 0: all of them
     zero_add: int = 0  # what is added to a stored zero: the first format of GPTQ stores it less 1
-    kept: tuple[str, ...] = ()  # modules that are not quantised; "re:" begins a pattern
+    kept: tuple[str, ...] = ()  # modules that are not quantised; "re:" begins a pattern, "*" is any text
 
     def __str__(self) -> str:
         """For messages."""
@@ -92,6 +93,8 @@ def _names(pattern: str, module: str) -> bool:
     """A whole name, the name of something around it, its last parts, or a pattern. As transformers and vLLM read it."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
+    if "*" in pattern:
+        return fnmatchcase(module, pattern)
     return module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern)
 
 

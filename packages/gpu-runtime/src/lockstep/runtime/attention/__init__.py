@@ -214,7 +214,7 @@ def _triton_obstacle(needs: Needs) -> str | None:
         return _too_old(needs.device)
     if needs.device.type == "cuda" and needs.kv_fp8 and not _has_fp8(needs.device):
         needed = ".".join(map(str, FP8_CAPABILITY))
-        return f"KV in fp8 needs compute capability {needed} in it"
+        return f"KV in fp8 needs compute capability {needed}"
     return triton_trial.obstacle(needs.device) if needs.device.type == "cuda" else None
 
 

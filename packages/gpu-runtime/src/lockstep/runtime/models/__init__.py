@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.core.errors import ConfigError
+from lockstep.host.quantization import FIELD
 from lockstep.runtime.checkpoint import DTYPES as FLOATS
 from lockstep.runtime.checkpoint import (
     Checkpoint,
@@ -19,6 +20,7 @@ from lockstep.runtime.checkpoint import (
     load,
     read_config,
     read_generation_config,
+    read_json,
 )
 from lockstep.runtime.models import llama as llama
 from lockstep.runtime.models import qwen2 as qwen2
@@ -31,6 +33,7 @@ from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
 
+MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
 """How names of architectures end. Those of one family differ in whether they have the last product, `lm_head`."""
 
@@ -59,7 +62,7 @@ def build_model(
         folder, config = None, source
     else:
         folder = Path(source)
-        config = _with_all_end_tokens(read_config(folder), folder)
+        config = _with_other_files(read_config(folder), folder)
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:
@@ -140,10 +143,19 @@ def read_settings(folder: str | Path, ranks: int = 1) -> ModelSettings:
     Args:
         ranks: over which the model is to be split: whether quantised matrices can be is found out, too.
     """
-    config = _with_all_end_tokens(read_config(Path(folder)), Path(folder))
+    config = _with_other_files(read_config(Path(folder)), Path(folder))
     parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one)
     settings: ModelSettings = _builder(config)(config, Maker(device=torch.device("meta"), parallel=parallel)).settings
     return settings
+
+
+def _with_other_files(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Settings with what files beside config.json say: end tokens, and how ModelOpt quantised, in its older folders."""
+    config = _with_all_end_tokens(config, folder)
+    if FIELD in config or not (folder / MODELOPT).is_file():
+        return config
+    said = read_json(folder, MODELOPT).get("quantization")
+    return config | {FIELD: {"quant_method": "modelopt", **said} if isinstance(said, dict) else said}
 
 
 def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]:

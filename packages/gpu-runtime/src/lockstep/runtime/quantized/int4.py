@@ -119,6 +119,14 @@ class Int4Matrices(Quantized):
                 optional=True,
                 convert=partial(_in_order, group=self.stored.group or part.inputs),
             )
+            # AutoGPTQ writes a bias of zeros where the model has none. One that the model has is named behind this.
+            yield Wanted(
+                f"{prefix}.bias",
+                (part.outputs,),
+                torch.empty(0, dtype=self.dtype),
+                optional=True,
+                convert=_of_zeros,
+            )
 
 
 def _check(part: Matrix, outputs: int, inputs: int, group: int, ranks: int) -> None:
@@ -174,6 +182,13 @@ def _awq_zeros(words: Tensor) -> Tensor:
     codes = _awq_codes(words)
     pairs = codes.view(len(codes), -1, 4, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _of_zeros(bias: Tensor) -> Tensor:
+    """See that it changes nothing. Nothing of it is kept."""
+    if bool(bias.any()):
+        raise ValueError("the model has no such bias, and it is not zero")
+    return bias.new_empty(0)
 
 
 def _in_order(groups: Tensor, group: int) -> Tensor:
