@@ -74,17 +74,26 @@ def test_experts(kind: str, mixture: Path, tmp_path: Path) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8, small blocks", "compressed-tensors, channels", "awq", "gptq"])
-@pytest.mark.parametrize("of", ["dense", "mixture"])
-def test_ranks_together_give_what_one_gives(kind: str, of: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of", "kind", "ranks"),
+    [
+        *(("dense", kind, 2) for kind in ("fp8", "fp8, small blocks", "compressed-tensors, channels", "awq", "gptq")),
+        ("dense", "fp8, small blocks", 4),  # each of the two kv heads on two ranks
+        ("mixture", "fp8", 2),
+        ("mixture", "awq", 2),
+    ],
+)
+def test_ranks_together_give_what_one_gives(
+    of: str, kind: str, ranks: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     write(request.getfixturevalue(of), kind, tmp_path / "stored", widened=tmp_path / "widened")
-    expected, meeting = logits(build_model(tmp_path / "widened", torch.float32)), Ranks(2)
+    expected, meeting = logits(build_model(tmp_path / "widened", torch.float32)), Ranks(ranks)
 
     def run(rank: int) -> Any:
         return logits(build_model(tmp_path / "stored", torch.float32, parallel=meeting.parallel(rank)))
 
-    with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(run, range(2)):
+    with ThreadPoolExecutor(ranks) as pool:
+        for found in pool.map(run, range(ranks)):
             assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -198,6 +207,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "dynamic": {"-:lm_head": {}}}, "dynamic` must be absent"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo` must be FP8, got `NVFP4`; of ModelOpt only"),
         (COMPRESSED | {"format": "pack-quantized"}, "format` must be float-quantized .*, got `pack-quantized`"),
+        (COMPRESSED | {"ignore": ["re:.*[lm_head"]}, r"ignore` holds the pattern `re:.*\[lm_head`: unterminated"),
         (compressed(num_bits=4), "group_0.weights.num_bits` must be 8, got `4`"),
         (compressed(strategy="group"), "weights.strategy` must be tensor or channel or block, got `group`"),
         (COMPRESSED | {"transform_config": {"R1": {}}}, "transform_config` must be absent"),

@@ -316,7 +316,7 @@ def load(
     found = _compared(wanted, checkpoint, surplus, partial=False)
     problems: list[str] = []
     for want in found:
-        tensor = _read_part(want, checkpoint, rank, ranks, problems)
+        tensor = _read_part(want, checkpoint, rank, ranks, problems, want.into.device)
         if not problems:
             _place(tensor, want)
     if problems:
@@ -377,8 +377,14 @@ def _compared(
     return sorted(looked_at, key=lambda want: (there[want.name].file, want.name))
 
 
-def _read_part(want: Wanted, source: Tensors, rank: int, ranks: int, problems: list[str]) -> Tensor:
-    """This rank's part of a tensor; `problems` hears of values that do not fit."""
+def _read_part(
+    want: Wanted, source: Tensors, rank: int, ranks: int, problems: list[str], device: torch.device | None = None
+) -> Tensor:
+    """This rank's part of a tensor; `problems` hears of values that do not fit.
+
+    Args:
+        device: where it is converted, if it is; None: on the CPU.
+    """
     split = want.split
     if split.dim is None:
         tensor = source.read(want.name)
@@ -388,7 +394,7 @@ def _read_part(want: Wanted, source: Tensors, rank: int, ranks: int, problems: l
         problems.append(f"{want.name}: {TOO_LARGE}")
     if want.convert is not None:
         try:
-            tensor = want.convert(tensor)
+            tensor = want.convert(tensor if device is None else tensor.to(device))
         except ValueError as error:
             problems.append(f"{want.name}: {error}")
     return tensor

@@ -158,6 +158,11 @@ class _Fields:
             if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
                 self.wrong(field, "a list of module names")
                 continue
+            for pattern in (one for one in value if one.startswith("re:")):
+                try:
+                    re.compile(pattern[3:])
+                except re.error as error:
+                    self.problems.append(f"`{self.inside}.{field}` holds the pattern `{pattern[:80]}`: {error}")
             found += value
         return tuple(found)
 
