@@ -27,6 +27,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
     "engine": 130.0,
     "decode": 150.0,
     "bubbles": 110.0,
+    "quantized": 40.0,
     "tables": 70.0,
     "start": 60.0,
     "ranks": 40.0,

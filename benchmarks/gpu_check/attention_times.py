@@ -51,12 +51,23 @@ def seen_us(section: Section, name: str) -> float:
         return 0.0
 
 
-def decode_us(model: Decoder | Layer, name: str, rows: int, context: int, page_size: int) -> float:
-    """Write and attend, one new token for each row behind `context` - 1 others; without the cost of launching."""
+def decode_us(
+    model: Decoder | Layer,
+    name: str,
+    rows: int,
+    context: int,
+    page_size: int,
+    scales: tuple[float, float] | None = None,
+) -> float:
+    """Write and attend, one new token for each row behind `context` - 1 others; without the cost of launching.
+
+    Args:
+        scales: KV in fp8, with these.
+    """
     layers = 1
     if model.device.type == "cuda":
         layers = max(1, min(LAYERS_MAX, COLD_BYTES // layer_bytes(model, rows * context)))
-    backend, batch = planned(model, name, rows, context - 1, 1, page_size, layers)
+    backend, batch = planned(model, name, rows, context - 1, 1, page_size, layers, scales)
     backend.plan(batch, graph=backend.graphs)
     run = walk(model, backend, batch, layers)
     return graph_time_us(run, model.device) / layers
@@ -76,14 +87,25 @@ def layer_bytes(model: Decoder | Layer, positions: int) -> int:
 
 
 def planned(
-    model: Decoder | Layer, name: str, rows: int, before: int, new: int, page_size: int, layers: int
+    model: Decoder | Layer,
+    name: str,
+    rows: int,
+    before: int,
+    new: int,
+    page_size: int,
+    layers: int,
+    scales: tuple[float, float] | None = None,
 ) -> tuple[AttentionBackend, ForwardBatch]:
     """A backend over a full pool with pages in random order, and a pass."""
     device, stop = model.device, before + new
     each = -(-stop // page_size)
-    pool = KvPool(layers, rows * each, page_size, model.kv_heads, model.head_dim, model.dtype, device)
+    sizes = (layers, rows * each, page_size, model.kv_heads, model.head_dim)
+    pool = KvPool(*sizes, model.dtype, device, None if scales is None else [scales] * layers)
     for kept in (*pool.keys, *pool.values):
-        kept.normal_()
+        if scales is None:
+            kept.normal_()
+        else:
+            kept.view(torch.uint8).random_(0, 0x40)  # e4m3 up to 2
     order = torch.from_numpy(np.random.default_rng(0).permutation(rows * each).astype(np.int32))
     table = order.view(rows, each).to(device)
     positions = torch.arange(before, stop, device=device).repeat(rows)

@@ -25,6 +25,7 @@ def _page(report: Found) -> Iterator[str]:
     yield from _breakdown(figures.get("decode", {}))
     yield from _attention(figures.get("decode", {}))
     yield from _bubbles(figures.get("bubbles", {}))
+    yield from _quantized(figures.get("quantized", {}))
     yield from _start(figures.get("start", {}))
     yield from _peer(figures.get("peer", {}))
     yield from _kernels(figures.get("kernels", {}))
@@ -203,6 +204,30 @@ def _bubbles(bubbles: Found) -> Iterator[str]:
     yield "CPU of the host's loop, microseconds per batch (`fold` has what the engine takes, and launches, in it):"
     yield ""
     yield from _table(("requests", "", *parts), host)
+
+
+def _quantized(found: Found) -> Iterator[str]:
+    if "products" not in found:
+        return
+    yield "## Weights and KV in fewer bits"
+    yield ""
+    yield "The floor is the time in which the stored bytes are read at the bandwidth of a copy; plain is bfloat16."
+    yield ""
+    ways = ("floor_us", "fused_us", "widened_us", "plain_us")
+    rows = [
+        (kind, shape, int(count), *(one.get(way) for way in ways))
+        for kind, shapes in found["products"].items()
+        for shape, by_rows in shapes.items()
+        for count, one in by_rows.items()
+    ]
+    yield from _table(("stored as", "matrix", "rows", "floor us", "widened in tiles us", "copy us", "plain us"), rows)
+    rows = [(kind, count) for kind, count in found.get("change_over_rows", {}).items()]
+    yield from _table(("stored as", "rows from which a widened copy wins"), rows)
+    rows = [
+        (name, shape, *one.values()) for name, shapes in found.get("kv", {}).items() for shape, one in shapes.items()
+    ]
+    if rows:
+        yield from _table(("decodes by", "rows x tokens", "plain us", "KV in fp8 us", "GB/s"), rows)
 
 
 def _start(start: Found) -> Iterator[str]:

@@ -28,9 +28,13 @@ STRIDES = "query_token query_head key_token key_head value_token value_head".spl
 
 
 def compile_kernel(
-    name: str, capability: int, dtype: torch.dtype, head_dim: int, numerics: Numerics
+    name: str, capability: int, dtype: torch.dtype, head_dim: int, numerics: Numerics, fp8: bool = False
 ) -> dict[str, object]:
-    """What came out: shared memory in bytes, bytes of PTX and of machine code, layouts and instructions of products."""
+    """What came out: shared memory in bytes, bytes of PTX and of machine code, layouts and instructions of products.
+
+    Args:
+        fp8: KV lies in it.
+    """
     kernel = getattr(kernels, name)
     if name == "extend":
         tiling = extend_tiling(head_dim, dtype, GROUP, 4096, numerics)
@@ -49,16 +53,17 @@ def compile_kernel(
         "SPLIT": PIECE if numerics == "invariant" else 0,
         "PRECISION": "ieee",
         "AHEAD": 8,
+        "FP8": fp8,
     }
     signature = {}
     for argument in kernel.arg_names:
         if argument.isupper():
             signature[argument] = "constexpr"
         elif argument in POINTERS:
-            signature[argument] = TYPE[dtype]
+            signature[argument] = "*fp8e4nv" if fp8 and argument in ("keys", "values") else TYPE[dtype]
         else:
             found = [kind for names, kind in POINTER_TYPE.items() if argument in names.split()]
-            signature[argument] = found[0] if found else "fp32" if argument == "scale" else "i32"
+            signature[argument] = found[0] if found else "fp32" if argument.endswith("scale") else "i32"
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(kernel.arg_names)
@@ -81,6 +86,7 @@ def compile_kernel(
         "dtype": str(dtype).removeprefix("torch."),
         "head_dim": head_dim,
         "numerics": numerics,
+        "fp8": fp8,
         "shared_bytes": compiled.metadata.shared,
         "ptx_bytes": len(ptx),
         "cubin_bytes": len(compiled.asm["cubin"]),
@@ -99,6 +105,9 @@ def main(capabilities: list[int]) -> None:
             cases += [("decode", torch.float32, 80, "fast")]
         for name, dtype, head_dim, numerics in cases:
             print(json.dumps(compile_kernel(name, capability, dtype, head_dim, numerics)), flush=True)
+        if capability == 90:
+            for name in ("write_kv", "decode", "merge"):
+                print(json.dumps(compile_kernel(name, capability, torch.bfloat16, 128, "fast", fp8=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.runtime import attention, triton_trial  # noqa: E402
 from lockstep.runtime.attention import choose, flashinfer_backend, make  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402
+from lockstep.runtime.kv_pool import KvPool  # noqa: E402
+from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -223,7 +225,17 @@ class Wrapper:
             assert len(self.pages) <= len(self.calls["paged_kv_indices_buffer"])
         self.shape = heads, kv_heads, head_dim, page_size
 
-    def run(self, query: torch.Tensor, paged: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        query: torch.Tensor,
+        paged: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> torch.Tensor:
+        assert {one.dtype for one in paged} == {self.options["kv_data_type"]}
+        assert query.dtype == self.options["q_data_type"]
         heads, kv_heads, head_dim, page_size = self.shape
         assert query.shape == out.shape
         assert query.shape[1:] == (heads, head_dim)
@@ -234,7 +246,8 @@ class Wrapper:
             length = (len(pages) - 1) * page_size + last
             keys, values = (one[pages].reshape(-1, kv_heads, head_dim)[:length] for one in paged)
             at = slice(qo_indptr[row], qo_indptr[row + 1])
-            out[at] = attend(query[at], keys, values, self.options["sm_scale"])
+            sm_scale = self.options["sm_scale"] * k_scale
+            out[at] = attend(query[at], keys.float(), values.float(), sm_scale) * v_scale
         return out
 
 
@@ -261,6 +274,33 @@ def flashinfer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     module.Event = Event
     return module
+
+
+def test_flashinfer_is_told_the_scales_of_kv_in_fp8(flashinfer):
+    made, twin = (make_pass([(3, 9), (37, 38)], extend_rows=1, page_size=16) for _ in range(2))
+    for one in (made, twin):
+        old = one.pool
+        one.pool = KvPool(1, old.pages, 16, 2, 16, torch.float32, CPU, [(0.5, 0.125)])
+        one.pool.keys[0], one.pool.values[0] = to_fp8(old.keys[0] / 0.5), to_fp8(old.values[0] / 0.125)
+    want = ReferenceAttention(twin.pool).run(0, twin.query, twin.key, twin.value, twin.batch)
+    backend = make("flashinfer", made.pool, 4)
+    backend.plan(made.batch)
+    torch.testing.assert_close(backend.run(0, made.query, made.key, made.value, made.batch), want)
+    assert backend.decode.options["kv_data_type"] == torch.float8_e4m3fn
+
+
+def test_kv_in_fp8_is_tried_and_has_a_gpu_that_can(trial, machine, flashinfer, monkeypatch):
+    trial()
+    assert choose("auto", CUDA, torch.bfloat16, 128, 16, kv_fp8=True).name == "flashinfer"
+    assert choose("triton", CUDA, torch.bfloat16, 128, 16, kv_fp8=True).name == "triton"
+    right = Wrapper.run
+    monkeypatch.setattr(Wrapper, "run", lambda self, query, paged, *, out, **_: right(self, query, paged, out=out))
+    choice = choose("auto", CUDA, torch.bfloat16, 128, 16, kv_fp8=True)  # a wrapper that passes over the scales
+    assert (choice.name, "KV in fp8 gives wrong results" in choice.reason) == ("triton", True)
+    machine.capability = (8, 0)
+    choice = choose("auto", CUDA, torch.bfloat16, 128, 16, kv_fp8=True)
+    assert choice.name == "reference"
+    assert "triton cannot: KV in fp8 needs compute capability 8.9" in choice.reason
 
 
 @pytest.mark.parametrize(("extend_rows", "page_size"), [(0, 16), (2, 1), (2, 16), (4, 64)])
@@ -447,7 +487,7 @@ def test_calls_fit_the_signatures_of_an_installed_flashinfer():
     )
     assert "_pin_memory_int_workspace_buffer" in inspect.getsource(decode)
     for wrapper in (prefill, decode):
-        inspect.signature(wrapper.run).bind(None, ints, (ints, ints), out=ints)
+        inspect.signature(wrapper.run).bind(None, ints, (ints, ints), out=ints, k_scale=0.5, v_scale=0.5)
 
 
 def chosen_on_a_gpu(name: str, numerics: str) -> None:

@@ -249,14 +249,14 @@ def test_everything_wrong_with_a_config_is_said_at_once() -> None:
         "vocab_size": 0,
         "rms_norm_eps": "small",
         "use_sliding_window": True,
-        "quantization_config": {"quant_method": "fp8"},
+        "quantization_config": {"quant_method": "bitsandbytes"},
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     }
     with pytest.raises(ConfigError) as caught:
         build_model(config, torch.float32, random_weights_seed=0)
     for name in (
-        "hidden_act num_key_value_heads vocab_size rms_norm_eps use_sliding_window quantization_config rope_scaling "
-        "num_experts num_experts_per_tok moe_intermediate_size"
+        "hidden_act num_key_value_heads vocab_size rms_norm_eps use_sliding_window rope_scaling "
+        "quantization_config.quant_method num_experts num_experts_per_tok moe_intermediate_size"
     ).split():
         assert f"`{name}`" in str(caught.value)
 

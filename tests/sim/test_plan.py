@@ -586,7 +586,9 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     served, emulated = answers.serve_commands(planned_one.winner)
     replicas = planned_one.winner.best.replicas if planned_one.winner.best is not None else 0
     assert replicas > 1
-    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "kv_dtype fp8", "host_cache_gb 50"]
+    assert emulated.lacks == [f"{replicas} replicas behind least_requests", "host_cache_gb 50"]
+    assert "--kv-cache-dtype fp8_e4m3" in emulated.line
+    assert "--kv-cache-dtype fp8_e4m3" in served.line
     assert "tp 2" in served.lacks
     assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server knows by name
     words = shlex.split(emulated.line)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -239,6 +239,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         text=text,
         device=settings.device,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
         attention_backend=settings.attention_backend,
         numerics=settings.numerics,
         random_weights_seed=settings.random_weights,
@@ -383,11 +384,16 @@ def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
                 "hint: lockstep calibrate --from RUN makes one of a journal of this server"
             )
         model = load_model(name if name == "demo" else str(folder))
-        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp))
+        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, kv_dtype=_kv_dtype(settings)))
     log.info("batches are predicted by the calibration %s", calibration.title)
     for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1):
         log.warning("%s", doubt)
     return DriftMeter(cost)
+
+
+def _kv_dtype(settings: ServeSettings) -> Literal["bf16", "fp8"]:
+    """As the cost models call it."""
+    return "fp8" if settings.kv_cache_dtype == "fp8_e4m3" else "bf16"
 
 
 def _matryoshka(folder: Path) -> tuple[int, ...] | None:
@@ -433,10 +439,11 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         mem_fraction=settings.mem_fraction,
         profile=settings.profile,
         settings=scheduler,
+        kv_dtype=_kv_dtype(settings),
     )
     config, kv = configure(scenario, model, gpu)
     calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
-    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism))
+    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, kv_dtype=scenario.kv_dtype))
     clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)
     named = choose_backend(settings.grammar_backend)
     hands = None

@@ -63,6 +63,7 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("seed", int, "Of requests without one of their own.")
 @_option("device", str, "auto, cpu, cuda, cuda:1, ...")
 @_option("dtype", str, "auto, bfloat16, float16, float32")
+@_option("kv_cache_dtype", click.Choice(["auto", "fp8_e4m3"]), "Of KV; auto: that of the model.")
 @_option("attention_backend", str, "auto, flashinfer, triton, reference")
 @_option("numerics", click.Choice(["fast", "invariant"]), "Whether a batch may change what its requests get.")
 @_option("mem_fraction", float, "Of a GPU's memory, all together.")

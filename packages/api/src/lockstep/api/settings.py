@@ -92,6 +92,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # the model
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # of keys and values in pages; emulated, too
     attention_backend: str = "auto"
     numerics: Literal["fast", "invariant"] = "fast"
     mem_fraction: float = 0.9

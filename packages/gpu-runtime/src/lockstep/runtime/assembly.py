@@ -46,6 +46,7 @@ from lockstep.runtime.models import Decoder, Parallel, build_model
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
 from lockstep.runtime.pooling import Pooling
+from lockstep.runtime.quantized.fp8 import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.sampling import (
     LogitProcessor,
@@ -163,7 +164,10 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             device,
             random_weights_seed=settings.random_weights_seed,
             parallel=None if ranks is None else ranks.parallel(),
+            kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
         )
+        if (stored := model.settings.quantization) is not None:
+            log.info("weights as stored: %s; rows in %s", stored, str(model.dtype).removeprefix("torch."))
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
@@ -332,12 +336,14 @@ def make_executor(
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
     """A pool for the model's KV."""
-    return KvPool(model.layers, pages, page_size, model.kv_heads, model.head_dim, model.dtype, model.device)
+    sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
+    return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
 
 
 def page_bytes_of(model: Decoder, page_size: int) -> int:
     """Bytes of a page of that pool."""
-    return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, model.dtype)
+    stored = model.dtype if model.kv_scales is None else FP8
+    return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
 
 
 Picked = tuple[Choice, tuple[int, ...]]
@@ -354,7 +360,8 @@ def _backend(
 ) -> Picked:
     """An attention backend that can run in graphs, if there are to be any."""
     kind = (requested, model.device, model.dtype, model.head_dim, config.page_size)
-    ask = partial(choose, *kind, numerics=numerics, group=model.heads // model.kv_heads)
+    group, fp8 = model.heads // model.kv_heads, model.kv_scales is not None
+    ask = partial(choose, *kind, numerics=numerics, group=group, kv_fp8=fp8)
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
         return ask(), sizes

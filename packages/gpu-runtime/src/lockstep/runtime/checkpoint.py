@@ -31,6 +31,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SHOWN_PROBLEMS = 200
 RANDOM_STD = 0.02  # of random weights; what the papers of these models start training from
+FP8_STD = 64.0  # of random weights in fp8 before their scale; seven of these are the largest number
 
 
 class CheckpointError(ConfigError):
@@ -101,6 +102,10 @@ class Wanted:
     into: Tensor
     split: Split = WHOLE
     initial: float | None = None  # with random weights: this value everywhere; None draws them
+    dtypes: tuple[str, ...] = tuple(DTYPES)  # that it may be stored in, by safetensors' names
+    also: tuple[int, ...] | None = None  # another shape that it may have
+    optional: bool = False  # a checkpoint may lack it: what was there stays
+    convert: Callable[[Tensor], Tensor] | None = None  # from this rank's part as stored; ValueError says what is wrong
 
 
 # --------------------------------------------------------------------------------------------------------- the folder
@@ -148,11 +153,16 @@ class TensorFile:
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
         """As `Checkpoint.read`."""
-        return _read_slice(self._file.get_slice(name), dim, part)
+        return _read(self._file, name, dim, part)
 
 
-def _read_slice(view: Any, dim: int | None, part: slice | None) -> Tensor:
-    tensor: Tensor = view[(slice(None),) * dim + (part,)] if dim is not None else view[:]
+def _read(file: Any, name: str, dim: int | None, part: slice | None) -> Tensor:
+    view = file.get_slice(name)
+    tensor: Tensor
+    if dim is not None:
+        tensor = view[(slice(None),) * dim + (part,)]
+    else:
+        tensor = view[:] if view.get_shape() else file.get_tensor(name)  # a single number cannot be sliced
     return tensor
 
 
@@ -189,7 +199,7 @@ class Checkpoint:
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
         """A stored tensor on the CPU, or `part` of it along `dim`: a view of the mapped file, read where it is used."""
-        return _read_slice(self._open[self.stored[name].file].get_slice(name), dim, part)
+        return _read(self._open[self.stored[name].file], name, dim, part)
 
     def _read_headers(self) -> None:
         placed, problems = self._files()
@@ -306,10 +316,11 @@ def load(
     found = _compared(wanted, checkpoint, surplus, partial=False)
     problems: list[str] = []
     for want in found:
-        tensor = _read_part(want, checkpoint, rank, ranks, problems)
-        _place(tensor, want)
+        tensor = _read_part(want, checkpoint, rank, ranks, problems, want.into.device)
+        if not problems:
+            _place(tensor, want)
     if problems:
-        raise CheckpointError(checkpoint.folder, problems, "load it as bfloat16 or float32")
+        raise CheckpointError(checkpoint.folder, problems, _hint(problems, "load it as bfloat16 or float32"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +353,7 @@ def stage(
     problems: list[str] = []
     parts = [(_read_part(want, source, rank, ranks, problems).to(want.into.dtype, copy=True), want) for want in found]
     if problems:
-        raise CheckpointError(source.folder, problems, "start the engine with bfloat16 or float32")
+        raise CheckpointError(source.folder, problems, _hint(problems, "start the engine with bfloat16 or float32"))
     return Staged(parts)
 
 
@@ -352,7 +363,7 @@ def _compared(
     """What is to be read, by file. Raises CheckpointError with everything that does not fit."""
     by_name = {want.name: want for want in wanted}
     there = source.stored
-    looked_at = [want for want in by_name.values() if not partial or want.name in there]
+    looked_at = [want for want in by_name.values() if not (partial or want.optional) or want.name in there]
     problems = [problem for want in looked_at if (problem := _mismatch(want, there.get(want.name)))]
     problems += [
         f"{name}: not a tensor of this model, found {stored}"
@@ -366,16 +377,34 @@ def _compared(
     return sorted(looked_at, key=lambda want: (there[want.name].file, want.name))
 
 
-def _read_part(want: Wanted, source: Tensors, rank: int, ranks: int, problems: list[str]) -> Tensor:
-    """This rank's part of a tensor; `problems` hears of values that do not fit."""
+def _read_part(
+    want: Wanted, source: Tensors, rank: int, ranks: int, problems: list[str], device: torch.device | None = None
+) -> Tensor:
+    """This rank's part of a tensor; `problems` hears of values that do not fit.
+
+    Args:
+        device: where it is converted, if it is; None: on the CPU.
+    """
     split = want.split
     if split.dim is None:
         tensor = source.read(want.name)
     else:
         tensor = source.read(want.name, split.dim, split.shard(want.shape[split.dim], rank, ranks))
     if want.into.dtype == torch.float16 and tensor.dtype != torch.float16 and not _fits_float16(tensor):
-        problems.append(f"{want.name}: holds values above 65,504, the largest of float16")
+        problems.append(f"{want.name}: {TOO_LARGE}")
+    if want.convert is not None:
+        try:
+            tensor = want.convert(tensor if device is None else tensor.to(device))
+        except ValueError as error:
+            problems.append(f"{want.name}: {error}")
     return tensor
+
+
+TOO_LARGE = "holds values above 65,504, the largest of float16"
+
+
+def _hint(problems: Iterable[str], narrower: str) -> str:
+    return narrower if any(problem.endswith(TOO_LARGE) for problem in problems) else ""
 
 
 def fill_randomly(wanted: Iterable[Wanted], seed: int, *, rank: int = 0, ranks: int = 1) -> None:
@@ -384,25 +413,30 @@ def fill_randomly(wanted: Iterable[Wanted], seed: int, *, rank: int = 0, ranks: 
     A tensor's values depend on seed, name, shape and kind of device: not on other tensors, nor on the number of ranks.
     """
     for want in wanted:
-        if want.initial is not None:
-            want.into.fill_(want.initial)
+        if want.optional or want.initial is not None:
+            if want.initial is not None:
+                want.into.fill_(want.initial)
             continue
         digest = hashlib.blake2b(f"{seed}/{want.name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device=want.into.device)
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        tensor = torch.empty(want.shape, dtype=torch.float32, device=want.into.device)
-        tensor.normal_(0.0, RANDOM_STD, generator=generator)
+        if want.into.dtype == torch.int32:  # packed: each bit by itself
+            tensor = torch.empty(want.shape, dtype=torch.int32, device=want.into.device)
+            tensor.random_(-(2**31), 2**31, generator=generator)
+        else:
+            tensor = torch.empty(want.shape, dtype=torch.float32, device=want.into.device)
+            tensor.normal_(0.0, FP8_STD if want.into.dtype == torch.float8_e4m3fn else RANDOM_STD, generator=generator)
         if want.split.dim is not None:
             part = want.split.shard(want.shape[want.split.dim], rank, ranks)
             tensor = tensor.narrow(want.split.dim, part.start, part.stop - part.start)
-        _place(tensor, want)
+        _place(tensor if want.convert is None else want.convert(tensor), want)
 
 
 def _mismatch(want: Wanted, stored: Stored | None) -> str | None:
-    expected = _shaped(want.shape, "/".join(DTYPES))
+    expected = _shaped(want.shape, "/".join(want.dtypes))
     if stored is None:
         return f"{want.name}: missing, expected {expected}"
-    if stored.shape != want.shape or stored.dtype not in DTYPES:
+    if stored.shape not in (want.shape, want.also) or stored.dtype not in want.dtypes:
         return f"{want.name}: expected {expected}, found {stored}"
     return None
 

@@ -91,6 +91,7 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--draft-model", type=click.Path(path_type=Path), help="A small model whose guesses are verified.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3")
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
 @click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
 @click.option("--tp", default=1, show_default=True, help="GPUs that share one copy of the model (tensor parallelism).")
@@ -151,6 +152,7 @@ def generate(
     model: Path | None,
     device: str,
     dtype: str,
+    kv_cache_dtype: str,
     attention_backend: str,
     numerics: Numerics,
     tp: int,
@@ -212,6 +214,7 @@ def generate(
             model,
             device=device,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             attention_backend=attention_backend,
             numerics=numerics,
             tensor_parallel=tp,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lockstep.runtime.forward import ForwardBatch
+from lockstep.runtime.quantized.fp8 import FP8, to_fp8
+
+KvScales = Sequence[tuple[float, float]]
+"""Of keys and of values, by layer: what lies in the pool is multiplied by them."""
 
 
 class KvPool:
     """Keys and values by layer, page and offset: [pages + 1, page_size, kv_heads, head_dim] each.
 
     Page numbers are those of the plans. The page behind the last one is scratch: what padding rows write goes there.
+
+    Args:
+        dtype: of what is written, and of what lies there unless `scales` are given.
+        scales: numbers lie there in fp8 (e4m3), divided by these; what is larger than fp8 has becomes the largest.
     """
 
     def __init__(
@@ -23,11 +33,15 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: KvScales | None = None,
     ) -> None:
         self.pages, self.page_size, self.kv_heads, self.head_dim = pages, page_size, kv_heads, head_dim
-        shape = (pages + 1, page_size, kv_heads, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.dtype, self.fp8 = dtype, scales is not None
+        self.scales: KvScales = scales or [(1.0, 1.0)] * layers
+        assert len(self.scales) == layers, f"{layers} layers, scales of {len(self.scales)}"
+        shape, stored = (pages + 1, page_size, kv_heads, head_dim), FP8 if self.fp8 else dtype
+        self.keys = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=stored, device=device) for _ in range(layers)]
 
     def release(self) -> None:
         """Give the memory back; what lay in it is gone."""
@@ -53,5 +67,19 @@ class KvPool:
     def write(self, layer: int, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
         """Keep the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, where `batch.slots` says."""
         flat = (-1, self.kv_heads, self.head_dim)
+        if self.fp8:
+            for kept, new, scale in zip((self.keys, self.values), (key, value), self.scales[layer], strict=True):
+                bits = to_fp8(new.float() / scale).view(torch.uint8)  # torch moves bytes, but not all of fp8
+                kept[layer].view(torch.uint8).view(flat).index_copy_(0, batch.slots, bits)
+            return
         self.keys[layer].view(flat).index_copy_(0, batch.slots, key.to(self.keys[layer].dtype))
         self.values[layer].view(flat).index_copy_(0, batch.slots, value.to(self.values[layer].dtype))
+
+    def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of pages, int64 [n]: [n * page_size, kv_heads, head_dim] each; of fp8 in float32."""
+        flat = (-1, self.kv_heads, self.head_dim)
+        keys, values = self.keys[layer][pages].view(flat), self.values[layer][pages].view(flat)
+        if not self.fp8:
+            return keys, values
+        key_scale, value_scale = self.scales[layer]
+        return keys.float() * key_scale, values.float() * value_scale

@@ -103,6 +103,7 @@ log = logging.getLogger("lockstep.runtime")
 Prompt = str | Sequence[int]
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
 LORA_RANK_MAX = 512
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What a journal can hold."""
@@ -201,7 +202,9 @@ class LLM:
     Args:
         model: a Hugging Face folder; None is the demo model.
         device: cpu, cuda, cuda:1; auto takes a GPU if there is one.
-        dtype: of weights and KV: bfloat16, float16, float32; auto takes that of the folder, on the CPU float32.
+        dtype: of weights and KV: bfloat16, float16, float32; auto takes that of the folder, on the CPU float32. Of
+            quantised weights (docs/runtime.md) that of what they are multiplied with.
+        kv_cache_dtype: auto, that of the model; fp8_e4m3, with scales of the folder or 1: half the bytes or fewer.
         attention_backend, numerics: see `attention.choose`.
         random_weights_seed: fill the model with small random values; only the folder's config.json is read.
         mem_fraction: of a GPU's memory; what weights, activations and graphs leave of it is for KV.
@@ -238,6 +241,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         attention_backend: str = "auto",
         numerics: Numerics = "fast",
         random_weights_seed: int | None = None,
@@ -273,6 +277,8 @@ class LLM:
             ("max_lora_rank", max_lora_rank),
         ):
             _check_whole(name, value, optional=name not in ("tensor_parallel", "seed", "max_lora_rank"))
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(KV_CACHE_DTYPES)}, got `{kv_cache_dtype}`")
         watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
@@ -311,6 +317,7 @@ class LLM:
             max_lora_rank=max_lora_rank,
             sched=sched,
             draft_model=None if draft_model is None else str(Path(draft_model).resolve()),
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
         self.seed = seed
@@ -322,6 +329,7 @@ class LLM:
         with ExitStack() as undo:
             if tensor_parallel != 1:
                 check_split(read_settings(folder), tensor_parallel)
+                read_settings(folder, tensor_parallel)
                 self.group = RankGroup(tensor_parallel, where, settings, timeout_s=rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device
@@ -345,6 +353,8 @@ class LLM:
                 host |= {"gpu": device_name(where), "tp": tensor_parallel}
                 if packages:
                     host["logit_processors"] = packages
+                if kv_cache_dtype != "auto":
+                    host["kv_cache_dtype"] = kv_cache_dtype
                 header = JournalHeader(config=self.config, seed=seed, host=host)
                 if keeper is not None:
                     engine, self._journal = keeper.begin(header)

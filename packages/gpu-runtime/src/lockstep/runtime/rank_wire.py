@@ -56,6 +56,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: int
     sched: dict[str, Any]  # of SchedConfig, as given
     draft_model: str | None = None
+    kv_cache_dtype: str = "auto"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -27,6 +27,7 @@ FLASHINFER_VERSION = "0.6.18"  # the wrappers' pinned buffers, and the signature
 TRITON_HEAD_DIM_MAX = 256
 WRONG = "gives wrong results"  # in the reason of a backend that ran its trial and failed it
 SMALLEST_CAPABILITY = (8, 0)  # Ampere: bf16 on tensor cores, asynchronous copies
+FP8_CAPABILITY = (8, 9)  # Ada: Triton has no e4m3 below
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -50,6 +51,7 @@ class Needs:
     graphs: bool
     numerics: Numerics
     group: int
+    kv_fp8: bool = False
 
 
 def choose(
@@ -62,6 +64,7 @@ def choose(
     numerics: Numerics = "fast",
     graphs: bool = False,
     group: int = 1,
+    kv_fp8: bool = False,
 ) -> Choice:
     """Pick the attention backend; logs the choice with its reason once.
 
@@ -72,13 +75,14 @@ def choose(
         requested: `auto`, or the name of the one to take.
         graphs: whether it must run in CUDA graphs.
         group: query heads that share a KV head.
+        kv_fp8: whether KV lies in fp8.
     Raises: ConfigError if the requested one cannot run here, with why, and with what can.
     """
     if requested not in ("auto", *NAMES):
         raise ConfigError(f"`attention_backend` must be one of auto, {', '.join(NAMES)}, got `{requested}`")
     if numerics not in ("fast", "invariant"):
         raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
-    needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group)
+    needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group, kv_fp8)
     if requested != "auto":
         obstacle = OBSTACLE[requested](needs)
         if obstacle is None:
@@ -175,11 +179,19 @@ def _flashinfer_obstacle(needs: Needs) -> str | None:
 def _flashinfer_fails(needs: Needs) -> str | None:
     """What goes wrong when FlashInfer runs one small pass of this kind, or None."""
     kind = f"{_name(needs.dtype)}, head dim {needs.head_dim}, {needs.group} heads per KV head"
+    kind += ", KV in fp8" * needs.kv_fp8
     try:
         from lockstep.runtime.attention.flashinfer_backend import try_out
 
         right = try_out(
-            needs.device, needs.dtype, needs.head_dim, needs.page_size, needs.group, needs.numerics, needs.graphs
+            needs.device,
+            needs.dtype,
+            needs.head_dim,
+            needs.page_size,
+            needs.group,
+            needs.numerics,
+            needs.graphs,
+            needs.kv_fp8,
         )
     except Exception as error:  # a module that lacks, a kernel that was not compiled ahead, a compiler that fails
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
@@ -200,6 +212,9 @@ def _triton_obstacle(needs: Needs) -> str | None:
         return f"it has kernels for head dims up to {TRITON_HEAD_DIM_MAX}, not for {needs.head_dim}"
     if needs.device.type == "cuda" and torch.cuda.get_device_capability(needs.device) < SMALLEST_CAPABILITY:
         return _too_old(needs.device)
+    if needs.device.type == "cuda" and needs.kv_fp8 and not _has_fp8(needs.device):
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        return f"KV in fp8 needs compute capability {needed}"
     return triton_trial.obstacle(needs.device) if needs.device.type == "cuda" else None
 
 
@@ -213,6 +228,10 @@ OBSTACLE: dict[str, Callable[[Needs], str | None]] = {
     "triton": _triton_obstacle,
     "reference": _reference_obstacle,
 }
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -75,7 +75,7 @@ class FlashInferAttention:
         self.tensor_cores = numerics == "invariant" or heads // pool.kv_heads > NO_TENSOR_CORES_GROUP_MAX
         self.options: dict[str, Any] = {
             "sm_scale": pool.head_dim**-0.5 if scale is None else scale,
-            "q_data_type": pool.keys[0].dtype,
+            "q_data_type": pool.dtype,
             "kv_data_type": pool.keys[0].dtype,
         }
         if numerics == "invariant":
@@ -114,10 +114,13 @@ class FlashInferAttention:
         out = torch.empty_like(query)
         decodes = batch.count - batch.extend_rows
         first = batch.tokens - decodes  # the first token of rows that decode
+        scales: dict[str, float] = {}
+        if self.pool.fp8:
+            scales["k_scale"], scales["v_scale"] = self.pool.scales[layer]
         if batch.extend_rows:
-            self.prefill.run(query[:first], paged, out=out[:first])
+            self.prefill.run(query[:first], paged, out=out[:first], **scales)
         if decodes:
-            self.active.run(query[first:], paged, out=out[first:])
+            self.active.run(query[first:], paged, out=out[first:], **scales)
         return out
 
     def _for_graph(self, batch: ForwardBatch) -> Any:
@@ -221,17 +224,19 @@ def try_out(
     group: int,
     numerics: Numerics,
     graphs: bool,
+    fp8: bool = False,
 ) -> bool:
     """Load every kernel that a model of this kind needs, and run it once: an extend beside a decode, then decodes.
 
     Args:
         group: query heads of the one KV head.
         graphs: also plan as for a CUDA graph; nothing is captured.
+        fp8: with KV in it.
     Returns: whether all results are right.
     Raises: whatever FlashInfer raises.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
-        pool = KvPool(1, 4, page_size, 1, head_dim, dtype, device)
+        pool = KvPool(1, 4, page_size, 1, head_dim, dtype, device, [(0.5, 0.25)] if fp8 else None)
         workspace = workspace_needed(group, 1, head_dim, TRIAL_ROWS, multiprocessors(device))
         backend = FlashInferAttention(pool, group, numerics=numerics, workspace_bytes=workspace)
         for new, graph in ((2, False), (1, False), *([(1, True)] if graphs else [])):

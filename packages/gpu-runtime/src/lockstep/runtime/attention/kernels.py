@@ -18,6 +18,9 @@ A decode is the same tile with one token. Softmax is online: of the positions se
 `top`, the sum of 2 ** (score - top) in `total`, and in `acc` the sum of the values weighted so. Scores are in units of
 log 2 because exp2 is what the hardware has.
 
+Where KV lies in fp8, what is read is widened to the dtype of the query, which is exact. The scale of keys is part of
+`scale`, and that of values comes behind the sums.
+
 `SPLIT` > 0 fixes the order of additions: positions are cut every SPLIT, each piece is summed by itself, and pieces are
 added from left to right. The numbers of a token then do not depend on who adds the pieces: one program that walks along
 all of them, or many with a merge behind, for one token or for a chunk, in a batch or alone. Launch with
@@ -50,11 +53,14 @@ def write_kv(
     key_head,
     value_token,
     value_head,
+    key_scale,
+    value_scale,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Copy the new keys and values to their slots.
+    """Copy the new keys and values to their slots; to fp8 divided by their scales, and no further than its largest.
 
     One program per token:  [ head 0: D ][ head 1: D ] ...  KV_HEADS * D numbers in one block, to one run of memory.
     """
@@ -64,8 +70,12 @@ def write_kv(
     head, dim = at // D, at % D
     cell = tl.load(slots + token) * KV_HEADS * D + at
     new = tl.load(key + token * key_token + head * key_head + dim, mask=inside)
+    if FP8:
+        new = tl.minimum(tl.maximum(new.to(tl.float32) / key_scale, -448.0), 448.0)
     tl.store(keys + cell, new.to(keys.dtype.element_ty), mask=inside)
     new = tl.load(value + token * value_token + head * value_head + dim, mask=inside)
+    if FP8:
+        new = tl.minimum(tl.maximum(new.to(tl.float32) / value_scale, -448.0), 448.0)
     tl.store(values + cell, new.to(values.dtype.element_ty), mask=inside)
 
 
@@ -243,6 +253,7 @@ def extend(
     query_head,
     table_row,
     scale,
+    value_scale,  # of what lies in fp8; that of keys is part of `scale`
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -252,6 +263,7 @@ def extend(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """New tokens of rows whose earlier positions have KV already: prefill, chunks, prefixes from the cache.
 
@@ -292,6 +304,8 @@ def extend(
         KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION,
     )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8:
+        acc = acc * value_scale
     where_out = out + (token_at[:, None] * (KV_HEADS * GROUP) + head[:, None]) * D + dims[None, :]
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -311,6 +325,7 @@ def decode(
     query_head,
     table_row,
     scale,
+    value_scale,  # of what lies in fp8; that of keys is part of `scale`
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -320,6 +335,7 @@ def decode(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One new token per row, a program for all positions of a row: enough where rows alone fill the GPU.
 
@@ -343,6 +359,8 @@ def decode(
         KV_HEADS, D, PAGE, BLOCK_M, BLOCK_D, BLOCK_N, SPLIT, PRECISION,
     )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8:
+        acc = acc * value_scale
     where_out = out + (token * (KV_HEADS * GROUP) + head[:, None]) * D + dims[None, :]
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -425,12 +443,14 @@ def merge(
     first_row,
     programs,  # per row, as in the grid of `decode_split`
     most,
+    value_scale,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     AHEAD: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Add the pieces of a row from left to right. Grid (heads, rows).
 
@@ -462,6 +482,8 @@ def merge(
             part_total = tl.load(sums + cell * 2 + 1, mask=there, other=0.0)
             acc, top, total = _add(acc, top, total, part, part_top, part_total)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8:
+        acc = acc * value_scale
     token = tl.load(indptr + row).to(tl.int64)
     where_out = out + (token * HEADS + head) * D + dims[None, :]
     tl.store(where_out, acc.to(out.dtype.element_ty), mask=dims[None, :] < D)

@@ -32,7 +32,6 @@ class ReferenceAttention:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
         """Keep the new keys and values in the pool, then attend; see `AttentionBackend.run`."""
         self.pool.write(layer, key, value, batch)
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
         tables = batch.page_table.index_select(0, batch.rows)
         out = torch.empty_like(query)
         first = 0
@@ -41,13 +40,8 @@ class ReferenceAttention:
         ):
             stop = first + length - start
             pages = tables[row, : -(-length // self.pool.page_size)].long()
-            dense = (-1, self.pool.kv_heads, self.pool.head_dim)
-            out[first:stop] = attend(
-                query[first:stop],
-                keys[pages].view(dense)[:length],
-                values[pages].view(dense)[:length],
-                self.scale,
-            )
+            keys, values = self.pool.read(layer, pages)
+            out[first:stop] = attend(query[first:stop], keys[:length], values[:length], self.scale)
             first = stop
         return out
 

@@ -142,9 +142,11 @@ class TritonAttention:
             batch.slots,
             *key.stride()[:2],
             *value.stride()[:2],
+            *self.pool.scales[layer],
             KV_HEADS=self.pool.kv_heads,
             D=self.pool.head_dim,
             BLOCK=block,
+            FP8=self.pool.fp8,
             num_warps=max(1, min(8, block // 256)),
         )
 
@@ -164,7 +166,8 @@ class TritonAttention:
             batch.lengths,
             *query.stride()[:2],
             batch.page_table.stride(0),
-            self.scale * LOG2_E,
+            *self._scales(layer),
+            FP8=self.pool.fp8,
             **self._constants(query.dtype, tiling),
         )
 
@@ -175,15 +178,17 @@ class TritonAttention:
         strides = (*query.stride()[:2], batch.page_table.stride(0))
         where = (batch.page_table, batch.rows, batch.indptr, batch.lengths, first, *strides)
         keys, values = self.pool.keys[layer], self.pool.values[layer]
+        scale, value_scale = self._scales(layer)
+        fp8 = self.pool.fp8
         if self.programs == 1:
             grid = (self.pool.kv_heads, count)
-            kernels.decode[grid](query, keys, values, out, *where, self.scale * LOG2_E, **constants)
+            kernels.decode[grid](query, keys, values, out, *where, scale, value_scale, FP8=fp8, **constants)
             return
         cells = count * self.heads * self.most
         room = cells * self.pool.head_dim
         parts, sums = self.workspace[:room], self.workspace[room : room + cells * 2]
         kernels.decode_split[(self.pool.kv_heads, self.programs, count)](
-            query, keys, values, parts, sums, *where, self.scale * LOG2_E, self.most, **constants
+            query, keys, values, parts, sums, *where, scale, self.most, **constants
         )
         kernels.merge[(self.heads, count)](
             parts,
@@ -194,15 +199,22 @@ class TritonAttention:
             first,
             self.programs,
             self.most,
+            value_scale,
             HEADS=self.heads,
             D=self.pool.head_dim,
             BLOCK_D=self.block_d,
             BLOCK_N=tiling.BLOCK_N,
             SPLIT=self.piece,
             AHEAD=AHEAD,
+            FP8=fp8,
             num_warps=1 if self.block_d <= 128 else 2,
             enable_fp_fusion=self.numerics == "fast",
         )
+
+    def _scales(self, layer: int) -> tuple[float, float]:
+        """Of scores, in units of log 2, and of values."""
+        key_scale, value_scale = self.pool.scales[layer]
+        return self.scale * LOG2_E * key_scale, value_scale
 
     def _constants(self, dtype: torch.dtype, tiling: Tiling) -> dict[str, int | str | bool]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,17 @@ from typing import Any
 import torch
 
 from lockstep.core.errors import ConfigError
-from lockstep.runtime.checkpoint import Checkpoint, fill_randomly, load, read_config, read_generation_config
+from lockstep.host.quantization import FIELD
+from lockstep.runtime.checkpoint import DTYPES as FLOATS
+from lockstep.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    fill_randomly,
+    load,
+    read_config,
+    read_generation_config,
+    read_json,
+)
 from lockstep.runtime.models import llama as llama
 from lockstep.runtime.models import qwen2 as qwen2
 from lockstep.runtime.models import qwen3 as qwen3
@@ -22,6 +33,7 @@ from lockstep.runtime.models.layers import Parallel as Parallel
 from lockstep.runtime.models.registry import BUILDERS, Builder
 from lockstep.runtime.models.settings import ModelSettings as ModelSettings
 
+MODELOPT = "hf_quant_config.json"
 GENERATES, VECTORS_ONLY = "ForCausalLM", "Model"
 """How names of architectures end. Those of one family differ in whether they have the last product, `lm_head`."""
 
@@ -33,6 +45,7 @@ def build_model(
     *,
     random_weights_seed: int | None = None,
     parallel: Parallel | None = None,
+    kv_fp8: bool = False,
 ) -> Decoder:
     """A model ready to run, without gradients.
 
@@ -41,6 +54,7 @@ def build_model(
         dtype: of the parameters; None takes that of config.json.
         random_weights_seed: fill with small random values instead of the folder's; only config.json is read.
         parallel: this rank's part, with how partial results are summed; None is the whole model.
+        kv_fp8: its KV is to lie in fp8, with the scales that the folder has, or 1.
     Raises: ConfigError for settings that cannot be served; CheckpointError, which is one, for tensors.
     """
     config: Mapping[str, Any]
@@ -48,7 +62,7 @@ def build_model(
         folder, config = None, source
     else:
         folder = Path(source)
-        config = _with_all_end_tokens(read_config(folder), folder)
+        config = _with_other_files(read_config(folder), folder)
     if folder is None and random_weights_seed is None:
         raise ConfigError("a config without a folder has no weights\nhint: give `random_weights_seed`")
     if dtype is None:
@@ -61,11 +75,15 @@ def build_model(
         if random_weights_seed is not None or folder is None:
             model = _builder(config)(config, maker)
             fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)
+            if kv_fp8:
+                model.kv_scales = ((1.0, 1.0),) * model.layers
         else:
             with Checkpoint(folder) as checkpoint:
                 model, prefix = _for_tensors(config, maker, checkpoint)
                 wanted = [replace(want, name=want.name.removeprefix(prefix)) for want in model.tensors()]
                 load(wanted, checkpoint, rank=parallel.rank, ranks=parallel.ranks, surplus=model.surplus)
+                if kv_fp8:
+                    model.kv_scales = read_kv_scales(checkpoint, model.layers, prefix)
     model.eval()
     return model
 
@@ -82,11 +100,62 @@ def _for_tensors(config: Mapping[str, Any], maker: Maker, checkpoint: Checkpoint
     return _builder(config)(config, maker), "model." if bare else ""
 
 
-def read_settings(folder: str | Path) -> ModelSettings:
-    """What config.json of a folder says, without making anything. Raises ConfigError."""
-    config = _with_all_end_tokens(read_config(Path(folder)), Path(folder))
-    settings: ModelSettings = _builder(config)(config, Maker(device=torch.device("meta"))).settings
+def read_kv_scales(checkpoint: Checkpoint, layers: int, prefix: str = "") -> tuple[tuple[float, float], ...]:
+    """Scales of keys and values by layer; 1 where the checkpoint has none.
+
+    compressed-tensors calls them `self_attn.k_scale`, ModelOpt `self_attn.k_proj.k_scale`; values likewise.
+
+    Args:
+        prefix: what names of the checkpoint lack in front.
+    Raises: CheckpointError for scales that are none, and for layers with one of the two.
+    """
+    problems: list[str] = []
+
+    def scale(layer: int, which: str) -> float | None:
+        around = f"model.layers.{layer}.self_attn".removeprefix(prefix)
+        names = (f"{around}.{which}_scale", f"{around}.{which}_proj.{which}_scale")
+        name = next((one for one in names if one in checkpoint.stored), None)
+        if name is None:
+            return None
+        stored = checkpoint.stored[name]
+        if stored.shape not in ((), (1,)) or stored.dtype not in FLOATS:
+            problems.append(f"{name}: expected [] {'/'.join(FLOATS)}, found {stored}")
+            return 1.0
+        value = float(checkpoint.read(name).float().reshape(()))
+        if not 0.0 < value < math.inf:
+            problems.append(f"{name}: a scale must be above 0, got {value:g}")
+        return value
+
+    found = []
+    for layer in range(layers):
+        key, value = scale(layer, "k"), scale(layer, "v")
+        if (key is None) != (value is None):
+            problems.append(f"layer {layer} has a scale of keys or of values, but not of both")
+        found.append((1.0 if key is None else key, 1.0 if value is None else value))
+    if problems:
+        raise CheckpointError(checkpoint.folder, problems, "without fp8 KV (kv_cache_dtype auto) they are not read")
+    return tuple(found)
+
+
+def read_settings(folder: str | Path, ranks: int = 1) -> ModelSettings:
+    """What config.json of a folder says, without making anything. Raises ConfigError.
+
+    Args:
+        ranks: over which the model is to be split: whether quantised matrices can be is found out, too.
+    """
+    config = _with_other_files(read_config(Path(folder)), Path(folder))
+    parallel = Parallel() if ranks == 1 else Parallel(0, ranks, lambda one: one, lambda one: one)
+    settings: ModelSettings = _builder(config)(config, Maker(device=torch.device("meta"), parallel=parallel)).settings
     return settings
+
+
+def _with_other_files(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Settings with what files beside config.json say: end tokens, and how ModelOpt quantised, in its older folders."""
+    config = _with_all_end_tokens(config, folder)
+    if FIELD in config or not (folder / MODELOPT).is_file():
+        return config
+    said = read_json(folder, MODELOPT).get("quantization")
+    return config | {FIELD: {"quant_method": "modelopt", **said} if isinstance(said, dict) else said}
 
 
 def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotat
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 
+OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+"""Ends of names of what a quantised checkpoint may say of rows and KV, which are not rounded unless asked for."""
+
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -24,8 +28,9 @@ class Layer(nn.Module):
     def __init__(self, make: Maker, layer: int, settings: ModelSettings, qk_norm: bool) -> None:
         super().__init__()
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
+        prefix = f"model.layers.{layer}"
         self.attention = Attention(
-            make,
+            make.within(f"{prefix}.self_attn"),
             layer,
             hidden=settings.hidden,
             heads=settings.heads,
@@ -38,9 +43,9 @@ class Layer(nn.Module):
         self.mlp_norm = RmsNorm(make, settings.hidden, settings.norm_eps)
         self.mlp: Mlp | Experts
         if settings.experts is None or layer in settings.experts.dense_layers:
-            self.mlp = Mlp(make, settings.hidden, settings.intermediate)
+            self.mlp = Mlp(make.within(f"{prefix}.mlp"), settings.hidden, settings.intermediate)
         else:
-            self.mlp = Experts(make, settings.hidden, settings.experts)
+            self.mlp = Experts(make.within(f"{prefix}.mlp"), settings.hidden, settings.experts)
 
     def forward(
         self,
@@ -84,7 +89,8 @@ class Decoder(nn.Module):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
-        stack = [Layer(make, layer, settings, qk_norm) for layer in range(settings.layers)]
+        of_layers = replace(make, stored=settings.quantization)
+        stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
         self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
         self.head: Vocabulary | None = None
@@ -93,6 +99,7 @@ class Decoder(nn.Module):
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
+        self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, where KV is in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
         self.targets: tuple[Target, ...] = ()  # of adapters
 
@@ -140,6 +147,8 @@ class Decoder(nn.Module):
 
     def surplus(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although it is not read: it follows from others."""
+        if self.settings.quantization is not None and name.endswith(OF_ROWS):
+            return True
         return name.endswith(".rotary_emb.inv_freq") or (
             name == "lm_head.weight" and (self.settings.tied or not self.settings.generates)
         )

@@ -22,8 +22,9 @@ from lockstep.runtime.checkpoint import Split, Wanted
 from lockstep.runtime.lora.slots import AdapterBatch
 from lockstep.runtime.models.elementwise import silu_and_mul
 from lockstep.runtime.models.grouped import grouped_linear
-from lockstep.runtime.models.layers import Maker
+from lockstep.runtime.models.layers import Maker, Weight
 from lockstep.runtime.models.settings import ExpertSettings
+from lockstep.runtime.quantized.matrices import Matrix, Quantized
 
 
 class Experts(nn.Module):
@@ -35,8 +36,12 @@ class Experts(nn.Module):
         self.router = make.empty(settings.experts, hidden)
         self.inner = Split(0, settings.intermediate)
         self.local = self.inner.local(settings.intermediate, make.parallel.ranks, "moe_intermediate_size")
-        self.gate_up = make.empty(settings.experts, 2 * self.local, hidden)
-        self.down = make.empty(settings.experts, hidden, self.local)
+        inner, count = settings.intermediate, settings.experts
+        columns = [Matrix(name, inner, hidden, self.inner) for name in ("gate_proj", "up_proj")]
+        names = [f"experts.{expert}.{part.name}" for expert in range(count) for part in columns]
+        self.gate_up = make.matrices(columns, names, count)
+        rows = Matrix("down_proj", hidden, inner, columns=Split(1, inner))
+        self.down = make.matrices([rows], [f"experts.{expert}.down_proj" for expert in range(count)], count)
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[tokens, hidden] to the same shape. Adapters change nothing here: folders that would are refused."""
@@ -45,8 +50,8 @@ class Experts(nn.Module):
         # A stable sort keeps tokens in order within an expert: the sums below do not depend on how a sort breaks ties.
         sorted_experts, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_experts, self._numbers(experts), right=True).to(torch.int32)
-        inner = silu_and_mul(grouped_linear(hidden[order // each], self.gate_up, ends))
-        down = grouped_linear(inner, self.down, ends)
+        inner = silu_and_mul(_grouped(hidden[order // each], self.gate_up, ends))
+        down = _grouped(inner, self.down, ends)
         pairs = torch.empty_like(down)
         pairs[order] = down
         mixed = (pairs.view(tokens, each, -1) * weights[..., None].to(down.dtype)).sum(dim=1)
@@ -68,8 +73,19 @@ class Experts(nn.Module):
         inner = self.settings.intermediate
         yield Wanted(f"{prefix}.gate.weight", tuple(self.router.shape), self.router.data)
         for expert in range(self.settings.experts):
-            gate, up = self.gate_up.data[expert].split_with_sizes([self.local, self.local])
             name = f"{prefix}.experts.{expert}"
-            yield Wanted(f"{name}.gate_proj.weight", (inner, self.hidden), gate, self.inner)
-            yield Wanted(f"{name}.up_proj.weight", (inner, self.hidden), up, self.inner)
-            yield Wanted(f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], Split(1, inner))
+            if isinstance(self.gate_up, Quantized):
+                yield from self.gate_up.tensors([f"{name}.gate_proj", f"{name}.up_proj"], expert)
+            else:
+                gate, up = self.gate_up.data[expert].split_with_sizes([self.local, self.local])
+                yield Wanted(f"{name}.gate_proj.weight", (inner, self.hidden), gate, self.inner)
+                yield Wanted(f"{name}.up_proj.weight", (inner, self.hidden), up, self.inner)
+            if isinstance(self.down, Quantized):
+                yield from self.down.tensors([f"{name}.down_proj"], expert)
+            else:
+                yield Wanted(f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], Split(1, inner))
+
+
+def _grouped(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
+    """Each row times the matrix of its group."""
+    return grouped_linear(rows, weights, ends) if isinstance(weights, Tensor) else weights.grouped(rows, ends)

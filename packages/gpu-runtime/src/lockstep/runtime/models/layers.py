@@ -11,17 +11,26 @@ tensors of a checkpoint it is filled from. One weight may be filled from several
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
+from lockstep.core.errors import ConfigError
+from lockstep.host.quantization import FIELD, WeightFormat
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Split, Wanted
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import AdapterBatch, LoraSlots, Target
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
+from lockstep.runtime.quantized.fp8 import Fp8Matrices
+from lockstep.runtime.quantized.int4 import Int4Matrices
+from lockstep.runtime.quantized.matrices import Matrix, Quantized
+
+Weight: TypeAlias = Tensor | Quantized
+"""[outputs, inputs], or in fewer bits."""
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -54,10 +63,44 @@ class Maker:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: Parallel = field(default_factory=Parallel)
+    stored: WeightFormat | None = None  # how matrices of layers are stored, where not in `dtype`
+    prefix: str = ""  # of what is being made, in a checkpoint
+
+    def within(self, prefix: str) -> Maker:
+        """The same for what has this prefix."""
+        return replace(self, prefix=prefix)
+
+    def matrices(self, parts: Sequence[Matrix], names: Sequence[str], groups: int = 0) -> Weight:
+        """Matrices side by side, of every group.
+
+        Args:
+            names: of all of them, those of every group, behind `prefix`.
+        Raises: ConfigError where a checkpoint has quantised some of them only, or ranks cut what is stored together.
+        """
+        ranks = self.parallel.ranks
+        if self.stored is not None:
+            called = [f"{self.prefix}.{name}" for name in names]
+            kept = [name for name in called if self.stored.keeps(name)]
+            if not kept:
+                kind = Fp8Matrices if self.stored.layout == "fp8" else Int4Matrices
+                return kind(parts, groups, self.parallel.rank, ranks, self.dtype, self.device, self.stored)
+            if len(kept) < len(called):
+                other = next(name for name in called if name not in kept)
+                raise ConfigError(
+                    f"`{FIELD}` keeps {kept[0]} as it is, but not {other}, which are one product here\n"
+                    "hint: a checkpoint that quantises both, or neither"
+                )
+        sizes = [part.local_outputs(ranks) for part in parts]
+        return self.empty(*((groups,) if groups else ()), sum(sizes), parts[0].local_inputs(ranks))
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter of this rank without values."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+def product(hidden: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """[tokens, inputs] to [tokens, outputs]."""
+    return F.linear(hidden, weight, bias) if isinstance(weight, Tensor) else weight.linear(hidden, bias)
 
 
 class RmsNorm(nn.Module):
@@ -100,27 +143,34 @@ class ColumnLinear(nn.Module):
         self.sizes = [
             split.local(part.outputs, ranks, part.name) for split, part in zip(self.splits, parts, strict=True)
         ]
-        self.weight = make.empty(sum(self.sizes), inputs)
+        self.dtype, self.device = make.dtype, make.device
+        matrices = [
+            Matrix(part.name, part.outputs, inputs, split) for part, split in zip(parts, self.splits, strict=True)
+        ]
+        self.weight = make.matrices(matrices, [part.name for part in parts])
         self.bias = make.empty(sum(self.sizes)) if bias else None
         self.lora: LoraSlots | None = None
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[tokens, inputs] to [tokens, rows of this rank], the parts side by side: see `sizes`."""
-        out = F.linear(hidden, self.weight, self.bias)
+        out = product(hidden, self.weight, self.bias)
         return out if adapters is None or self.lora is None else self.lora.add_to(out, hidden, adapters)
 
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
         """Make room for adapters of the matrices under this prefix."""
-        self.lora = LoraSlots(self.inputs, self.sizes, slots, rank, self.weight.dtype, self.weight.device)
+        self.lora = LoraSlots(self.inputs, self.sizes, slots, rank, self.dtype, self.device)
         for number, (part, split) in enumerate(zip(self.parts, self.splits, strict=True)):
             yield Target(f"{prefix}.{part.name}", self.inputs, part.outputs, self.lora, number, rows=split)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
-        for part, split, weight in zip(
-            self.parts, self.splits, self.weight.data.split_with_sizes(self.sizes), strict=True
-        ):
-            yield Wanted(f"{prefix}.{part.name}.weight", (part.outputs, self.inputs), weight, split)
+        if isinstance(self.weight, Quantized):
+            yield from self.weight.tensors([f"{prefix}.{part.name}" for part in self.parts])
+        else:
+            for part, split, weight in zip(
+                self.parts, self.splits, self.weight.data.split_with_sizes(self.sizes), strict=True
+            ):
+                yield Wanted(f"{prefix}.{part.name}.weight", (part.outputs, self.inputs), weight, split)
         if self.bias is not None:
             for part, split, bias in zip(
                 self.parts, self.splits, self.bias.data.split_with_sizes(self.sizes), strict=True
@@ -135,14 +185,16 @@ class RowLinear(nn.Module):
         super().__init__()
         self.name, self.shape, self.parallel = name, (outputs, inputs), make.parallel
         self.split = Split(1, units)
-        self.weight = make.empty(outputs, self.split.local(inputs, make.parallel.ranks, name))
+        self.dtype, self.device = make.dtype, make.device
+        self.inputs = self.split.local(inputs, make.parallel.ranks, name)
+        self.weight = make.matrices([Matrix(name, outputs, inputs, columns=self.split)], [name])
         self.bias = make.empty(outputs) if bias else None
         self.lora: LoraSlots | None = None
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[tokens, columns of this rank] to [tokens, outputs], equal on all ranks."""
         alone = self.parallel.ranks == 1
-        out = F.linear(hidden, self.weight, self.bias if alone else None)
+        out = product(hidden, self.weight, self.bias if alone else None)
         if adapters is not None and self.lora is not None:
             out = self.lora.add_to(out, hidden, adapters)
         if alone:
@@ -153,12 +205,15 @@ class RowLinear(nn.Module):
     def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
         """Make room for adapters of the matrix under this prefix."""
         outputs, inputs = self.shape
-        self.lora = LoraSlots(self.weight.shape[1], (outputs,), slots, rank, self.weight.dtype, self.weight.device)
+        self.lora = LoraSlots(self.inputs, (outputs,), slots, rank, self.dtype, self.device)
         yield Target(f"{prefix}.{self.name}", inputs, outputs, self.lora, 0, columns=self.split)
 
     def tensors(self, prefix: str) -> Iterator[Wanted]:
         """What fills it."""
-        yield Wanted(f"{prefix}.{self.name}.weight", self.shape, self.weight.data, self.split)
+        if isinstance(self.weight, Quantized):
+            yield from self.weight.tensors([f"{prefix}.{self.name}"])
+        else:
+            yield Wanted(f"{prefix}.{self.name}.weight", self.shape, self.weight.data, self.split)
         if self.bias is not None:
             yield Wanted(f"{prefix}.{self.name}.bias", self.shape[:1], self.bias.data)
 

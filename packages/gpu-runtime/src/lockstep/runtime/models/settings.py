@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.host.quantization import WeightFormat, read_weight_format
 from lockstep.runtime.models.config_reader import ConfigReader
 from lockstep.runtime.models.rope import RopeSettings, read_rope
 
@@ -48,6 +49,7 @@ class ModelSettings:
     experts: ExpertSettings | None = None
     dtype: torch.dtype = torch.bfloat16  # that the checkpoint was made in
     end_tokens: tuple[int, ...] = ()
+    quantization: WeightFormat | None = None  # how matrices of layers are quantised; None: they are not
 
 
 def read_decoder(
@@ -65,7 +67,6 @@ def read_decoder(
     read.only("mlp_bias", False, None)
     read.only("use_sliding_window", False, None)
     read.only("pretraining_tp", 1, None)
-    read.only("quantization_config", None)
     read.only("partial_rotary_factor", 1.0, None)
     if any(kind != "full_attention" for kind in read.texts("layer_types")):
         read.problems.append("`layer_types` may hold only `full_attention`")
@@ -102,6 +103,7 @@ def read_decoder(
         experts=_experts(read, layers) if experts else None,
         dtype=read.dtype(),
         end_tokens=tuple(token for token in end_tokens if 0 <= token < vocab),
+        quantization=read_weight_format(config, read.problems),
     )
     read.check()
     if strange := [token for token in end_tokens if token not in settings.end_tokens]:

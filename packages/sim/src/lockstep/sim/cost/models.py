@@ -4,6 +4,7 @@ A model is a list of weight matrices plus a description of its attention. Parame
 are all sums over that list, so the roofline and the capacity model cannot disagree about a model's size.
 
 A field that changes the arithmetic and is not understood is refused by name: a wrong cost looks like any other number.
+Bytes of weights and KV in fewer bits are those of `lockstep.host.quantization`, by which the runtime loads them.
 """
 
 from __future__ import annotations
@@ -12,26 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.host.quantization import INT4_BITS, INT4_GROUP, METHODS, read_weight_format
+from lockstep.host.quantization import KV_BYTES as KV_BYTES
+from lockstep.host.quantization import WEIGHT_BYTES as WEIGHT_BYTES
+from lockstep.host.quantization import KvDtype as KvDtype
+from lockstep.host.quantization import WeightsDtype as WeightsDtype
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
 from lockstep.sim.cost.parallel import Parallelism, divisors, parallelism_of
 
-WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
-KvDtype = Literal["bf16", "fp8"]
-
-KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
 ACTIVATION_BYTES = 2  # bf16
 STATE_BYTES = 4  # the recurrent state of linear attention is float32 (`mamba_ssm_dtype`)
-
-# Bytes per weight, by what the matrix is. Scales: fp8 has one float32 per 128 x 128 weights, which is 0.02 % and left
-# out; mxfp4 has one byte per 32 weights (4.25 bit). Only experts are stored as mxfp4 (gpt-oss,
-# `modules_to_not_convert`). int4 is what AWQ and GPTQ store with groups of 128: a bf16 scale and a 4-bit zero each,
-# widened to bf16 in the kernel.
-WEIGHT_BYTES: dict[str, dict[str, float]] = {
-    "bf16": {"linear": 2.0, "expert": 2.0, "plain": 2.0},
-    "fp8": {"linear": 1.0, "expert": 1.0, "plain": 2.0},
-    "mxfp4": {"linear": 2.0, "expert": 4.25 / 8, "plain": 2.0},
-    "int4": {"linear": (4 + 20 / 128) / 8, "expert": (4 + 20 / 128) / 8, "plain": 2.0},
-}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -393,8 +384,6 @@ REFUSED = {
     "num_kv_shared_layers": "KV shared between layers",
     "hidden_size_per_layer_input": "per-layer embeddings",
 }
-NATIVE_DTYPES: dict[str, WeightsDtype] = {"fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4"}
-INT4_BITS, INT4_GROUP = 4, 128  # the one kind of AWQ and GPTQ whose bytes are counted
 TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are served in bf16
 
 
@@ -579,12 +568,12 @@ def _layer_kinds(f: _Fields, family: Family, layers: int) -> tuple[int, int]:
 def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
     method = f.table("quantization_config").get("quant_method")
     if method is not None:
-        if method not in NATIVE_DTYPES:
+        if method not in METHODS:
             raise CatalogueError(
                 f"{f.where}: `quantization_config.quant_method` `{method}` is not modelled\n"
-                f"hint: {', '.join(NATIVE_DTYPES)}, or remove the field and choose --weights-dtype"
+                f"hint: {', '.join(METHODS)}, or remove the field and choose --weights-dtype"
             )
-        if NATIVE_DTYPES[method] == "int4":
+        if METHODS[method] == "int4":
             quantization = f.table("quantization_config")
             for field, modelled in (("bits", INT4_BITS), ("group_size", INT4_GROUP)):
                 if quantization.get(field, modelled) != modelled:
@@ -593,7 +582,12 @@ def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
                         "is not modelled\n"
                         f"hint: {modelled} is; or remove the field and choose --weights-dtype"
                     )
-        return NATIVE_DTYPES[method]
+        elif method in ("compressed-tensors", "modelopt"):  # which also have kinds that are not fp8
+            problems: list[str] = []
+            read_weight_format(f.data, problems)
+            if problems:
+                raise CatalogueError(f"{f.where}: {problems[0]}\nhint: remove the field and choose --weights-dtype")
+        return METHODS[method]
     dtype = f.data.get("torch_dtype") or f.data.get("dtype") or "bfloat16"
     if dtype not in TORCH_DTYPES:
         raise CatalogueError(f"{f.where}: `torch_dtype` must be one of {', '.join(TORCH_DTYPES)}, got `{dtype}`")

@@ -186,7 +186,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         trial = msgspec.structs.replace(trial, tp=split.decode.tp)
     usual = {field.name: field.default for field in msgspec.structs.fields(Trial)}
     unlike = [name for name in CONFIGURED if getattr(trial, name) != usual[name]]
-    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike]
+    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike if name != "kv_dtype"]
     if split is not None:
         groups = split.groups(trial.gpu, candidate.best.replicas)
         lacks.insert(0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, simulated only")
@@ -198,6 +198,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     if trial.tiers is not msgspec.UNSET and (trial.tiers.get("host_cache_gb") or "hybrid_memory" in trial.tiers):
         lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
+    if trial.kv_dtype == "fp8":
+        common += ["--kv-cache-dtype", "fp8_e4m3"]
     settings = profile_settings(trial.profile) | trial.settings
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
     emulated = ["--emulate", f"{trial.model}@{trial.gpu}", *common]

@@ -1,0 +1,11 @@
+"""Matrices in fewer bits: fp8 with scales of tensors, outputs or blocks, and 4 bits in groups, as AWQ and GPTQ do.
+
+| file | what it is |
+|---|---|
+| `matrices.py` | what of a checkpoint goes where on this rank, and the product in torch |
+| `fp8.py`, `int4.py` | the two ways of storing |
+| `kernels.py` | the products in Triton: weights are widened on their way into a tile |
+
+What config.json says of them is read by `lockstep.host.quantization`, whose table the simulator prices them by. Rows
+stay in the dtype of the model: weights are widened to it, rows are never rounded to fp8.
+"""

@@ -1,0 +1,199 @@
+"""Weights of 4 bits in groups along the inputs, as AWQ and GPTQ store them: (q - zero) * scale.
+
+Both are kept as GPTQ has them, whose words run along the inputs; AWQ's are laid out anew when they are read.
+
+    qweight   int32 [inputs / 8, outputs]      bits 4 i of a word: input 8 k + i
+    zeros     int32 [groups, outputs / 8]      bits 4 i of a word: output 8 n + i
+    scales    [groups, outputs]                of the model's dtype
+
+AWQ's words run along the outputs, in the order 0 2 4 6 1 3 5 7, and so do the words of its zeros. The first format of
+GPTQ stores a zero less 1, modulo 16. `g_idx` says which group an input is of; only groups in order are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+from lockstep.host.quantization import FIELD, WeightFormat
+from lockstep.runtime.checkpoint import RANDOM_STD, WHOLE, Split, Wanted
+from lockstep.runtime.quantized.matrices import Matrix, Quantized
+
+PER_WORD = 8
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in bits 4 i
+CODES_STD = 4.6  # of random codes less their middle
+STORED = ("I32",)
+
+
+class Int4Matrices(Quantized):
+    """Raises: ConfigError where this rank's share cuts a word or a group."""
+
+    def __init__(
+        self,
+        parts: Sequence[Matrix],
+        groups: int,
+        rank: int,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: WeightFormat,
+    ) -> None:
+        super().__init__(parts, groups, rank, ranks, dtype, device)
+        self.stored = stored
+        self.group = stored.group or self.inputs  # inputs of a group
+        for part, size in zip(parts, self.sizes, strict=True):
+            _check(part, size, self.inputs, stored.group, ranks)
+        self.qweight = self.empty(self.inputs // PER_WORD, self.outputs, dtype=torch.int32)
+        self.zeros = self.empty(self.inputs // self.group, self.outputs // PER_WORD, dtype=torch.int32)
+        self.scales = self.empty(self.inputs // self.group, self.outputs, dtype=dtype)
+
+    def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
+        """(q - zero) * scale, computed in float32."""
+        codes = _unpacked(self.of_group(self.qweight, group), 0)
+        zeros = _unpacked(self.of_group(self.zeros, group), 1) + self.stored.zero_add & 15
+        scales = self.of_group(self.scales, group).to(torch.float32)
+        steps = (codes.view(len(scales), self.group, self.outputs) - zeros[:, None]).to(torch.float32)
+        return (steps * scales[:, None]).view(self.inputs, self.outputs).t().contiguous().to(dtype)
+
+    def widened_fast(self, dtype: torch.dtype) -> Tensor:
+        """By a kernel, without words of 32 bits for each weight."""
+        from lockstep.runtime.quantized.kernels import int4_widened
+
+        return int4_widened(self.qweight, self.zeros, self.scales, self.group, self.stored.zero_add, dtype)
+
+    def kernel_fits(self, dtype: torch.dtype) -> bool:
+        """A tile lies within a group, and has at least 16 inputs."""
+        return self.group % 16 == 0
+
+    def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """See `kernels`."""
+        from lockstep.runtime.quantized.kernels import int4_linear
+
+        return int4_linear(rows, self.qweight, self.zeros, self.scales, self.group, self.stored.zero_add, bias, ends)
+
+    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
+        """Words, zeros, scales; of GPTQ the order of its groups, too, which is looked at."""
+        part, first, size = self.parts[number], self.firsts[number], self.sizes[number]
+        qweight, zeros, scales = (self.of_group(one, group) for one in (self.qweight, self.zeros, self.scales))
+        groups = part.inputs // (self.stored.group or part.inputs)
+        # In a checkpoint inputs run down and outputs across, and one or the other is shared by the ranks.
+        down, across = _along(part.columns, 0), _along(part.rows, 1)
+        of_groups = across if part.columns.dim is None else down if self.stored.group else WHOLE
+        awq = self.stored.layout == "awq"
+        packed = (part.inputs, part.outputs // PER_WORD) if awq else (part.inputs // PER_WORD, part.outputs)
+        middle = 8 - self.stored.zero_add
+        yield Wanted(
+            f"{prefix}.qweight",
+            packed,
+            qweight[:, first : first + size],
+            down if part.columns.dim is not None else across,
+            dtypes=STORED,
+            convert=_awq_words if awq else None,
+        )
+        yield Wanted(
+            f"{prefix}.qzeros",
+            (groups, part.outputs // PER_WORD),
+            zeros[:, first // PER_WORD : (first + size) // PER_WORD],
+            of_groups,
+            initial=int.from_bytes(bytes([middle * 0x11] * 4), "little", signed=True),
+            dtypes=STORED,
+            convert=_awq_zeros if awq else None,
+        )
+        yield Wanted(
+            f"{prefix}.scales",
+            (groups, part.outputs),
+            scales[:, first : first + size],
+            of_groups,
+            initial=RANDOM_STD / CODES_STD,
+        )
+        if not awq:
+            yield Wanted(
+                f"{prefix}.g_idx",
+                (part.inputs,),
+                torch.empty(0, dtype=torch.int32),
+                dtypes=STORED,
+                optional=True,
+                convert=partial(_in_order, group=self.stored.group or part.inputs),
+            )
+            # AutoGPTQ writes a bias of zeros where the model has none. One that the model has is named behind this.
+            yield Wanted(
+                f"{prefix}.bias",
+                (part.outputs,),
+                torch.empty(0, dtype=self.dtype),
+                optional=True,
+                convert=_of_zeros,
+            )
+
+
+def _check(part: Matrix, outputs: int, inputs: int, group: int, ranks: int) -> None:
+    """Raise ConfigError where words or groups of a matrix would be cut."""
+    for on, down, across in ((1, part.outputs, part.inputs), (ranks, outputs, inputs)):
+        why = ""
+        if down % PER_WORD or across % PER_WORD:
+            why = f"its {down:,} outputs and {across:,} inputs must be multiples of {PER_WORD}, of which a word has"
+        elif group and across % group:
+            why = f"its {across:,} inputs are no multiple of `{FIELD}.group_size` {group}"
+        if why and on > 1:
+            raise ConfigError(f"`tensor_parallel` {ranks} cuts `{part.name}`: on a rank {why}\nhint: fewer ranks")
+        if why:
+            raise ConfigError(f"`{part.name}` cannot be stored in 4 bits: {why}")
+
+
+def _along(split: Split, dim: int) -> Split:
+    """The same shares along another dimension."""
+    return WHOLE if split.dim is None else Split(dim, split.units, split.replicate)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=device)
+
+
+def _unpacked(words: Tensor, dim: int) -> Tensor:
+    """Codes of words that run along a dimension: int32, of 8 times as many there."""
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = PER_WORD
+    codes = words.unsqueeze(dim + 1) >> _shifts(words.device).view(shape) & 15
+    return codes.flatten(dim, dim + 1)
+
+
+def _awq_codes(words: Tensor) -> Tensor:
+    """uint8 [inputs or groups, outputs] of words along the outputs."""
+    halves = words.contiguous().view(torch.uint8).view(len(words), -1, 4)  # of a word, its lowest byte first
+    codes = torch.stack((halves & 15, halves >> 4), -1).view(len(words), -1, PER_WORD)
+    place = torch.tensor(AWQ_ORDER, device=words.device).argsort()
+    return codes[..., place].reshape(len(words), -1)
+
+
+def _awq_words(words: Tensor) -> Tensor:
+    """int32 [inputs, outputs / 8] in AWQ's order to [inputs / 8, outputs], along the inputs."""
+    codes = _awq_codes(words)
+    inputs, outputs = codes.shape
+    pairs = codes.view(inputs // 2, 2, outputs)
+    packed = (pairs[:, 0] | pairs[:, 1] << 4).view(inputs // PER_WORD, 4, outputs)
+    return packed.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _awq_zeros(words: Tensor) -> Tensor:
+    """The same words with outputs in order."""
+    codes = _awq_codes(words)
+    pairs = codes.view(len(codes), -1, 4, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _of_zeros(bias: Tensor) -> Tensor:
+    """See that it changes nothing. Nothing of it is kept."""
+    if bool(bias.any()):
+        raise ValueError("the model has no such bias, and it is not zero")
+    return bias.new_empty(0)
+
+
+def _in_order(groups: Tensor, group: int) -> Tensor:
+    """See that input k is of group k // size. Nothing of it is kept."""
+    expected = torch.div(torch.arange(len(groups)), group, rounding_mode="floor")
+    if not torch.equal(groups.to(torch.int64), expected):
+        raise ValueError(f"its groups of {group} inputs are not in order: `{FIELD}.desc_act` must be false")
+    return groups.new_empty(0)

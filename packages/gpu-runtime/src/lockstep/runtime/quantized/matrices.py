@@ -1,0 +1,145 @@
+"""Matrices of a product that are stored in fewer bits: several of a checkpoint side by side, or one for each expert.
+
+    checkpoint      q_proj [heads * d, hidden]    k_proj [...]    v_proj [...]        each with scales of its own
+    product         [ q outputs | k outputs | v outputs ]                             of this rank
+
+On the CPU, and where Triton cannot run, weights are widened to the dtype of the rows and multiplied by torch: the same
+bits as of a checkpoint that was widened before. On a GPU few rows go to a kernel that widens tiles as it reads them, so
+that no more bytes are read than are stored; many rows to torch, behind a widened copy of the one matrix, which they pay
+for by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+from lockstep.runtime import triton_trial
+from lockstep.runtime.checkpoint import WHOLE, Split, Wanted
+
+FUSED_ROWS_MAX = 256
+"""Rows up to which a kernel widens weights as it reads them. An estimate: more are bound by arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix of a checkpoint, of all ranks together, and what of it is on this one."""
+
+    name: str  # behind the product's prefix, without `.weight`
+    outputs: int
+    inputs: int
+    rows: Split = WHOLE  # of outputs
+    columns: Split = WHOLE  # of inputs
+
+    def local_outputs(self, ranks: int) -> int:
+        """On a rank."""
+        return self.rows.local(self.outputs, ranks, self.name)
+
+    def local_inputs(self, ranks: int) -> int:
+        """On a rank."""
+        return self.columns.local(self.inputs, ranks, self.name)
+
+    def first_output(self, rank: int, ranks: int) -> int:
+        """Of this rank, counted from the matrix's first."""
+        return self.rows.shard(self.outputs, rank, ranks).start
+
+    def first_input(self, rank: int, ranks: int) -> int:
+        """Of this rank."""
+        return self.columns.shard(self.inputs, rank, ranks).start
+
+
+class Quantized(nn.Module):
+    """Matrices of one product, or of one for each group of rows.
+
+    Args:
+        parts: side by side in the product; of every group the same.
+        groups: experts; 0 is one product.
+        dtype: of the rows.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Matrix],
+        groups: int,
+        rank: int,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.parts, self.groups, self.rank, self.ranks = tuple(parts), groups, rank, ranks
+        self.dtype, self.device = dtype, device
+        self.sizes = [part.local_outputs(ranks) for part in parts]
+        self.firsts = [sum(self.sizes[:number]) for number in range(len(parts))]
+        self.outputs, self.inputs = sum(self.sizes), parts[0].local_inputs(ranks)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        """A parameter of every group, without values."""
+        around = (self.groups,) if self.groups else ()
+        return nn.Parameter(torch.empty((*around, *shape), dtype=dtype, device=self.device), requires_grad=False)
+
+    def of_group(self, parameter: Tensor, group: int) -> Tensor:
+        """What of a parameter belongs to one group."""
+        return parameter.data[group] if self.groups else parameter.data
+
+    # ---------------------------------------------------------------------------------------------------- to be said
+
+    def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
+        """A group's matrices as [outputs, inputs]: the reference."""
+        raise NotImplementedError
+
+    def widened_fast(self, dtype: torch.dtype) -> Tensor:
+        """The same of the only group on a GPU, with little memory beside."""
+        return self.widened(dtype)
+
+    def kernel_fits(self, dtype: torch.dtype) -> bool:
+        """Whether `kernel_linear` knows these sizes."""
+        raise NotImplementedError
+
+    def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """The product in Triton."""
+        raise NotImplementedError
+
+    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
+        """What fills one part."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------------------------------- products
+
+    def linear(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[rows, inputs] to [rows, outputs]."""
+        if self._in_triton(rows):
+            if len(rows) <= FUSED_ROWS_MAX:
+                return self.kernel_linear(rows, bias, None)
+            return F.linear(rows, self.widened_fast(rows.dtype), bias)
+        return F.linear(rows, self.widened(rows.dtype), bias)
+
+    def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """As `models.grouped.grouped_linear`."""
+        if self._in_triton(rows):
+            return self.kernel_linear(rows, None, ends)
+        # Widened where a group has rows: all experts at once might not fit.
+        starts = [0, *ends.tolist()]
+        out = rows.new_empty(len(rows), self.outputs)
+        for group, (start, stop) in enumerate(pairwise(starts)):
+            if start != stop:
+                out[start:stop] = F.linear(rows[start:stop], self.widened(rows.dtype, group))
+        return out
+
+    def _in_triton(self, rows: Tensor) -> bool:
+        on_gpu = rows.device.type == "cuda" and triton_trial.obstacle(rows.device) is None
+        return on_gpu and self.kernel_fits(rows.dtype)
+
+    def tensors(self, prefixes: Sequence[str], group: int = 0) -> Iterator[Wanted]:
+        """What fills a group's parts.
+
+        Args:
+            prefixes: the names of its matrices in a checkpoint, without `.weight`.
+        """
+        for number, prefix in enumerate(prefixes):
+            yield from self.part_tensors(prefix, number, group)

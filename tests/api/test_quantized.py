@@ -1,0 +1,77 @@
+"""A quantised checkpoint with KV in fp8 behind `lockstep serve`: the guide's example, and what a dry run says of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is not installed")
+torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
+pytest.importorskip("openai", reason="the OpenAI client is not installed")
+
+from click.testing import CliRunner  # noqa: E402
+
+from lockstep.api.serve import serve  # noqa: E402
+from lockstep.core.replay import replay  # noqa: E402
+from lockstep.host.quantization import KV_BYTES  # noqa: E402
+from lockstep.runtime.llm import demo_folder  # noqa: E402
+from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402
+from lockstep.sim.cost.capacity import kv_capacity  # noqa: E402
+from tests.support.live_server import serving  # noqa: E402
+from tests.support.quantize import write  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
+
+
+def test_the_guides_example_runs_as_printed(tmp_path: Path) -> None:
+    section = PAGE.read_text("utf-8").partition("\n## Weights and KV in fewer bits\n")[2]
+    source = section.partition("```python\n")[2].partition("```")[0]
+    assert "--kv-cache-dtype fp8_e4m3" in section
+    assert "http://127.0.0.1:8000" in source
+    folder = write(demo_folder(), "awq", tmp_path / "demo-awq")
+    words = (
+        "--model",
+        str(folder),
+        "--kv-cache-dtype",
+        "fp8_e4m3",
+        "--device",
+        "cpu",
+        "--journal",
+        str(tmp_path / "run"),
+    )
+    with serving(tmp_path / "log", *words, "--shutdown-s", "1") as server:
+        (tmp_path / "example.py").write_text(source.replace("http://127.0.0.1:8000", server.url), "utf-8")
+        done = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "demo-awq 16 tokens\n", done.stdout + done.stderr
+    assert replay(tmp_path / "run").steps
+
+
+def test_a_dry_run_shows_the_smaller_weights_and_pages(tmp_path: Path) -> None:
+    folder = write(demo_folder(), "fp8", tmp_path / "demo-fp8")
+    words = ["--model", str(folder), "--device", "cpu", "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3"]
+    said = CliRunner().invoke(serve, [*words, "--grammar-backend", "none", "--dry-run"])
+    assert said.exit_code == 0, said.output
+    plain = (demo_folder() / "model.safetensors").stat().st_size  # all of it bfloat16
+    table = 2048 * 192 * 2
+    weights = f"{(table + (plain - table) / 2) / 2**20:,.0f} MiB"
+    assert re.search(rf"weights +{weights}\n", said.output)
+    kib = 16 * 2 * 4 * 2 * 64 * KV_BYTES["fp8"] / 1024  # tokens, keys and values, layers, heads, numbers of each
+    assert f"pages of {kib:,.1f} KiB" in said.output
+    refused = CliRunner().invoke(serve, ["--kv-cache-dtype", "fp8", "--dry-run"])
+    assert refused.exit_code == 2
+    assert "is not one of 'auto', 'fp8_e4m3'" in refused.output
+
+
+def test_an_emulated_engine_has_the_planners_tokens_of_kv_in_fp8() -> None:
+    said = CliRunner().invoke(serve, ["--emulate", "qwen3-8b@h200", "--kv-cache-dtype", "fp8_e4m3", "--dry-run"])
+    assert said.exit_code == 0, said.output
+    found = re.search(r"KV tokens +([\d,]+)", said.output)
+    assert found is not None, said.output
+    tokens, model = int(found[1].replace(",", "")), load_model("qwen3-8b")
+    without, planned = (kv_capacity(model, load_gpu("h200"), 1, kv_dtype=kind).tokens for kind in ("bf16", "fp8"))
+    assert tokens == pytest.approx(planned, rel=0.01)  # of another chunk size
+    assert planned == pytest.approx(2 * without, rel=0.001)
