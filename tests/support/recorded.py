@@ -8,6 +8,9 @@ from typing import Any
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.tools.story import Story
+from lockstep.tools.telling import wait_by_cause
+from lockstep.tools.waits import Waited
 from tests.support.fleet import Fleet, Wire
 from tests.support.scenario import Run, parse, play
 from tests.support.served import Asked
@@ -43,6 +46,23 @@ def record_simulation(folder: Path, workload: str, seed: int = 7, **settings: An
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=workload, seed=seed, settings=settings)
     simulate(assemble(scenario, environ={}), folder=folder)
     return folder
+
+
+def waited_by(story: Story) -> Waited:
+    """What a story says of waiting."""
+    by_cause = {cause: us for cause, us in wait_by_cause(story).items() if us}
+    admitted = story.waits[0].admitted if story.waits else None
+    return Waited(
+        request_id=story.request_id,
+        arrived_us=story.arrived_us,
+        waiting_then=story.waiting_then,
+        queue_us=story.queue_us,
+        first_token_us=story.first_token_us,
+        cached_tokens=admitted.cached_tokens if admitted is not None else 0,
+        retractions=len(story.retractions),
+        bypassed=sum(wait.bypassed for wait in story.waits),
+        by_cause=dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
+    )
 
 
 def _is_received(wire: Wire) -> bool:

@@ -20,14 +20,14 @@ from lockstep.sim.simulate import Scenario, assemble, open_load, simulate, write
 from lockstep.sim.stored_run import read_run
 from lockstep.sim.turns import WorkloadError
 from lockstep.sim.workload import open_workload
-from lockstep.tools import stories
+from lockstep.tools import recorded_waits
 from lockstep.tools.drift import drift
 from lockstep.tools.explain import told
 from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
+from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
-from lockstep.tools.stories import Asked, stories_of
 from lockstep.tools.what_if import Base, changed_base, read_base
-from tests.support.recorded import record_story
+from tests.support.recorded import record_story, waited_by
 
 WORKLOAD = (
     "gen:n=60,rate=200,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
@@ -231,9 +231,9 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     found = json.loads(result.stdout)
     assert [len(each["engines"]) for each in found["runs"]] == [2, 1]
     assert found["lost_most"][0]["why"]
-    check_stories(tmp_path / "two", monkeypatch)
+    check_waits(tmp_path / "two", monkeypatch)
     assert main([*words, str(tmp_path / "line"), "--replicas", "2", "--admission", "open=3"]) == 0
-    check_stories(tmp_path / "line", monkeypatch)
+    check_waits(tmp_path / "line", monkeypatch)
     more = ["--autoscale", "open_requests=4,start=0s,interval=50ms", "--admission", "open=8"]
     more += ["--router", "total_requests", "--router-report-interval", "1s", "--router-report-delay", "5ms"]
     assert main([*words, str(tmp_path / "scaled"), "--replicas", "2", *more]) == 0
@@ -247,26 +247,27 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.output
 
 
-def check_stories(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some requests' stories are the same from processes and from here, without comparing digests, or told alone."""
+def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some requests waited for is the same from processes and from here, and by their own stories."""
     ids = list(range(0, 40, 5))
-    here = stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])])
-    monkeypatch.setattr(stories, "ASIDE_BYTES_MIN", 0)
-    assert stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])]) == here
-    assert [sorted(found) for found in here] == [ids, ids[:2], []]
-    assert [here[0][name].waits for name in ids[:2]] == [here[1][name].waits for name in ids[:2]]
+    with RecordedWaits(cluster) as waits:
+        here = waits.of(ids)
+        assert waits.of([]) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded_waits, "ASIDE_BYTES_MIN", 0)
+        patch.setattr(recorded_waits, "usable_cores", lambda: 2)
+        with RecordedWaits(cluster) as waits:
+            assert waits.of(ids) == here
+            assert waits.of(ids[:2]) == {name: here[name] for name in ids[:2]}
+    assert sorted(here) == ids
     requests = read_run(cluster).requests
     assert requests is not None
-    labels = dict(zip(requests["request_id"].tolist(), requests["label"].tolist(), strict=True))
-    assert {name: story.label for name, story in here[0].items()} == {name: labels[name] for name in ids}
     engines = engines_of(cluster, ids)
     assert len(engines) == 2
     for engine, those in engines.items():
         chronicle, _ = told(cluster / "engines" / str(engine), list(those))
         for own, name in those.items():
-            alone = chronicle.stories[own]
-            assert alone.waits == here[0][name].waits
-            assert alone.messages == here[0][name].messages
+            assert waited_by(chronicle.stories[own]) == msgspec.structs.replace(here[name], request_id=own)
 
 
 def test_wrong_settings_are_refused_by_name(run: Path) -> None:

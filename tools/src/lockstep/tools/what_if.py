@@ -2,7 +2,8 @@
 
 A is the run as it was; if it was no simulation, a simulation of it under its own settings, so that like is compared
 with like. B is the same requests with what was changed. The comparison is that of `lockstep compare`; why a request won
-or lost is told by the stories of both (story.py).
+or lost is told by what it waited for in both: in B that is noted while it is simulated, in a recorded A by a replay,
+which goes on beside that simulation (recorded_waits.py). B has a journal only if somebody wants to keep it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from html import escape
@@ -46,13 +47,16 @@ from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder,
 from lockstep.sim.stored_run import StoredRun, read_run
 from lockstep.sim.workload import Workload, WorkloadError
 from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
+from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.runs import RUN
-from lockstep.tools.stories import Asked, stories_of
-from lockstep.tools.story import Story
-from lockstep.tools.telling import wait_by_cause
+from lockstep.tools.waits import Waited, WaitFold
 
 TOLD = 3  # requests that lost most, and as many that won
 CAUSES_TOLD = 3
+
+Waits = Mapping[RequestId, Waited]
+WaitsOf = Callable[[Collection[RequestId]], Waits]
+"""What is known of these requests."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Felt:
     name: str
     ids: tuple[RequestId, RequestId]
     ttft_us: tuple[int, int]
-    stories: tuple[Story, Story]
+    waited: tuple[Waited, Waited]
 
     @property
     def change_us(self) -> int:
@@ -128,17 +132,19 @@ def what_if(
         for note in (*base.notes, *base.workload.notes):
             click.echo(f"note: {note}", err=True)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-what-if-")))
-        first = run
-        if not base.simulated:
-            first = scratch / f"{run.name or 'run'} simulated"
-            simulate_base(base, first, base.workload)
-        other = out if out is not None else scratch / "what if"
+        waits_of_first: WaitsOf
+        first, other = run, out if out is not None else scratch / "what if"
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         asked = changed_base(base, given, changed)
-        simulate_base(asked, other, scaled(base.workload, rate_scale), report=out is not None)
+        if base.simulated:
+            waits_of_first = stack.enter_context(RecordedWaits(run)).of
+        else:
+            first = scratch / f"{run.name or 'run'} simulated"
+            waits_of_first = _known(simulate_base(base, first, base.workload))
+        waits = simulate_base(asked, other, scaled(base.workload, rate_scale), kept=out is not None)
         found = compare([read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")])
-        losers, winners = felt(found.runs[0], found.runs[1])
+        losers, winners = felt(found.runs[0], found.runs[1], waits_of_first, _known(waits))
         if html_file is not None:
             write_comparison(html_file, found, [why_html(losers, winners)])
         if as_json:
@@ -238,35 +244,47 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     return replace(base, scenario=scenario, cluster=cluster)
 
 
-def simulate_base(base: Base, folder: Path, workload: Workload, *, report: bool = False) -> None:
-    """Simulate and write the run folder, without the trace."""
+def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> Waits:
+    """Simulate, write what a comparison reads, and return what everybody waited for; nothing if engines hand over.
+
+    `kept`: write the journals and the report too, but no trace.
+    """
+    journals = folder if kept else None
     with progress_bar(base.scenario.limit or len(workload.turns)) as on_finish:
         if "replicas" not in base.cluster and "engines" not in base.cluster and not base.cluster["router"]:
             setup = assemble(base.scenario, os.environ, workload=workload)
-            done = simulate(setup, folder=folder, on_finish=on_finish)
+            fold = WaitFold()
+            done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
             _go_on(done.interrupted)
-            write_run(folder, done, trace=False, report=report)
-            return
-        router = dict(base.cluster["router"])
-        hop_us = router.pop("hop_us", 0)
-        reports = {name: router.pop(name) for name in ("report_interval_us", "report_delay_us") if name in router}
-        scaling, admission = router.pop("autoscale", None), router.pop("admission", None)
-        replicas = base.cluster.get("replicas", 1)
-        engines = base.cluster.get("engines")
-        clustered = ClusterScenario(
-            base=base.scenario,
-            replicas=replicas,
-            engines=parse_engines(engines, parse_setting) if engines is not None else (),
-            router=RouterConfig(**router),
-            hop_us=hop_us,
-            **reports,
-            scaling=None if scaling is None else parse_scaling(scaling).within(replicas),
-            dispatch=None if admission is None else parse_admission(admission),
-        )
-        cluster = assemble_cluster(clustered, workload=workload)
-        ended = simulate_cluster(cluster, folder=folder, on_finish=on_finish)
+            write_run(folder, done, trace=False, report=kept)
+            return fold.close()
+        cluster = assemble_cluster(_clustered(base), workload=workload)
+        folds = [] if cluster.hands_over else [WaitFold() for _ in cluster.engines]
+        ended = simulate_cluster(cluster, folder=journals, on_finish=on_finish, witnesses=folds)
         _go_on(ended.interrupted)
-        write_cluster_run(folder, ended, trace=False, report=report)
+        write_cluster_run(folder, ended, trace=False, report=kept)
+        sent = ended.sent
+        return {sent[own] if sent else own: one for fold in folds for own, one in fold.close().items()}
+
+
+def _clustered(base: Base) -> ClusterScenario:
+    """What its options amount to."""
+    router = dict(base.cluster["router"])
+    hop_us = router.pop("hop_us", 0)
+    reports = {name: router.pop(name) for name in ("report_interval_us", "report_delay_us") if name in router}
+    scaling, admission = router.pop("autoscale", None), router.pop("admission", None)
+    replicas = base.cluster.get("replicas", 1)
+    engines = base.cluster.get("engines")
+    return ClusterScenario(
+        base=base.scenario,
+        replicas=replicas,
+        engines=parse_engines(engines, parse_setting) if engines is not None else (),
+        router=RouterConfig(**router),
+        hop_us=hop_us,
+        **reports,
+        scaling=None if scaling is None else parse_scaling(scaling).within(replicas),
+        dispatch=None if admission is None else parse_admission(admission),
+    )
 
 
 def _go_on(interrupted: bool) -> None:
@@ -278,11 +296,15 @@ def _go_on(interrupted: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- who won, and why
 
 
-def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
-    """Those whose first token came most later, and most earlier, with their stories in both runs.
+def _known(waits: Waits) -> WaitsOf:
+    """What is there already, as it is asked for."""
+    return lambda ids: {request_id: waits[request_id] for request_id in ids if request_id in waits}
 
-    `other` was simulated a moment ago: its replay is not held against its digests.
-    """
+
+def felt(
+    first: StoredRun, other: StoredRun, waits_of_first: WaitsOf, waits_of_other: WaitsOf
+) -> tuple[list[Felt], list[Felt]]:
+    """Those whose first token came most later, and most earlier, with what they waited for in both runs."""
     if first.requests is None or other.requests is None:
         return [], []
     rows, others, _ = match_requests(first.requests, other.requests)
@@ -298,38 +320,33 @@ def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
         [int(other.requests["request_id"][others[at]]) for at in chosen],
     )
     labels = [str(first.requests["label"][rows[at]]) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
-    stories = stories_of([Asked(first.folder, ids[0]), Asked(other.folder, ids[1], strict=False)])
+    waits = waits_of_first(ids[0]), waits_of_other(ids[1])
     both = [
-        Felt(labels[place], (a, b), (int(ttft[0][at]), int(ttft[1][at])), (stories[0][a], stories[1][b]))
+        Felt(labels[place], (a, b), (int(ttft[0][at]), int(ttft[1][at])), (waits[0][a], waits[1][b]))
         for place, (at, a, b) in enumerate(zip(chosen, *ids, strict=True))
-        if a in stories[0] and b in stories[1]
+        if a in waits[0] and b in waits[1]
     ]
     return [each for each in both if each.change_us > 0], [each for each in both if each.change_us < 0]
 
 
 def why(one: Felt) -> list[str]:
     """What made the difference, largest part first, and what each run was like for this request."""
-    mine, theirs = one.stories
-    waits = wait_by_cause(mine), wait_by_cause(theirs)
-    parts = {cause: waits[1][cause] - waits[0][cause] for cause in (*waits[0], *waits[1])}
-    moved = sorted((part for part in parts.items() if part[1]), key=lambda part: -abs(part[1]))
-    prefill = [story.ttft_us - story.queue_us for story in (mine, theirs)]
+    mine, theirs = one.waited
+    parts = {cause: theirs.by_cause.get(cause, 0) - us for cause, us in mine.by_cause.items()}
+    parts |= {cause: us for cause, us in theirs.by_cause.items() if cause not in mine.by_cause}
+    moved = sorted((part for part in parts.items() if part[1]), key=lambda part: (-abs(part[1]), part[0]))
+    prefill = [waited.ttft_us - waited.queue_us for waited in one.waited]
     lines = [f"{show_change(us)} waiting: {cause}" for cause, us in moved[:CAUSES_TOLD]]
     if prefill[0] != prefill[1]:
         lines.append(f"{show_change(prefill[1] - prefill[0])} from admission to first token")
     facts = (
-        ("cached tokens", _cached(mine), _cached(theirs)),
-        ("retractions", len(mine.retractions), len(theirs.retractions)),
-        ("requests from behind that went before it", *(sum(w.bypassed for w in s.waits) for s in one.stories)),
+        ("cached tokens", mine.cached_tokens, theirs.cached_tokens),
+        ("retractions", mine.retractions, theirs.retractions),
+        ("requests from behind that went before it", mine.bypassed, theirs.bypassed),
         ("requests that waited when it came", mine.waiting_then, theirs.waiting_then),
     )
     lines += [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
     return lines
-
-
-def _cached(story: Story) -> int:
-    admitted = story.waits[0].admitted
-    return admitted.cached_tokens if admitted is not None else 0
 
 
 def _head(one: Felt) -> str:

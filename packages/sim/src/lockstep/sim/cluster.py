@@ -24,7 +24,7 @@ import json
 import shlex
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -38,7 +38,7 @@ from lockstep.core import invariants
 from lockstep.core.autoscale import SCALING_POLICIES, Autoscaler, LoadObserved, ScalingConfig
 from lockstep.core.dispatch import WAITING_MAX, DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.router import (
@@ -61,7 +61,7 @@ from lockstep.sim.cost import Calibration
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
-from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
+from lockstep.sim.host import NEVER_US, EngineHost, JournalSink, Witness
 from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import device_type_of, with_stages
@@ -541,6 +541,7 @@ class ClusterRun:
     intervals: Intervals | None = None  # see intervals_of
     autoscale: Mapping[str, Any] | None = None  # see Cluster.describe_scaling
     admission: Mapping[str, Any] | None = None  # see Cluster.describe_admission
+    sent: Sequence[RequestId] = ()  # see Cluster.sent
 
     @property
     def calibration(self) -> Calibration:
@@ -612,13 +613,17 @@ def simulate_cluster(
     on_finish: Callable[[int], None] | None = None,
     give_up: Callable[[Any], bool] | None = None,
     eager: bool = False,
+    witnesses: Sequence[Witness] = (),
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
 
     Args:
         give_up: asked now and then while requests still come; once it says yes, no more of them do.
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
+        witnesses: none, or one for each engine; see host.Witness. Not of engines that hand requests over.
     """
+    if witnesses and (setup.hands_over or len(witnesses) != len(setup.engines)):
+        raise ContractError(f"{len(witnesses)} witnesses of {len(setup.engines)} engines, or of some that hand over")
     with ExitStack() as stack:
         journals: list[JournalSink] = []
         router_journal: RouterJournal | NoRouterJournal = NoRouterJournal()
@@ -644,7 +649,13 @@ def simulate_cluster(
             cluster = HandoverCluster(setup, journals, both, check_every=check_every, on_finish=on_finish)
         else:
             cluster = Cluster(
-                setup, journals, router_journal, check_every=check_every, on_finish=on_finish, eager=eager
+                setup,
+                journals,
+                router_journal,
+                check_every=check_every,
+                on_finish=on_finish,
+                eager=eager,
+                witnesses=witnesses,
             )
         began_s = time.process_time()
         with stopping_on_interrupt(cluster), collecting_seldom():
@@ -671,6 +682,7 @@ class Cluster:
         check_every: int = 0,
         on_finish: Callable[[int], None] | None = None,
         eager: bool = False,
+        witnesses: Sequence[Witness] = (),
     ) -> None:
         scenario = setup.scenario.base
         self.setup = setup
@@ -741,6 +753,7 @@ class Cluster:
                 device_type=device_type_of(one.cost),
                 speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
                 tiers=one.tier_links(),
+                witness=witnesses[engine] if witnesses else None,
             )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
@@ -1042,6 +1055,7 @@ class Cluster:
             cpu_s=cpu_s,
             autoscale=self.describe_scaling(),
             admission=self.describe_admission(),
+            sent=self.sent,
         )
 
 
@@ -1074,10 +1088,12 @@ def write_cluster_run(
     from lockstep.sim.simulate import interrupted_headline, report_run, whole, workload_line
 
     about = run.about()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with whole(folder / "metrics.json") as path:
         text = json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
     for engine, one in enumerate(run.engines):
+        (folder / "engines" / str(engine)).mkdir(mode=0o700, parents=True, exist_ok=True)
         with whole(folder / "engines" / str(engine) / "metrics.json") as path:
             write_metrics_json(path, one.data, {**one.setup.about(), "command": about["command"], "engine": engine})
         if trace:

@@ -62,7 +62,7 @@ from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink
+from lockstep.sim.host import EOS_TOKEN_ID, GRAMMAR_COMPILE_US, Arrivals, EngineHost, JournalSink, Witness
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
@@ -744,12 +744,14 @@ def simulate(
     folder: Path | None = None,
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
+    witness: Witness | None = None,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
 
     Args:
         check_every: check the core's invariants after every so many events; 0 is never.
         on_finish: called with the number of requests that ended, after each.
+        witness: told of every step that decides anything; see host.Witness.
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
         that one engine alone cannot have.
     """
@@ -759,15 +761,21 @@ def simulate(
             "hint: --prefill-engines 1 --decode-engines 1"
         )
     if folder is None:
-        return _run(setup, NoJournal(), check_every, on_finish)
+        return _run(setup, NoJournal(), check_every, on_finish, witness)
     journal = JournalWriter.create(folder, setup.header())
     with journal:
-        run = _run(setup, journal, check_every, on_finish)
+        run = _run(setup, journal, check_every, on_finish, witness)
         journal.close("interrupted" if run.interrupted else "closed")
     return run
 
 
-def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
+def _run(
+    setup: Setup,
+    journal: JournalSink,
+    check_every: int,
+    on_finish: Callable[[int], None] | None,
+    witness: Witness | None,
+) -> Run:
     arrivals = arrivals_of(setup)
     engine = Engine(setup.config, digests=not isinstance(journal, NoJournal))
     warm_up = setup.scenario.warm_up
@@ -796,6 +804,7 @@ def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callab
         device_type=device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
         tiers=setup.tier_links(),
+        witness=witness,
     )
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():
