@@ -113,6 +113,8 @@ class WaitFold:
         self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request
         self._special: set[RequestId] = set()  # who was given one of OWN_REASONS
         self._line = _Line()
+        self._state: object = None  # when causes were noted last
+        self._restless = False  # whether anybody had a reason of its own then
         self._last_us = 0
 
     def observe(self, event: Observed, step: Step, engine: Engine) -> None:
@@ -127,7 +129,11 @@ class WaitFold:
         if step.decided:
             self._learn(step, engine)
         if self._waiting:
-            self._note_causes(now_us, engine)
+            # What the cause of the line is read from, beside what is decided; reasons of one's own may pass unsaid.
+            state = engine.deferred, engine.paused, engine.maintenance.admits
+            if step.decided or self._restless or state != self._state:
+                self._state = state
+                self._note_causes(now_us, engine)
         self._asked.clear()
 
     def close(self) -> dict[RequestId, Waited]:
@@ -146,11 +152,11 @@ class WaitFold:
             self._open[event.request_id + sample] = _Open(event.time_us, others + len(engine.held))
 
     def _hear(self, now_us: int, sent: StreamTokens) -> None:
-        for i, request_id in enumerate(sent.request_ids.tolist()):
-            one = self._silent.get(request_id)
-            if one is not None and sent.offsets[i] + sent.token_counts[i] > 0:
-                one.first_token_us = now_us
-                del self._silent[request_id]
+        ids = sent.request_ids.tolist()
+        for request_id in self._silent.keys() & ids:
+            at = ids.index(request_id)
+            if sent.offsets[at] + sent.token_counts[at] > 0:
+                self._silent.pop(request_id).first_token_us = now_us
 
     def _learn(self, step: Step, engine: Engine) -> None:
         passed_by = False
@@ -226,6 +232,9 @@ class WaitFold:
             self._asked += [request_id for request_id in engine.held if request_id not in self._apart]
         for request_id in self._asked:
             self._place(request_id, now_us, self._is_apart(request_id, head, engine))
+        self._restless = bool(self._special or engine.held) and any(
+            request_id in self._special or request_id in engine.held for request_id in self._apart
+        )
         for request_id, one in self._apart.items():
             cause = cause_key(why_waits(engine, request_id, self._said))
             if cause != one.cause:
