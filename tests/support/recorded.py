@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,18 +50,21 @@ def record_simulation(folder: Path, workload: str, seed: int = 7, **settings: An
 
 
 def waited_by(story: Story) -> Waited:
-    """What a story says of waiting."""
-    by_cause = {cause: us for cause, us in wait_by_cause(story).items() if us}
+    """What a story says of waiting until the first token."""
+    first_us = story.first_token_us
+    before = [wait for i, wait in enumerate(story.waits) if not i or first_us < 0 or wait.start_us < first_us]
+    by_cause = {cause: us for cause, us in wait_by_cause(replace(story, waits=before)).items() if us}
     admitted = story.waits[0].admitted if story.waits else None
+    retracted = [each for each in story.retractions if first_us < 0 or each.event.time_us < first_us]
     return Waited(
         request_id=story.request_id,
         arrived_us=story.arrived_us,
         waiting_then=story.waiting_then,
         queue_us=story.queue_us,
-        first_token_us=story.first_token_us,
+        first_token_us=first_us,
         cached_tokens=admitted.cached_tokens if admitted is not None else 0,
-        retractions=len(story.retractions),
-        bypassed=sum(wait.bypassed for wait in story.waits),
+        retractions=len(retracted),
+        bypassed=sum(wait.bypassed for wait in before),
         by_cause=dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
     )
 

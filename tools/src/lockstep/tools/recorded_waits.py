@@ -12,7 +12,7 @@ about, until the last of these has ended: a process would take longer to start. 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -23,7 +23,7 @@ import msgspec
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import RequestId
 from lockstep.host.router_journal import FILE as ROUTER_FILE
-from lockstep.host.router_journal import engines_of
+from lockstep.host.router_journal import Route, engines_of, routes_of
 from lockstep.sim.aside import end_processes, fresh_processes
 from lockstep.sim.cluster import DECODE
 from lockstep.sim.simulate import collecting_seldom
@@ -34,6 +34,22 @@ ASIDE_BYTES_MIN = 8 << 20  # of journals: some seconds of replay; a process take
 
 Waits = dict[RequestId, Waited]
 _WAITS = msgspec.msgpack.Decoder(list[Waited])
+
+
+class SimulatedWaits:
+    """Of a simulation that noted what was waited for, and where its router sent whom."""
+
+    def __init__(self, waits: Waits, routes: Mapping[RequestId, Route]) -> None:
+        self._waits = waits
+        self._routes = routes
+
+    def of(self, ids: Collection[RequestId]) -> Waits:
+        """See RecordedWaits."""
+        return {request_id: self._waits[request_id] for request_id in ids if request_id in self._waits}
+
+    def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
+        """See RecordedWaits."""
+        return {request_id: self._routes[request_id] for request_id in ids if request_id in self._routes}
 
 
 class RecordedWaits:
@@ -72,6 +88,11 @@ class RecordedWaits:
             told = self._told(self._folder / "engines" / str(engine), list(names))
             found |= {names[own]: one for own, one in told.items()}
         return found
+
+    def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
+        """Where the router sent these requests, those of them that it sent; nothing without a router."""
+        has_router = (self._folder / ROUTER_FILE).is_file() and not _hands_over(self._folder)
+        return routes_of(self._folder, ids) if has_router and ids else {}
 
     def _told(self, folder: Path, ids: Collection[RequestId]) -> Waits:
         coming = self._coming.get(folder)

@@ -1,10 +1,10 @@
-"""What everybody waited for: a fold over all requests of a run, cheap enough to go along with a simulation.
+"""What everybody waited for before its first token: a fold over a run, cheap enough to go along with a simulation.
 
     waits = WaitFold()
     simulate(setup, witness=waits)                      # told of every step but those of uniform decodes
     waits.close()[17].by_cause                          # {"behind another: prefill budget": 2_743_000, ...}
 
-It says of every request what a `Story` says of a few, as far as it is about waiting, and by the same rules
+It says of every request what a `Story` says of a few, as far as it explains the TTFT, and by the same rules
 (`story.line_cause`, `story.why_waits`). A line may be long, and all in it wait for the same thing but its head and
 those who have a reason of their own. So how long the line has waited for what is counted once, for all; a request
 remembers where these counts stood when it joined. Only who has a reason of its own is looked at in every step.
@@ -36,7 +36,7 @@ OWN_REASONS = ("prefix", "adapter")
 
 
 class Waited(msgspec.Struct, frozen=True, array_like=True):
-    """What one request waited for, times in microseconds. What has not happened is -1."""
+    """What one request waited for until its first token. Times in microseconds; what has not happened is -1."""
 
     request_id: RequestId
     arrived_us: int
@@ -51,6 +51,11 @@ class Waited(msgspec.Struct, frozen=True, array_like=True):
     @property
     def ttft_us(self) -> int:
         return self.first_token_us - self.arrived_us if self.first_token_us >= 0 else -1
+
+    @property
+    def computed_us(self) -> int:
+        """The part of its TTFT in which it did not wait; -1 without one."""
+        return self.ttft_us - sum(self.by_cause.values()) if self.first_token_us >= 0 else -1
 
 
 class _Open:
@@ -75,7 +80,7 @@ class _Open:
 
     def waited(self, cause: str, us: int) -> None:
         """Add to what it waited for."""
-        if cause and us > 0:
+        if cause and us > 0 and self.first_token_us < 0:
             self.by_cause[cause] = self.by_cause.get(cause, 0) + us
 
 
@@ -173,7 +178,8 @@ class WaitFold:
                 case RequestQueued():
                     self._wait(decided.request_id, decided.time_us)
                 case RequestRetracted() if decided.request_id in self._open:
-                    self._open[decided.request_id].retractions += 1
+                    one = self._open[decided.request_id]
+                    one.retractions += one.first_token_us < 0
                     self._wait(decided.request_id, decided.time_us)
                 case RequestFinished() | RequestRejected():
                     self._end(decided.request_id, decided.time_us)
@@ -270,5 +276,6 @@ class WaitFold:
         one = self._waiting.pop(request_id, None)
         if one is not None:
             self._settle(request_id, one, now_us)
-            one.bypassed += one.passed
+            if one.first_token_us < 0:
+                one.bypassed += one.passed
             one.passed = 0

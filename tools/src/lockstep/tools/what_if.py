@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from html import escape
@@ -26,7 +26,8 @@ from lockstep.core.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
-from lockstep.core.router import RouterConfig
+from lockstep.core.router import RequestRouted, RouterConfig
+from lockstep.host.router_journal import Route
 from lockstep.sim.cli import given_settings, progress_bar, refusals, scheduler_options
 from lockstep.sim.cluster import (
     ClusterScenario,
@@ -47,16 +48,23 @@ from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder,
 from lockstep.sim.stored_run import StoredRun, read_run
 from lockstep.sim.workload import Workload, WorkloadError
 from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
-from lockstep.tools.recorded_waits import RecordedWaits
+from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN
+from lockstep.tools.telling import key_text
 from lockstep.tools.waits import Waited, WaitFold
 
 TOLD = 3  # requests that lost most, and as many that won
-CAUSES_TOLD = 3
+PARTS_TOLD = 4  # of the change, the largest
 
-Waits = Mapping[RequestId, Waited]
-WaitsOf = Callable[[Collection[RequestId]], Waits]
-"""What is known of these requests."""
+ROUTES = {
+    "policy": "as its policy said, whatever it begins with",
+    "session": "which had its session",
+    "prefix": "which had been sent the longest prefix of its prompt",
+    "bound": "as the one that had been sent more of its prompt had too much to do",
+    "room": "which its room names",
+    "named": "which it named",
+}
+"""Why a router chose an engine."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Felt:
     ids: tuple[RequestId, RequestId]
     ttft_us: tuple[int, int]
     waited: tuple[Waited, Waited]
+    prompt_tokens: int
+    routes: tuple[Route | None, Route | None]
 
     @property
     def change_us(self) -> int:
@@ -132,26 +142,31 @@ def what_if(
         for note in (*base.notes, *base.workload.notes):
             click.echo(f"note: {note}", err=True)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-what-if-")))
-        waits_of_first: WaitsOf
+        waits_of_first: RecordedWaits | SimulatedWaits
         first, other = run, out if out is not None else scratch / "what if"
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         asked = changed_base(base, given, changed)
         if base.simulated:
-            waits_of_first = stack.enter_context(RecordedWaits(run)).of
+            waits_of_first = stack.enter_context(RecordedWaits(run))
         else:
             first = scratch / f"{run.name or 'run'} simulated"
-            waits_of_first = _known(simulate_base(base, first, base.workload))
+            waits_of_first = simulate_base(base, first, base.workload)
         waits = simulate_base(asked, other, scaled(base.workload, rate_scale), kept=out is not None)
-        found = compare([read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")])
-        losers, winners = felt(found.runs[0], found.runs[1], waits_of_first, _known(waits))
+        before, after = read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")
+        if first != run:
+            before = replace(before, folder=Path(f"{run}, simulated as it was set, and not kept"))
+        if out is None:
+            after = replace(after, folder=Path("simulated for this comparison, and not kept"))
+        found = compare([before, after], is_asked=True)
+        losers, winners = felt(before, after, waits_of_first, waits)
         if html_file is not None:
             write_comparison(html_file, found, [why_html(losers, winners)])
         if as_json:
             click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
         else:
             for line in (*comparison_lines(found), *why_lines(losers, winners)):
-                click.echo(line.replace(f"{scratch}/", "not kept: "))
+                click.echo(line)
             if out is None:
                 click.echo("hint: --out DIR keeps B, to ask it why", err=True)
     if html_file is not None:
@@ -244,7 +259,7 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     return replace(base, scenario=scenario, cluster=cluster)
 
 
-def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> Waits:
+def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> SimulatedWaits:
     """Simulate, write what a comparison reads, and return what everybody waited for; nothing if engines hand over.
 
     `kept`: write the journals and the report too, but no trace.
@@ -257,14 +272,27 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
             done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
             _go_on(done.interrupted)
             write_run(folder, done, trace=False, report=kept)
-            return fold.close()
+            return SimulatedWaits(fold.close(), {})
         cluster = assemble_cluster(_clustered(base), workload=workload)
         folds = [] if cluster.hands_over else [WaitFold() for _ in cluster.engines]
-        ended = simulate_cluster(cluster, folder=journals, on_finish=on_finish, witnesses=folds)
+        sent: list[RequestRouted] = []  # or turned away
+        ended = simulate_cluster(
+            cluster,
+            folder=journals,
+            on_finish=on_finish,
+            witnesses=folds,
+            on_route=None if cluster.hands_over else sent.append,
+        )
         _go_on(ended.interrupted)
         write_cluster_run(folder, ended, trace=False, report=kept)
-        sent = ended.sent
-        return {sent[own] if sent else own: one for fold in folds for own, one in fold.close().items()}
+        own_ids = {name: own for own, name in enumerate(ended.sent)}
+        routes = {
+            routed.request_id: Route(routed.engine, routed.reason, own_ids.get(routed.request_id, routed.request_id))
+            for routed in sent
+            if routed.engine is not None
+        }
+        waits = [fold.close() for fold in folds]
+        return SimulatedWaits({name: waits[route.engine][route.own_id] for name, route in routes.items()}, routes)
 
 
 def _clustered(base: Base) -> ClusterScenario:
@@ -296,13 +324,11 @@ def _go_on(interrupted: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- who won, and why
 
 
-def _known(waits: Waits) -> WaitsOf:
-    """What is there already, as it is asked for."""
-    return lambda ids: {request_id: waits[request_id] for request_id in ids if request_id in waits}
-
-
 def felt(
-    first: StoredRun, other: StoredRun, waits_of_first: WaitsOf, waits_of_other: WaitsOf
+    first: StoredRun,
+    other: StoredRun,
+    waits_of_first: RecordedWaits | SimulatedWaits,
+    waits_of_other: SimulatedWaits,
 ) -> tuple[list[Felt], list[Felt]]:
     """Those whose first token came most later, and most earlier, with what they waited for in both runs."""
     if first.requests is None or other.requests is None:
@@ -320,9 +346,17 @@ def felt(
         [int(other.requests["request_id"][others[at]]) for at in chosen],
     )
     labels = [str(first.requests["label"][rows[at]]) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
-    waits = waits_of_first(ids[0]), waits_of_other(ids[1])
+    waits = waits_of_first.of(ids[0]), waits_of_other.of(ids[1])
+    routes = waits_of_first.routes(ids[0]), waits_of_other.routes(ids[1])
     both = [
-        Felt(labels[place], (a, b), (int(ttft[0][at]), int(ttft[1][at])), (waits[0][a], waits[1][b]))
+        Felt(
+            labels[place],
+            (a, b),
+            (int(ttft[0][at]), int(ttft[1][at])),
+            (waits[0][a], waits[1][b]),
+            int(first.requests["prompt_tokens"][rows[at]]),
+            (routes[0].get(a), routes[1].get(b)),
+        )
         for place, (at, a, b) in enumerate(zip(chosen, *ids, strict=True))
         if a in waits[0] and b in waits[1]
     ]
@@ -332,21 +366,31 @@ def felt(
 def why(one: Felt) -> list[str]:
     """What made the difference, largest part first, and what each run was like for this request."""
     mine, theirs = one.waited
-    parts = {cause: theirs.by_cause.get(cause, 0) - us for cause, us in mine.by_cause.items()}
-    parts |= {cause: us for cause, us in theirs.by_cause.items() if cause not in mine.by_cause}
-    moved = sorted((part for part in parts.items() if part[1]), key=lambda part: (-abs(part[1]), part[0]))
-    prefill = [waited.ttft_us - waited.queue_us for waited in one.waited]
-    lines = [f"{show_change(us)} waiting: {cause}" for cause, us in moved[:CAUSES_TOLD]]
-    if prefill[0] != prefill[1]:
-        lines.append(f"{show_change(prefill[1] - prefill[0])} from admission to first token")
+    causes = dict.fromkeys((*mine.by_cause, *theirs.by_cause))
+    parts = [(key_text(cause), mine.by_cause.get(cause, 0), theirs.by_cause.get(cause, 0)) for cause in causes]
+    parts += [("computing its prompt, from its admission to its first token", mine.computed_us, theirs.computed_us)]
+    outside = [ttft_us - waited.ttft_us for ttft_us, waited in zip(one.ttft_us, one.waited, strict=True)]
+    parts += [("outside the engine: on the way, or waiting at the router", outside[0], outside[1])]
+    moved = sorted((part for part in parts if part[1] != part[2]), key=lambda part: (-abs(part[2] - part[1]), part[0]))
+    lines = [
+        f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_TOLD]
+    ]
+    if mine.cached_tokens != theirs.cached_tokens:
+        lines.append(
+            f"of its {one.prompt_tokens:,} prompt tokens {mine.cached_tokens:,} were in the cache in A, "
+            f"{theirs.cached_tokens:,} in B: the others had to be computed"
+        )
+    lines += [
+        f"the router of {letter} sent it to engine {route.engine}, {ROUTES.get(route.reason, route.reason)}"
+        for letter, route in zip("AB", one.routes, strict=True)
+        if route is not None
+    ]
     facts = (
-        ("cached tokens", mine.cached_tokens, theirs.cached_tokens),
-        ("retractions", mine.retractions, theirs.retractions),
+        ("times that it was retracted", mine.retractions, theirs.retractions),
         ("requests from behind that went before it", mine.bypassed, theirs.bypassed),
-        ("requests that waited when it came", mine.waiting_then, theirs.waiting_then),
+        ("other requests that waited when it came", mine.waiting_then, theirs.waiting_then),
     )
-    lines += [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
-    return lines
+    return lines + [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
 
 
 def _head(one: Felt) -> str:
@@ -364,7 +408,10 @@ def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
         for one in those:
             lines += [f"  {_head(one)}", *(f"      {line}" for line in why(one))]
     if losers or winners:
-        lines += ["", "whole stories: lockstep explain RUN --request ID"]
+        lines += [
+            "",
+            "whole stories: lockstep explain RUN --request ID, of A, or of B if --out keeps it",
+        ]
     return lines
 
 
@@ -380,7 +427,8 @@ def why_html(losers: Sequence[Felt], winners: Sequence[Felt]) -> str:
         return ""
     return (
         '<section><h2>Why?</h2><p class="lead">By the decisions of both schedulers: what the requests whose first '
-        f"token moved most were waiting for. A is the recorded run, B the other.</p>{''.join(parts)}</section>"
+        "token moved most were waiting for. A is the run as it was, B the same requests under the other settings."
+        f"</p>{''.join(parts)}</section>"
     )
 
 

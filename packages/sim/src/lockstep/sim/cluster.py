@@ -614,6 +614,7 @@ def simulate_cluster(
     give_up: Callable[[Any], bool] | None = None,
     eager: bool = False,
     witnesses: Sequence[Witness] = (),
+    on_route: Callable[[RequestRouted], None] | None = None,
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
 
@@ -621,7 +622,10 @@ def simulate_cluster(
         give_up: asked now and then while requests still come; once it says yes, no more of them do.
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
         witnesses: none, or one for each engine; see host.Witness. Not of engines that hand requests over.
+        on_route: told of every request that was sent or turned away; not where engines hand requests over, either.
     """
+    if setup.hands_over and on_route is not None:
+        raise ContractError("where engines hand requests over there are two routers, and nobody is told of routes")
     if witnesses and (setup.hands_over or len(witnesses) != len(setup.engines)):
         raise ContractError(f"{len(witnesses)} witnesses of {len(setup.engines)} engines, or of some that hand over")
     with ExitStack() as stack:
@@ -656,6 +660,7 @@ def simulate_cluster(
                 on_finish=on_finish,
                 eager=eager,
                 witnesses=witnesses,
+                on_route=on_route,
             )
         began_s = time.process_time()
         with stopping_on_interrupt(cluster), collecting_seldom():
@@ -683,6 +688,7 @@ class Cluster:
         on_finish: Callable[[int], None] | None = None,
         eager: bool = False,
         witnesses: Sequence[Witness] = (),
+        on_route: Callable[[RequestRouted], None] | None = None,
     ) -> None:
         scenario = setup.scenario.base
         self.setup = setup
@@ -707,6 +713,7 @@ class Cluster:
         ] = []  # heap: when the router sees it, engine, request, output
         self._ended_count = 0
         self._on_finish = on_finish
+        self._on_route = on_route
         self._eager = eager
         self._stop_requested = False
         self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
@@ -882,6 +889,8 @@ class Cluster:
             return
         event = self._held.pop(routed.request_id)
         self.routed_by_reason[routed.reason] += 1
+        if self._on_route is not None:
+            self._on_route(routed)
         waited_us = now_us - event.time_us
         if routed.engine is None:
             turn = self.arrivals.open_turns[event.request_id]
