@@ -12,7 +12,8 @@ from lockstep.core.support import samples_asked
 from lockstep.sim.simulate import Scenario, assemble, simulate
 from lockstep.tools.recorded_waits import waits_of
 from lockstep.tools.runs import Walk
-from lockstep.tools.story import Chronicle
+from lockstep.tools.story import NOBODY, Cause, Chronicle
+from lockstep.tools.telling import OBSTACLES, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.waits import Waited, WaitFold
 from tests.support.recorded import waited_by
 
@@ -73,3 +74,14 @@ def test_it_looks_at_a_simulation_without_a_trace_in_it(tmp_path: Path) -> None:
     simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", witness=WaitFold())
     alone, seen = ((tmp_path / name / "journal" / "00000000.log").read_bytes() for name in ("alone", "seen"))
     assert alone == seen
+
+
+def test_every_cause_has_words() -> None:
+    for reason in (*SHORT, *OBSTACLES):
+        for other in (NOBODY, 3):
+            words = key_text(cause_key(Cause(reason, other)))
+            behind = other != NOBODY and reason not in OWN_AFFAIRS
+            assert words.startswith("in line behind another, which could not start: ") == behind
+            assert len(words) > 25
+            assert reason not in words or "_" not in reason or reason == "running_limit"
+            assert "{" not in words

@@ -161,7 +161,7 @@ def what_if(
         found = compare([before, after], is_asked=True)
         losers, winners = felt(before, after, waits_of_first, waits)
         if html_file is not None:
-            write_comparison(html_file, found, [why_html(losers, winners)])
+            write_comparison(html_file, found, [why_html(losers, winners, (before.name, after.name))])
         if as_json:
             click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
         else:
@@ -415,8 +415,8 @@ def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
     return lines
 
 
-def why_html(losers: Sequence[Felt], winners: Sequence[Felt]) -> str:
-    """A section of the page."""
+def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, str]) -> str:
+    """A section of the page, which calls runs by their names."""
     parts = []
     for title, those in (("Who lost most", losers), ("Who won most", winners)):
         items = "".join(
@@ -427,8 +427,8 @@ def why_html(losers: Sequence[Felt], winners: Sequence[Felt]) -> str:
         return ""
     return (
         '<section><h2>Why?</h2><p class="lead">By the decisions of both schedulers: what the requests whose first '
-        "token moved most were waiting for. A is the run as it was, B the same requests under the other settings."
-        f"</p>{''.join(parts)}</section>"
+        f"token moved most were waiting for. A is {escape(names[0])}, the run as it was; B is {escape(names[1])}, the "
+        f"same requests under the other settings.</p>{''.join(parts)}</section>"
     )
 
 
