@@ -49,7 +49,7 @@ from lockstep.sim.stored_run import StoredRun, read_run
 from lockstep.sim.workload import Workload, WorkloadError
 from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
 from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
-from lockstep.tools.runs import RUN
+from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.telling import key_text
 from lockstep.tools.waits import Waited, WaitFold
 
@@ -128,7 +128,7 @@ def what_if(
     lockstep replay runs/chat --what-if --gpu b200 --html b200.html
     lockstep replay runs/chat --what-if --replicas 2 --router prefix_affinity
     """
-    with refusals(), ExitStack() as stack:
+    with refusals(), divergences(), ExitStack() as stack:
         if html_file is not None:
             if html_file.exists() and not overwrite:
                 raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
