@@ -139,7 +139,7 @@ def key_text(key: str) -> str:
     if reason in ("prefix", "sample"):
         return "waiting while another computed the prefix that they share"
     if reason in WAITED_FOR:
-        return f"waiting: {WAITED_FOR[reason]}"
+        return f"waiting, as {WAITED_FOR[reason]}"
     return f"first in line: {obstacle_text(Cause(reason))}"
 
 
