@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.tools.story import Story
+from lockstep.tools.telling import wait_by_cause
+from lockstep.tools.waits import Waited
 from tests.support.fleet import Fleet, Wire
 from tests.support.rank_group import RankGroup
 from tests.support.scenario import Run, parse, play
@@ -53,6 +57,26 @@ def record_simulation(
     )
     simulate(assemble(scenario, environ={}), folder=folder)
     return folder
+
+
+def waited_by(story: Story) -> Waited:
+    """What a story says of waiting until the first token."""
+    first_us = story.first_token_us
+    before = [wait for i, wait in enumerate(story.waits) if not i or first_us < 0 or wait.start_us < first_us]
+    by_cause = {cause: us for cause, us in wait_by_cause(replace(story, waits=before)).items() if us}
+    admitted = story.waits[0].admitted if story.waits else None
+    retracted = [each for each in story.retractions if first_us < 0 or each.event.time_us < first_us]
+    return Waited(
+        request_id=story.request_id,
+        arrived_us=story.arrived_us,
+        waiting_then=story.waiting_then,
+        queue_us=story.queue_us,
+        first_token_us=first_us,
+        cached_tokens=admitted.cached_tokens if admitted is not None else 0,
+        retractions=len(retracted),
+        bypassed=sum(wait.bypassed for wait in before),
+        by_cause=dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
+    )
 
 
 def _is_received(wire: Wire) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,14 +22,14 @@ from lockstep.sim.simulate import Scenario, assemble, open_load, simulate, write
 from lockstep.sim.stored_run import read_run
 from lockstep.sim.turns import WorkloadError
 from lockstep.sim.workload import open_workload
-from lockstep.tools import stories
+from lockstep.tools import recorded_waits
 from lockstep.tools.drift import drift
 from lockstep.tools.explain import told
 from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
+from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
-from lockstep.tools.stories import Asked, stories_of
-from lockstep.tools.what_if import Base, changed_base, read_base
-from tests.support.recorded import record_story
+from lockstep.tools.what_if import Base, changed_base, read_base, simulate_base
+from tests.support.recorded import record_story, waited_by
 
 WORKLOAD = (
     "gen:n=60,rate=200,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
@@ -159,11 +161,14 @@ def test_another_policy_says_who_won_and_lost_and_why(run: Path, tmp_path: Path)
     assert "schedule_policy               A fcfs  B lpm" in result.stdout
     assert "who lost most, and why" in result.stdout
     assert "who won most, and why" in result.stdout
-    assert " waiting: " in result.stdout
+    assert " in line behind another, which could not start: " in result.stdout
+    assert f"B  {tmp_path / 'lpm'}" in result.stdout
     text = page.read_text()
     assert "<h2>Why?</h2>" in text
     assert "<h3>Who lost most</h3>" in text
-    found = json.loads(what_if(run, "--policy", "lpm", "--json").stdout)
+    again = [what_if(run, "--policy", "lpm", "--json").stdout for _ in range(2)]
+    assert again[0] == again[1]
+    found = json.loads(again[0])
     for one in found["lost_most"]:
         assert one["ttft_us"][1] > one["ttft_us"][0]
         assert one["why"]
@@ -176,7 +181,10 @@ def test_more_engines_another_gpu_and_load(run: Path) -> None:
     result = what_if(run, "--replicas", 2, "--router", "prefix_affinity", "--json")
     assert result.exit_code == 0, result.output
     assert [len(each["engines"]) for each in json.loads(result.stdout)["runs"]] == [1, 2]
-    assert json.loads(result.stdout)["won_most"][0]["why"]
+    assert json.loads(result.stdout)["warnings"] == []  # that it is two engines is what was asked
+    why = json.loads(result.stdout)["won_most"][0]["why"]
+    assert any(line.startswith("the router of B sent it to engine ") for line in why)
+    assert not any("router of A" in line for line in why)
     result = what_if(run, "--gpu", "b200", "--rate-scale", 0.5)
     assert result.exit_code == 0, result.output
     assert "gpu" in result.stdout
@@ -231,9 +239,10 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     found = json.loads(result.stdout)
     assert [len(each["engines"]) for each in found["runs"]] == [2, 1]
     assert found["lost_most"][0]["why"]
-    check_stories(tmp_path / "two", monkeypatch)
+    check_waits(tmp_path / "two", monkeypatch)
     assert main([*words, str(tmp_path / "line"), "--replicas", "2", "--admission", "open=3"]) == 0
-    check_stories(tmp_path / "line", monkeypatch)
+    check_waits(tmp_path / "line", monkeypatch)
+    check_kept(tmp_path / "line", tmp_path / "again")
     more = ["--autoscale", "open_requests=4,start=0s,interval=50ms", "--admission", "open=8"]
     more += ["--router", "total_requests", "--router-report-interval", "1s", "--router-report-delay", "5ms"]
     assert main([*words, str(tmp_path / "scaled"), "--replicas", "2", *more]) == 0
@@ -247,26 +256,60 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.output
 
 
-def check_stories(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some requests' stories are the same from processes and from here, without comparing digests, or told alone."""
+def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some requests waited for is the same from processes and from here, and by their own stories."""
     ids = list(range(0, 40, 5))
-    here = stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])])
-    monkeypatch.setattr(stories, "ASIDE_BYTES_MIN", 0)
-    assert stories_of([Asked(cluster, ids), Asked(cluster, ids[:2], strict=False), Asked(cluster, [])]) == here
-    assert [sorted(found) for found in here] == [ids, ids[:2], []]
-    assert [here[0][name].waits for name in ids[:2]] == [here[1][name].waits for name in ids[:2]]
+    with RecordedWaits(cluster) as waits:
+        here = waits.of(ids)
+        assert waits.of([]) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded_waits, "ASIDE_BYTES_MIN", 0)
+        patch.setattr(recorded_waits, "usable_cores", lambda: 2)
+        with RecordedWaits(cluster) as waits:
+            assert waits.of(ids) == here
+            assert waits.of(ids[:2]) == {name: here[name] for name in ids[:2]}
+    assert sorted(here) == ids
     requests = read_run(cluster).requests
     assert requests is not None
-    labels = dict(zip(requests["request_id"].tolist(), requests["label"].tolist(), strict=True))
-    assert {name: story.label for name, story in here[0].items()} == {name: labels[name] for name in ids}
     engines = engines_of(cluster, ids)
     assert len(engines) == 2
     for engine, those in engines.items():
         chronicle, _ = told(cluster / "engines" / str(engine), list(those))
         for own, name in those.items():
-            alone = chronicle.stories[own]
-            assert alone.waits == here[0][name].waits
-            assert alone.messages == here[0][name].messages
+            assert waited_by(chronicle.stories[own]) == msgspec.structs.replace(here[name], request_id=own)
+
+
+def check_kept(run: Path, again: Path) -> None:
+    """What was noted beside a simulation is what its journals say, also where its router turns some away."""
+    base = read_base(run, {})
+    base = replace(
+        base, cluster={**base.cluster, "router": {**base.cluster["router"], "admission": "open=2,waiting=3"}}
+    )
+    noted = simulate_base(base, again, base.workload, kept=True)
+    ids = range(40)
+    with RecordedWaits(again) as recorded:
+        assert noted.of(ids) == recorded.of(ids)
+        assert noted.routes(ids) == recorded.routes(ids)
+    assert sorted(noted.of(ids)) == sorted(noted.routes(ids))
+    assert 10 < len(noted.of(ids)) < 40
+    assert any(route.own_id != name for name, route in noted.routes(ids).items())
+
+
+@pytest.mark.parametrize("bytes_min", [0, 1 << 40], ids=["aside", "here"])
+def test_a_recorded_run_that_is_decided_otherwise_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_min: int
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other, ignore=shutil.ignore_patterns("journal"))
+    journal = read_journal(run)
+    with JournalWriter.create(other, journal.header) as writer:
+        for record in journal.events():
+            writer.append(record.event, record.digest if record.step != 100 else bytes(16))
+    monkeypatch.setattr(recorded_waits, "ASIDE_BYTES_MIN", bytes_min)
+    monkeypatch.setattr(recorded_waits, "usable_cores", lambda: 2)
+    result = what_if(other, "--policy", "lpm")
+    assert result.exit_code == 3, result.output
+    assert "Divergence: step 100 " in result.stderr
 
 
 def test_wrong_settings_are_refused_by_name(run: Path) -> None:

@@ -160,11 +160,19 @@ def find_request(run: Path, name: str) -> RequestId:
 def refusals() -> Iterator[None]:
     """Turn the errors that are made for people into one message and an exit status."""
     try:
+        with divergences():
+            yield
+    except (JournalError, ConfigError, WorkloadError) as error:
+        raise Refused(error) from error
+
+
+@contextmanager
+def divergences() -> Iterator[None]:
+    """The same of replays that decide otherwise, alone."""
+    try:
         yield
     except Divergence as error:
         raise Refused(error, EXIT_DIVERGED) from error
-    except (JournalError, ConfigError, WorkloadError) as error:
-        raise Refused(error) from error
 
 
 def print_json(content: object) -> None:

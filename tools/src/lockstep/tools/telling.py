@@ -127,7 +127,24 @@ def obstacle_text(cause: Cause, otherwise: str = "") -> str:
 def cause_key(cause: Cause) -> str:
     """A cause without its particulars: what times are added up by."""
     short = SHORT.get(cause.reason, cause.reason)
-    return f"behind another: {short}" if cause.other != NOBODY and cause.reason not in OWN_AFFAIRS else short
+    return f"{_BEHIND}{short}" if cause.other != NOBODY and cause.reason not in OWN_AFFAIRS else short
+
+
+_REASONS = {short: reason for reason, short in SHORT.items()}
+_BEHIND = "behind another: "
+
+
+def key_text(key: str) -> str:
+    """A `cause_key` in words: `in line behind another, which could not start: the extend was full`."""
+    short = key.removeprefix(_BEHIND)
+    reason = _REASONS.get(short, short)
+    if short != key:
+        return f"in line behind another, which could not start: {obstacle_text(Cause(reason))}"
+    if reason in ("prefix", "sample"):
+        return "waiting while another computed the prefix that they share"
+    if reason in WAITED_FOR:
+        return f"waiting, as {WAITED_FOR[reason]}"
+    return f"first in line: {obstacle_text(Cause(reason))}"
 
 
 def wait_by_cause(story: Story) -> Counter[str]:

@@ -2,7 +2,8 @@
 
 A is the run as it was; if it was no simulation, a simulation of it under its own settings, so that like is compared
 with like. B is the same requests with what was changed. The comparison is that of `lockstep compare`; why a request won
-or lost is told by the stories of both (story.py).
+or lost is told by what it waited for in both: in B that is noted while it is simulated, in a recorded A by a replay,
+which goes on beside that simulation (recorded_waits.py). B has a journal only if somebody wants to keep it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from lockstep.core.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
-from lockstep.core.router import RouterConfig
+from lockstep.core.router import RequestRouted, RouterConfig
+from lockstep.host.router_journal import Route
 from lockstep.sim.cli import given_settings, progress_bar, refusals, scheduler_options
 from lockstep.sim.cluster import (
     ClusterScenario,
@@ -46,13 +48,23 @@ from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder,
 from lockstep.sim.stored_run import StoredRun, read_run
 from lockstep.sim.workload import Workload, WorkloadError
 from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
-from lockstep.tools.runs import RUN
-from lockstep.tools.stories import Asked, stories_of
-from lockstep.tools.story import Story
-from lockstep.tools.telling import wait_by_cause
+from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
+from lockstep.tools.runs import RUN, divergences
+from lockstep.tools.telling import key_text
+from lockstep.tools.waits import Waited, WaitFold
 
 TOLD = 3  # requests that lost most, and as many that won
-CAUSES_TOLD = 3
+PARTS_TOLD = 4  # of the change, the largest
+
+ROUTES = {
+    "policy": "as its policy said, whatever it begins with",
+    "session": "which had its session",
+    "prefix": "which had been sent the longest prefix of its prompt",
+    "bound": "as the one that had been sent more of its prompt had too much to do",
+    "room": "which its room names",
+    "named": "which it named",
+}
+"""Why a router chose an engine."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,9 @@ class Felt:
     name: str
     ids: tuple[RequestId, RequestId]
     ttft_us: tuple[int, int]
-    stories: tuple[Story, Story]
+    waited: tuple[Waited, Waited]
+    prompt_tokens: int
+    routes: tuple[Route | None, Route | None]
 
     @property
     def change_us(self) -> int:
@@ -114,7 +128,7 @@ def what_if(
     lockstep replay runs/chat --what-if --gpu b200 --html b200.html
     lockstep replay runs/chat --what-if --replicas 2 --router prefix_affinity
     """
-    with refusals(), ExitStack() as stack:
+    with refusals(), divergences(), ExitStack() as stack:
         if html_file is not None:
             if html_file.exists() and not overwrite:
                 raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
@@ -128,24 +142,31 @@ def what_if(
         for note in (*base.notes, *base.workload.notes):
             click.echo(f"note: {note}", err=True)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-what-if-")))
-        first = run
-        if not base.simulated:
-            first = scratch / f"{run.name or 'run'} simulated"
-            simulate_base(base, first, base.workload)
-        other = out if out is not None else scratch / "what if"
+        waits_of_first: RecordedWaits | SimulatedWaits
+        first, other = run, out if out is not None else scratch / "what if"
         if out is not None:
             prepare_folder(out, overwrite=overwrite)
         asked = changed_base(base, given, changed)
-        simulate_base(asked, other, scaled(base.workload, rate_scale), report=out is not None)
-        found = compare([read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")])
-        losers, winners = felt(found.runs[0], found.runs[1])
+        if base.simulated:
+            waits_of_first = stack.enter_context(RecordedWaits(run))
+        else:
+            first = scratch / f"{run.name or 'run'} simulated"
+            waits_of_first = simulate_base(base, first, base.workload)
+        waits = simulate_base(asked, other, scaled(base.workload, rate_scale), kept=out is not None)
+        before, after = read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")
+        if first != run:
+            before = replace(before, folder=Path(f"{run}, simulated as it was set, and not kept"))
+        if out is None:
+            after = replace(after, folder=Path("simulated for this comparison, and not kept"))
+        found = compare([before, after], is_asked=True)
+        losers, winners = felt(before, after, waits_of_first, waits)
         if html_file is not None:
-            write_comparison(html_file, found, [why_html(losers, winners)])
+            write_comparison(html_file, found, [why_html(losers, winners, (before.name, after.name))])
         if as_json:
             click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
         else:
             for line in (*comparison_lines(found), *why_lines(losers, winners)):
-                click.echo(line.replace(f"{scratch}/", "not kept: "))
+                click.echo(line)
             if out is None:
                 click.echo("hint: --out DIR keeps B, to ask it why", err=True)
     if html_file is not None:
@@ -238,35 +259,60 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
     return replace(base, scenario=scenario, cluster=cluster)
 
 
-def simulate_base(base: Base, folder: Path, workload: Workload, *, report: bool = False) -> None:
-    """Simulate and write the run folder, without the trace."""
+def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> SimulatedWaits:
+    """Simulate, write what a comparison reads, and return what everybody waited for; nothing if engines share requests or passes.
+
+    `kept`: write the journals and the report too, but no trace.
+    """
+    journals = folder if kept else None
     with progress_bar(base.scenario.limit or len(workload.turns)) as on_finish:
         if "replicas" not in base.cluster and "engines" not in base.cluster and not base.cluster["router"]:
             setup = assemble(base.scenario, os.environ, workload=workload)
-            done = simulate(setup, folder=folder, on_finish=on_finish)
+            fold = WaitFold()
+            done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
             _go_on(done.interrupted)
-            write_run(folder, done, trace=False, report=report)
-            return
-        router = dict(base.cluster["router"])
-        hop_us = router.pop("hop_us", 0)
-        reports = {name: router.pop(name) for name in ("report_interval_us", "report_delay_us") if name in router}
-        scaling, admission = router.pop("autoscale", None), router.pop("admission", None)
-        replicas = base.cluster.get("replicas", 1)
-        engines = base.cluster.get("engines")
-        clustered = ClusterScenario(
-            base=base.scenario,
-            replicas=replicas,
-            engines=parse_engines(engines, parse_setting) if engines is not None else (),
-            router=RouterConfig(**router),
-            hop_us=hop_us,
-            **reports,
-            scaling=None if scaling is None else parse_scaling(scaling).within(replicas),
-            dispatch=None if admission is None else parse_admission(admission),
+            write_run(folder, done, trace=False, report=kept)
+            return SimulatedWaits(fold.close(), {})
+        cluster = assemble_cluster(_clustered(base), workload=workload)
+        folds = [WaitFold() for _ in cluster.engines] if cluster.each_alone else []
+        sent: list[RequestRouted] = []  # or turned away
+        ended = simulate_cluster(
+            cluster,
+            folder=journals,
+            on_finish=on_finish,
+            witnesses=folds,
+            on_route=sent.append if cluster.each_alone else None,
         )
-        cluster = assemble_cluster(clustered, workload=workload)
-        ended = simulate_cluster(cluster, folder=folder, on_finish=on_finish)
         _go_on(ended.interrupted)
-        write_cluster_run(folder, ended, trace=False, report=report)
+        write_cluster_run(folder, ended, trace=False, report=kept)
+        own_ids = {name: own for own, name in enumerate(ended.sent)}
+        routes = {
+            routed.request_id: Route(routed.engine, routed.reason, own_ids.get(routed.request_id, routed.request_id))
+            for routed in sent
+            if routed.engine is not None
+        }
+        waits = [fold.close() for fold in folds]
+        return SimulatedWaits({name: waits[route.engine][route.own_id] for name, route in routes.items()}, routes)
+
+
+def _clustered(base: Base) -> ClusterScenario:
+    """What its options amount to."""
+    router = dict(base.cluster["router"])
+    hop_us = router.pop("hop_us", 0)
+    reports = {name: router.pop(name) for name in ("report_interval_us", "report_delay_us") if name in router}
+    scaling, admission = router.pop("autoscale", None), router.pop("admission", None)
+    replicas = base.cluster.get("replicas", 1)
+    engines = base.cluster.get("engines")
+    return ClusterScenario(
+        base=base.scenario,
+        replicas=replicas,
+        engines=parse_engines(engines, parse_setting) if engines is not None else (),
+        router=RouterConfig(**router),
+        hop_us=hop_us,
+        **reports,
+        scaling=None if scaling is None else parse_scaling(scaling).within(replicas),
+        dispatch=None if admission is None else parse_admission(admission),
+    )
 
 
 def _go_on(interrupted: bool) -> None:
@@ -278,11 +324,13 @@ def _go_on(interrupted: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- who won, and why
 
 
-def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
-    """Those whose first token came most later, and most earlier, with their stories in both runs.
-
-    `other` was simulated a moment ago: its replay is not held against its digests.
-    """
+def felt(
+    first: StoredRun,
+    other: StoredRun,
+    waits_of_first: RecordedWaits | SimulatedWaits,
+    waits_of_other: SimulatedWaits,
+) -> tuple[list[Felt], list[Felt]]:
+    """Those whose first token came most later, and most earlier, with what they waited for in both runs."""
     if first.requests is None or other.requests is None:
         return [], []
     rows, others, _ = match_requests(first.requests, other.requests)
@@ -298,38 +346,51 @@ def felt(first: StoredRun, other: StoredRun) -> tuple[list[Felt], list[Felt]]:
         [int(other.requests["request_id"][others[at]]) for at in chosen],
     )
     labels = [str(first.requests["label"][rows[at]]) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
-    stories = stories_of([Asked(first.folder, ids[0]), Asked(other.folder, ids[1], strict=False)])
+    waits = waits_of_first.of(ids[0]), waits_of_other.of(ids[1])
+    routes = waits_of_first.routes(ids[0]), waits_of_other.routes(ids[1])
     both = [
-        Felt(labels[place], (a, b), (int(ttft[0][at]), int(ttft[1][at])), (stories[0][a], stories[1][b]))
+        Felt(
+            labels[place],
+            (a, b),
+            (int(ttft[0][at]), int(ttft[1][at])),
+            (waits[0][a], waits[1][b]),
+            int(first.requests["prompt_tokens"][rows[at]]),
+            (routes[0].get(a), routes[1].get(b)),
+        )
         for place, (at, a, b) in enumerate(zip(chosen, *ids, strict=True))
-        if a in stories[0] and b in stories[1]
+        if a in waits[0] and b in waits[1]
     ]
     return [each for each in both if each.change_us > 0], [each for each in both if each.change_us < 0]
 
 
 def why(one: Felt) -> list[str]:
     """What made the difference, largest part first, and what each run was like for this request."""
-    mine, theirs = one.stories
-    waits = wait_by_cause(mine), wait_by_cause(theirs)
-    parts = {cause: waits[1][cause] - waits[0][cause] for cause in (*waits[0], *waits[1])}
-    moved = sorted((part for part in parts.items() if part[1]), key=lambda part: -abs(part[1]))
-    prefill = [story.ttft_us - story.queue_us for story in (mine, theirs)]
-    lines = [f"{show_change(us)} waiting: {cause}" for cause, us in moved[:CAUSES_TOLD]]
-    if prefill[0] != prefill[1]:
-        lines.append(f"{show_change(prefill[1] - prefill[0])} from admission to first token")
+    mine, theirs = one.waited
+    causes = dict.fromkeys((*mine.by_cause, *theirs.by_cause))
+    parts = [(key_text(cause), mine.by_cause.get(cause, 0), theirs.by_cause.get(cause, 0)) for cause in causes]
+    parts += [("computing its prompt, from its admission to its first token", mine.computed_us, theirs.computed_us)]
+    outside = [ttft_us - waited.ttft_us for ttft_us, waited in zip(one.ttft_us, one.waited, strict=True)]
+    parts += [("outside the engine: on the way, or waiting at the router", outside[0], outside[1])]
+    moved = sorted((part for part in parts if part[1] != part[2]), key=lambda part: (-abs(part[2] - part[1]), part[0]))
+    lines = [
+        f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_TOLD]
+    ]
+    if mine.cached_tokens != theirs.cached_tokens:
+        lines.append(
+            f"of its {one.prompt_tokens:,} prompt tokens {mine.cached_tokens:,} were in the cache in A, "
+            f"{theirs.cached_tokens:,} in B: the others had to be computed"
+        )
+    lines += [
+        f"the router of {letter} sent it to engine {route.engine}, {ROUTES.get(route.reason, route.reason)}"
+        for letter, route in zip("AB", one.routes, strict=True)
+        if route is not None
+    ]
     facts = (
-        ("cached tokens", _cached(mine), _cached(theirs)),
-        ("retractions", len(mine.retractions), len(theirs.retractions)),
-        ("requests from behind that went before it", *(sum(w.bypassed for w in s.waits) for s in one.stories)),
-        ("requests that waited when it came", mine.waiting_then, theirs.waiting_then),
+        ("times that it was retracted", mine.retractions, theirs.retractions),
+        ("requests from behind that went before it", mine.bypassed, theirs.bypassed),
+        ("other requests that waited when it came", mine.waiting_then, theirs.waiting_then),
     )
-    lines += [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
-    return lines
-
-
-def _cached(story: Story) -> int:
-    admitted = story.waits[0].admitted
-    return admitted.cached_tokens if admitted is not None else 0
+    return lines + [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
 
 
 def _head(one: Felt) -> str:
@@ -347,12 +408,15 @@ def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
         for one in those:
             lines += [f"  {_head(one)}", *(f"      {line}" for line in why(one))]
     if losers or winners:
-        lines += ["", "whole stories: lockstep explain RUN --request ID"]
+        lines += [
+            "",
+            "whole stories: lockstep explain RUN --request ID, of A, or of B if --out keeps it",
+        ]
     return lines
 
 
-def why_html(losers: Sequence[Felt], winners: Sequence[Felt]) -> str:
-    """A section of the page."""
+def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, str]) -> str:
+    """A section of the page, which calls runs by their names."""
     parts = []
     for title, those in (("Who lost most", losers), ("Who won most", winners)):
         items = "".join(
@@ -363,7 +427,8 @@ def why_html(losers: Sequence[Felt], winners: Sequence[Felt]) -> str:
         return ""
     return (
         '<section><h2>Why?</h2><p class="lead">By the decisions of both schedulers: what the requests whose first '
-        f"token moved most were waiting for. A is the recorded run, B the other.</p>{''.join(parts)}</section>"
+        f"token moved most were waiting for. A is {escape(names[0])}, the run as it was; B is {escape(names[1])}, the "
+        f"same requests under the other settings.</p>{''.join(parts)}</section>"
     )
 
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -25,7 +25,7 @@ from lockstep.core.dispatch import DispatchConfig, Dispatcher, DispatchFact, Pro
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalError
-from lockstep.core.router import EngineShare, RequestRouted, Router, RouterConfig
+from lockstep.core.router import EngineShare, RequestRouted, Router, RouterConfig, RouteReason
 
 FILE = "router.jsonl"
 FORMAT = 1
@@ -116,13 +116,21 @@ class RouterJournal:
         self._file.close()
 
 
-def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, dict[RequestId, RequestId]]:
-    """Where the router of a simulated run sent these requests: by engine, under which id there, and which it was.
+class Route(NamedTuple):
+    """Where a request went, why there, and under which id its engine knows it."""
+
+    engine: int
+    reason: RouteReason
+    own_id: RequestId
+
+
+def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, Route]:
+    """Where the router of a simulated run sent these requests; those that it turned away are left out.
 
     Behind a line in front of the router engines know requests by the order in which they were sent, otherwise by the
     ids that they came with. Raises JournalError for what is no journal.
     """
-    wanted, found = frozenset(requests), dict[int, dict[RequestId, RequestId]]()
+    wanted, found = frozenset(requests), dict[RequestId, Route]()
     decode = msgspec.json.Decoder(RouterRecord).decode
     path = folder / FILE
     sent = 0
@@ -137,9 +145,17 @@ def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, dict[
                     own = routed.request_id if record.routed is not None else sent
                     sent += 1
                     if routed.request_id in wanted:
-                        found.setdefault(routed.engine, {})[own] = routed.request_id
+                        found[routed.request_id] = Route(routed.engine, routed.reason, own)
     except (OSError, msgspec.MsgspecError) as error:
         raise JournalError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def engines_of(folder: Path, requests: Collection[RequestId]) -> dict[int, dict[RequestId, RequestId]]:
+    """The same by engine: under which id there, and which it was. Raises JournalError for what is no journal."""
+    found = dict[int, dict[RequestId, RequestId]]()
+    for request_id, route in routes_of(folder, requests).items():
+        found.setdefault(route.engine, {})[route.own_id] = request_id
     return found
 
 

@@ -24,7 +24,7 @@ import json
 import shlex
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -37,7 +37,7 @@ import msgspec
 from lockstep.core.autoscale import SCALING_POLICIES, Autoscaler, LoadObserved, ScalingConfig
 from lockstep.core.dispatch import WAITING_MAX, DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.core.router import (
@@ -61,7 +61,7 @@ from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
-from lockstep.sim.host import NEVER_US, JournalSink
+from lockstep.sim.host import NEVER_US, JournalSink, Witness
 from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import with_stages
@@ -352,6 +352,11 @@ class ClusterSetup:
         """Whether prompts are computed by some engines and continued by others."""
         return self.engines[0].config.hands_over
 
+    @property
+    def each_alone(self) -> bool:
+        """Whether every request stays with one engine, which decides by itself."""
+        return self.ranks == 1 and not self.hands_over
+
     def link_bytes_per_us(self, engine: Setup) -> float:
         """What an engine can send to others at once, and receive."""
         return self.scenario.link_gbs * 1e3 * engine.split.gpus
@@ -565,6 +570,7 @@ class ClusterRun:
     intervals: Intervals | None = None  # see intervals_of
     autoscale: Mapping[str, Any] | None = None  # see Cluster.describe_scaling
     admission: Mapping[str, Any] | None = None  # see Cluster.describe_admission
+    sent: Sequence[RequestId] = ()  # see Cluster.sent
 
     @property
     def calibration(self) -> Calibration:
@@ -636,13 +642,21 @@ def simulate_cluster(
     on_finish: Callable[[int], None] | None = None,
     give_up: Callable[[Any], bool] | None = None,
     eager: bool = False,
+    witnesses: Sequence[Witness] = (),
+    on_route: Callable[[RequestRouted], None] | None = None,
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
 
     Args:
         give_up: asked now and then while requests still come; once it says yes, no more of them do.
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
+        witnesses: none, or one for each engine; see host.Witness. Only where `setup.each_alone`.
+        on_route: told of every request that was sent or turned away; only there, either.
     """
+    if (witnesses or on_route is not None) and not setup.each_alone:
+        raise ContractError("nobody is told of routes and steps where engines hand requests over, or are ranks")
+    if witnesses and len(witnesses) != len(setup.engines):
+        raise ContractError(f"{len(witnesses)} witnesses of {len(setup.engines)} engines")
     with ExitStack() as stack:
         journals: list[JournalSink] = []
         router_journal: RouterJournal | NoRouterJournal = NoRouterJournal()
@@ -670,7 +684,14 @@ def simulate_cluster(
             cluster = HandoverCluster(setup, journals, both, check_every=check_every, on_finish=on_finish)
         else:
             cluster = Cluster(
-                setup, journals, router_journal, check_every=check_every, on_finish=on_finish, eager=eager
+                setup,
+                journals,
+                router_journal,
+                check_every=check_every,
+                on_finish=on_finish,
+                eager=eager,
+                witnesses=witnesses,
+                on_route=on_route,
             )
         began_s = time.process_time()
         with stopping_on_interrupt(cluster), collecting_seldom():
@@ -697,6 +718,8 @@ class Cluster:
         check_every: int = 0,
         on_finish: Callable[[int], None] | None = None,
         eager: bool = False,
+        witnesses: Sequence[Witness] = (),
+        on_route: Callable[[RequestRouted], None] | None = None,
     ) -> None:
         scenario = setup.scenario.base
         self.setup = setup
@@ -721,6 +744,7 @@ class Cluster:
         ] = []  # heap: when the router sees it, engine, request, output
         self._ended_count = 0
         self._on_finish = on_finish
+        self._on_route = on_route
         self._eager = eager
         self._stop_requested = False
         self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
@@ -745,7 +769,15 @@ class Cluster:
             clock = LaneClock()
             open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
             feed = Feed(engine, open_turns, self._on_end, clock)
-            host, metrics = host_of(one, feed, journal, env=clock, name=f"engine{engine}", check_every=check_every)
+            host, metrics = host_of(
+                one,
+                feed,
+                journal,
+                env=clock,
+                name=f"engine{engine}",
+                check_every=check_every,
+                witness=witnesses[engine] if witnesses else None,
+            )
             self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
         if self._scaler is not None:
@@ -873,6 +905,8 @@ class Cluster:
             return
         event = self._held.pop(routed.request_id)
         self.routed_by_reason[routed.reason] += 1
+        if self._on_route is not None:
+            self._on_route(routed)
         waited_us = now_us - event.time_us
         if routed.engine is None:
             turn = self.arrivals.open_turns[event.request_id]
@@ -1046,6 +1080,7 @@ class Cluster:
             cpu_s=cpu_s,
             autoscale=self.describe_scaling(),
             admission=self.describe_admission(),
+            sent=self.sent,
         )
 
 
@@ -1078,10 +1113,12 @@ def write_cluster_run(
     from lockstep.sim.simulate import interrupted_headline, report_run, whole, workload_line
 
     about = run.about()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with whole(folder / "metrics.json") as path:
         text = json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
     for engine, one in enumerate(run.engines):
+        (folder / "engines" / str(engine)).mkdir(mode=0o700, parents=True, exist_ok=True)
         with whole(folder / "engines" / str(engine) / "metrics.json") as path:
             write_metrics_json(path, one.data, {**one.setup.about(), "command": about["command"], "engine": engine})
         if trace:

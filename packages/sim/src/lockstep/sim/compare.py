@@ -250,10 +250,10 @@ def _short_names(places: Sequence[Path]) -> list[str]:
     return [place.relative_to(shared).as_posix() for place in places]
 
 
-def compare(runs: Sequence[StoredRun]) -> Comparison:
-    """Hold every run against the first."""
+def compare(runs: Sequence[StoredRun], *, is_asked: bool = False) -> Comparison:
+    """Hold every run against the first. `is_asked`: that model, GPUs or engines differ is what somebody asked for."""
     first, others = runs[0], runs[1:]
-    warnings, notes = list(_warnings(runs)), list(_notes(runs))
+    warnings, notes = list(_warnings(runs, is_asked)), list(_notes(runs))
     pairs = tuple(_pair(first, other) if _is_same_workload(first, other) else None for other in others)
     rows, note = _interval_rows(runs)
     return Comparison(
@@ -454,7 +454,10 @@ def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
             yield Difference(name, values)
 
 
-def _warnings(runs: Sequence[StoredRun]) -> Iterator[str]:
+FAIR_IF = "fair only if"
+
+
+def _warnings(runs: Sequence[StoredRun], is_asked: bool) -> Iterator[str]:
     """Why a difference in the figures need not come from the settings that were meant to differ."""
 
     def values(name: str) -> list[str]:
@@ -469,17 +472,17 @@ def _warnings(runs: Sequence[StoredRun]) -> Iterator[str]:
         )
     for name, why in (
         ("seed", "chance is part of every difference; give all runs one --seed"),
-        ("model", "fair only if the model is the question"),
-        ("gpu", "fair only if the GPU is the question"),
-        ("tp", "fair only if the number of GPUs is the question"),
-        ("pp", "fair only if the number of GPUs is the question"),
-        ("engines", "fair only if the number of engines is the question"),
+        ("model", f"{FAIR_IF} the model is the question"),
+        ("gpu", f"{FAIR_IF} the GPU is the question"),
+        ("tp", f"{FAIR_IF} the number of GPUs is the question"),
+        ("pp", f"{FAIR_IF} the number of GPUs is the question"),
+        ("engines", f"{FAIR_IF} the number of engines is the question"),
         ("limit", "not the same number of requests; give all runs one --limit"),
         ("calibration", "their times were not corrected alike; give all runs one --calibration"),
         ("cost model", "their times were not predicted alike"),
         ("SLOs", "goodput counts other requests in each; give all runs the same --slo"),
     ):
-        if len(found := values(name)) > 1:
+        if len(found := values(name)) > 1 and not (is_asked and why.startswith(FAIR_IF)):
             titles = {"gpu": "GPUs", "tp": "tp", "pp": "pp", "SLOs": "SLOs", "engines": "numbers of engines"}
             title = titles.get(name, f"{name}s")
             yield f"different {title} ({' and '.join(found)}): {why}"

@@ -116,6 +116,13 @@ class MetricsSink(Protocol):
         """Take in what the CPU lane did."""
 
 
+class Witness(Protocol):
+    """Who sees each step and the engine behind it. Not told of uniform stretches of decodes, which decide nothing."""
+
+    def observe(self, event: ObservedEvent, step: Step, engine: Engine) -> None:
+        """Take in one event and its Step; change nothing."""
+
+
 class RequestSource(Protocol):
     """Where a lane's requests come from: `Arrivals`, or what a router sends it."""
 
@@ -520,6 +527,7 @@ class EngineHost:
         state_copy_us: what a copy of one request's recurrent state takes.
         port: of a prefill or a decode engine, where its KV goes and comes from.
         exchange: of one of several data-parallel ranks, where the others are.
+        witness: told of every step; see Witness.
     """
 
     def __init__(
@@ -549,6 +557,7 @@ class EngineHost:
         state_copy_us: float = 0.0,
         port: TransferPort | None = None,
         exchange: RankExchange | None = None,
+        witness: Witness | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
@@ -581,6 +590,8 @@ class EngineHost:
         self.rejected: Counter[str] = Counter()
 
         self._max_new_tokens = max_new_tokens
+        self._witness = witness
+        self._watched = witness is not None or check is not None
         self._check = check
         self._check_every = check_every
         self._until_check = check_every
@@ -895,12 +906,19 @@ class EngineHost:
         for command in step.commands:
             if type(command) not in OF_THE_DEVICE:
                 self._perform(command, event.time_us)
+        if self._watched:
+            self._show(event, step)
+        return step
+
+    def _show(self, event: ObservedEvent, step: Step) -> None:
+        """Let those look at the engine who asked for it."""
+        if self._witness is not None:
+            self._witness.observe(event, step, self.engine)
         if self._check is not None:
             self._until_check -= 1
             if self._until_check <= 0:
                 self._until_check = self._check_every
                 self._check(self.engine)
-        return step
 
     def _perform(self, command: Command, now_us: int) -> None:
         """Do what the host itself has to do: tell where requests come from of an end, compile, load."""

@@ -72,6 +72,7 @@ from lockstep.sim.host import (
     MetricsSink,
     RequestSource,
     TransferPort,
+    Witness,
 )
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
 from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
@@ -805,12 +806,14 @@ def simulate(
     folder: Path | None = None,
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
+    witness: Witness | None = None,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
 
     Args:
         check_every: check the core's invariants after every so many events; 0 is never.
         on_finish: called with the number of requests that ended, after each.
+        witness: told of every step that decides anything; see host.Witness.
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
         that one engine alone cannot have.
     """
@@ -822,10 +825,10 @@ def simulate(
             "hint: --prefill-engines 1 --decode-engines 1"
         )
     if folder is None:
-        return _run(setup, NoJournal(), check_every, on_finish)
+        return _run(setup, NoJournal(), check_every, on_finish, witness)
     journal = JournalWriter.create(folder, setup.header())
     with journal:
-        run = _run(setup, journal, check_every, on_finish)
+        run = _run(setup, journal, check_every, on_finish, witness)
         journal.close("interrupted" if run.interrupted else "closed")
     return run
 
@@ -840,6 +843,7 @@ def host_of(
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
     port: TransferPort | None = None,
+    witness: Witness | None = None,
 ) -> tuple[EngineHost, MetricsFold]:
     """One engine's host and what measures it, alone or among others: whoever simulates an engine asks here for it.
 
@@ -847,6 +851,7 @@ def host_of(
         env: the clock, its own or one that it shares.
         check_every: check invariants after so many events; 0: never.
         port: of a prefill or a decode engine.
+        witness: told of every step; see host.Witness.
     """
     scenario = setup.scenario
     engine = Engine(setup.config, digests=not isinstance(journal, NoJournal))
@@ -880,13 +885,22 @@ def host_of(
         tiers=setup.tier_links(),
         state_copy_us=setup.state_copy_us,
         port=port,
+        witness=witness,
     )
     return host, metrics
 
 
-def _run(setup: Setup, journal: JournalSink, check_every: int, on_finish: Callable[[int], None] | None) -> Run:
-    arrivals = arrivals_of(setup)
-    host, metrics = host_of(setup, arrivals, journal, env=Environment(), check_every=check_every, on_finish=on_finish)
+def _run(
+    setup: Setup,
+    journal: JournalSink,
+    check_every: int,
+    on_finish: Callable[[int], None] | None,
+    witness: Witness | None,
+) -> Run:
+    arrivals, env = arrivals_of(setup), Environment()
+    host, metrics = host_of(
+        setup, arrivals, journal, env=env, check_every=check_every, on_finish=on_finish, witness=witness
+    )
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():
         host.env.process(host.run())

@@ -1,0 +1,149 @@
+"""What the requests of a recorded run waited for, by strict replays that go on beside whatever this process does.
+
+    with RecordedWaits(Path("runs/chat")) as waits:
+        ...                                     # a simulation, which takes as long
+        waits.of([17, 400])[17].by_cause
+
+Long journals are replayed whole, from the beginning of the `with` and each by a process of its own, because who will be
+asked about is not known by then. Short ones, and all where there is one core, are replayed here when somebody is asked
+about, until the last of these has ended: a process would take longer to start. The answers are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from lockstep.core.errors import LockstepError
+from lockstep.core.events import RequestId
+from lockstep.host.router_journal import FILE as ROUTER_FILE
+from lockstep.host.router_journal import Route, engines_of, routes_of
+from lockstep.sim.aside import end_processes, fresh_processes
+from lockstep.sim.cluster import DECODE
+from lockstep.sim.simulate import collecting_seldom
+from lockstep.tools.runs import Walk, engine_runs
+from lockstep.tools.waits import Waited, WaitFold
+
+ASIDE_BYTES_MIN = 8 << 20  # of journals: some seconds of replay; a process takes one to start
+
+Waits = dict[RequestId, Waited]
+_WAITS = msgspec.msgpack.Decoder(list[Waited])
+
+
+class SimulatedWaits:
+    """Of a simulation that noted what was waited for, and where its router sent whom."""
+
+    def __init__(self, waits: Waits, routes: Mapping[RequestId, Route]) -> None:
+        self._waits = waits
+        self._routes = routes
+
+    def of(self, ids: Collection[RequestId]) -> Waits:
+        """See RecordedWaits."""
+        return {request_id: self._waits[request_id] for request_id in ids if request_id in self._waits}
+
+    def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
+        """See RecordedWaits."""
+        return {request_id: self._routes[request_id] for request_id in ids if request_id in self._routes}
+
+
+class RecordedWaits:
+    """Of a run folder, whichever engines of a cluster its requests went to. A context manager: leaving it ends replays.
+
+    Of engines that hand requests over to each other nothing is known: each has but a part of a wait.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool: ProcessPoolExecutor | None = None
+        self._coming: dict[Path, Future[bytes]] = {}
+
+    def __enter__(self) -> RecordedWaits:
+        folders = [] if _hands_over(self._folder) else engine_runs(self._folder) or [self._folder]
+        sizes = {folder: _journal_bytes(folder) for folder in folders}
+        hands = min(len(folders), usable_cores())
+        if usable_cores() > 1 and sum(sizes.values()) >= ASIDE_BYTES_MIN:
+            self._pool = fresh_processes(hands)
+            longest_first = sorted(folders, key=lambda folder: -sizes[folder])
+            self._coming = {folder: self._pool.submit(_encoded, str(folder)) for folder in longest_first}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is not None:
+            end_processes(self._pool)
+
+    def of(self, ids: Collection[RequestId]) -> Waits:
+        """What these requests waited for, those of them that an engine was given. Raises as a strict replay does."""
+        if not ids or _hands_over(self._folder):
+            return {}
+        if not (self._folder / ROUTER_FILE).is_file():
+            return self._told(self._folder, ids)
+        found: Waits = {}
+        for engine, names in sorted(engines_of(self._folder, ids).items()):
+            told = self._told(self._folder / "engines" / str(engine), list(names))
+            found |= {names[own]: one for own, one in told.items()}
+        return found
+
+    def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:
+        """Where the router sent these requests, those of them that it sent; nothing without a router."""
+        has_router = (self._folder / ROUTER_FILE).is_file() and not _hands_over(self._folder)
+        return routes_of(self._folder, ids) if has_router and ids else {}
+
+    def _told(self, folder: Path, ids: Collection[RequestId]) -> Waits:
+        coming = self._coming.get(folder)
+        data = b""
+        if coming is not None:
+            try:
+                data = coming.result()
+            except BrokenProcessPool:  # it was killed
+                self._coming.clear()
+        if not data:
+            return waits_of(folder, ids)
+        wanted = frozenset(ids)
+        return {one.request_id: one for one in _WAITS.decode(data) if one.request_id in wanted}
+
+
+def waits_of(folder: Path, ids: Collection[RequestId] | None = None) -> Waits:
+    """What the requests of one journal waited for; with `ids` only these, and no further than until they have ended."""
+    fold, walk = WaitFold(), Walk(folder)
+    wanted = None if ids is None else frozenset(ids)
+    ended = 0
+    with collecting_seldom():
+        for _, event, step in walk:
+            fold.observe(event, step, walk.engine)
+            if wanted is not None and len(fold.done) > ended:
+                ended = len(fold.done)
+                if fold.done.keys() >= wanted:
+                    break
+    found = fold.close()
+    return {request_id: found[request_id] for request_id in _known(wanted, found)}
+
+
+def _known(wanted: Collection[RequestId] | None, found: Waits) -> Iterable[RequestId]:
+    return list(found) if wanted is None else [request_id for request_id in wanted if request_id in found]
+
+
+def _encoded(folder: str) -> bytes:
+    """In another process. Empty for a journal that cannot be replayed: this one's caller finds out why."""
+    try:
+        return msgspec.msgpack.encode(list(waits_of(Path(folder)).values()))
+    except (LockstepError, OSError):
+        return b""
+
+
+def _hands_over(folder: Path) -> bool:
+    return (folder / DECODE).is_dir()
+
+
+def _journal_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "journal").glob("*"))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
