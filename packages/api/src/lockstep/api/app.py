@@ -155,6 +155,9 @@ ADMIN_ROUTES = (
 )
 
 
+OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+
+
 def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
     """The application of a table of routes, and /openapi.json, which describes it."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
@@ -173,6 +176,10 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
             openapi_extra=more,
             response_model=None,
         )
+        if route.method == "GET" and route.access == "public":  # as balancers ask
+            app.add_api_route(
+                route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
+            )
 
     async def describe(server: Server, call: Call[None]) -> Response:
         """The description of these routes."""
@@ -186,6 +193,8 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
         message, path, headers = str(error.detail), str(request.scope["path"])[:60], error.headers or {}
         if error.status_code == 404:
             message = f"there is no {path} here; docs/serving.md lists what there is"
+            if routes is ROUTES and path in OPERATORS_PATHS:
+                message = f"{path} is an operator's: on --admin-socket, where there is one"
         elif error.status_code == 405:
             message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method[:20]}"
         response = error_response(ApiError(error.status_code, message))
