@@ -152,6 +152,7 @@ ADMIN_ROUTES = (
     _admin("/resume_memory_occupation", control_api.resume_memory, schemas.MemoryBody),
     _admin("/sleep", control_api.release_memory, schemas.MemoryBody),
     _admin("/wake_up", control_api.resume_memory, schemas.MemoryBody),
+    _admin("/is_sleeping", control_api.is_sleeping),
 )
 
 
