@@ -158,6 +158,47 @@ def test_logprobs_of_a_completion_and_its_prompt(client: Any, llm: LLM) -> None:
     assert "".join(echoed.logprobs.tokens) == echoed.text == "Return the number" + said.text
 
 
+def test_an_echoed_prompt_has_the_likeliest_beside_its_tokens(client: Any, llm: LLM) -> None:
+    """Harnesses that judge texts ask so: is each token the one that greedy decoding would have drawn?"""
+    asked = {"model": "demo", "prompt": "Return the number", "max_tokens": 2, "temperature": 0, "echo": True}
+    found = client.completions.create(**asked, logprobs=2, extra_body={"prompt_logprobs": 1}).choices[0]
+    (expected,) = llm.generate(["Return the number"], Params(max_new_tokens=2, logprobs=2, prompt_logprobs=2))
+    first, *others = found.logprobs.top_logprobs
+    assert first is None
+    tops = [*expected.prompt_top_logprobs.values(), *expected.top_logprobs]
+    for said, own, token, best in zip(
+        others, found.logprobs.token_logprobs[1:], found.logprobs.tokens[1:], tops, strict=True
+    ):
+        assert said[token] == own
+        assert len(said) in (2, 3)
+        assert max(said.values()) == pytest.approx(max(best.values()), abs=1e-4)
+    assert {len(one) for one in found.prompt_logprobs[1:]} <= {1, 2}  # each has as many as were asked for
+    alone = client.completions.create(**{**asked, "max_tokens": 0}, logprobs=1).choices[0].logprobs
+    assert alone.token_logprobs[1:] == pytest.approx(found.logprobs.token_logprobs[1:-2], abs=1e-4)
+    assert len(alone.top_logprobs) == len(alone.tokens) == len(found.logprobs.tokens) - 2
+
+
+def test_a_call_without_content_goes_back_as_the_official_client_has_it(client: Any) -> None:
+    """Which says null, or leaves it out; a template that does not ask for none is given an empty text."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ids = []
+    for content in ({"content": ""}, {"content": None}, {}):
+        turn = {"role": "assistant", "tool_calls": [call], **content}
+        messages = [*HELLO, turn, {"role": "tool", "tool_call_id": "c", "content": "42"}]
+        said = client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=1, extra_body={"return_token_ids": True}
+        )
+        ids.append(said.choices[0].prompt_token_ids)
+    assert ids[0] == ids[1] == ids[2]
+    for wrong in ({"role": "user"}, {"role": "user", "content": None}, {"role": "assistant"}, {"role": "tool"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="demo", messages=[*HELLO, wrong], max_tokens=1)
+        assert caught.value.param == "messages.1.content", wrong
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=HELLO, logprobs=True, top_logprobs=21)
+    assert caught.value.param == "top_logprobs"
+
+
 def test_logprobs_of_a_prompt_with_the_likeliest_in_its_place(client: Any, llm: LLM) -> None:
     (expected,) = llm.generate(["Return the number"], Params(max_new_tokens=1, prompt_logprobs=2))
     asked = {"model": "demo", "max_tokens": 1, "temperature": 0, "extra_body": {"prompt_logprobs": 2}}

@@ -140,6 +140,12 @@ def test_statuses_of_http(client: Any) -> None:
     assert (wrong := client.get("/v1/completions")).status_code == 405
     assert (wrong.headers["Allow"], "takes POST" in error_of(wrong)["message"]) == ("POST", True)
     assert client.post("/v1/completions", content=b"prompt=a").status_code == 415
+    operators = error_of(client.post("/flush_cache"))["message"]
+    assert operators == "/flush_cache is an operator's: on --admin-socket, where there is one"
+    for nothing in (b"null", b"[]", b'"a"', b"5"):
+        said = error_of(client.post("/v1/completions", content=nothing, headers=JSON))
+        assert (said["message"], said["code"]) == ("Input should be a JSON object", 400)
+    assert [client.head(path).status_code for path in ("/health", "/ready", "/v1/models")] == [200, 200, 405]
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert client.post("/v1/completions", content=b'{"prompt": "a"}', headers=form).status_code == 415
     assert complete(client, model="gpt-5").status_code == 404

@@ -136,7 +136,9 @@ def test_the_example_of_the_guide_runs_as_printed(emulated: Operated, tmp_path: 
 
 def test_requests_wait_while_memory_is_released(emulated: Operated) -> None:
     wanted = emulated.ask("wait for me")["output_ids"]
+    assert emulated.order("/is_sleeping") == (200, {"is_sleeping": False})
     assert emulated.order("/release_memory_occupation")[0] == 200
+    assert emulated.order("/is_sleeping") == (200, {"is_sleeping": True})
     assert emulated.order("/get_server_info")[1]["state"]["memory_released"] == ["kv_cache", "weights"]
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(emulated.ask("wait for me")))

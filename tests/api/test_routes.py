@@ -62,7 +62,7 @@ EXPECTED = {
 }
 STANDS = "/flush_cache /reset_prefix_cache /pause /pause_generation /resume /continue_generation /is_paused /drain"
 STANDS += " /abort_all /get_server_info /server_info /slow_down /freeze_gc /start_profile /stop_profile"
-STANDS += " /release_memory_occupation /resume_memory_occupation /sleep /wake_up"
+STANDS += " /release_memory_occupation /resume_memory_occupation /sleep /wake_up /is_sleeping"
 STANDS += " /destroy_weights_update_group"
 NEEDS_BODY = "/set_internal_state /update_weights_from_disk /update_weights_from_tensor /get_weights_by_name"
 NEEDS_BODY += " /load_lora_adapter /unload_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter"

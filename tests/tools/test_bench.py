@@ -243,6 +243,30 @@ def test_ctrl_c_stops_sending_and_writes_the_run(server: str, tmp_path: Path) ->
     assert read_run(tmp_path / "run").about["interrupted"] is True
 
 
+def test_one_request_is_a_workload(server: str, tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0.0,20,5\n")
+    words = ("--workload", tmp_path / "one.csv", "--slo", "ttft_p99=10s", "--out", tmp_path / "run")
+    result = run_bench("--to", server, *words)
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 requests completed" in result.output
+    assert read_run(tmp_path / "run").requests is not None
+
+
+def test_ctrl_c_while_the_only_request_has_no_answer(server: str, tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0.0,20,5\n")
+    words = ["serve", "--to", server, "--workload", str(tmp_path / "one.csv"), "--body", '{"prompt": "hang"}']
+    run = [sys.executable, "-c", "from lockstep.tools.bench import bench; bench()", *words]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stderr is not None
+        assert "null at" in done.stderr.readline()
+        time.sleep(1.0)
+        done.send_signal(signal.SIGINT)
+        said, also = done.communicate(timeout=60)
+    assert done.returncode == 130, said + also
+    assert "interrupted: the figures are those until then; 1 request" in said
+    assert "Traceback" not in also
+
+
 def test_a_mistake_of_ours_ends_the_run(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> bytes:
         raise AssertionError("a mistake")

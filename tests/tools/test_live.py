@@ -67,6 +67,13 @@ def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path:
     assert found["late_us"]["max"] == max(late)
 
 
+def test_one_request_is_a_trace(server: str, tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("arrival_s,input_tokens,output_tokens\n0.0,20,5\n")
+    result = run_live(tmp_path / "one.csv", "--to", server)
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 request answered" in result.output
+
+
 def test_nothing_that_was_there_before_is_collected_while_requests_are_due(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,14 @@ def test_what_was_measured_makes_predictions_better(run: Path, measured: tuple[P
     assert np.allclose(predict(cost, batches), [one.predicted_us for one in batches], atol=0.1)
 
 
+def test_a_run_of_one_request_is_one(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
+    run = record_simulation(tmp_path / "one", WORKLOAD.format(n=1), **SETTINGS)
+    result = on_hardware(run, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["batches"] == len(plans_of(run)) > 1
+
+
 def test_the_table_names_kinds_sizes_and_what_ran(run: Path) -> None:
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     result = on_hardware(run, "--device", "cpu", "--batches", 12)

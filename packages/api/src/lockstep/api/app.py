@@ -152,7 +152,11 @@ ADMIN_ROUTES = (
     _admin("/resume_memory_occupation", control_api.resume_memory, schemas.MemoryBody),
     _admin("/sleep", control_api.release_memory, schemas.MemoryBody),
     _admin("/wake_up", control_api.resume_memory, schemas.MemoryBody),
+    _admin("/is_sleeping", control_api.is_sleeping),
 )
+
+
+OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 
 
 def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
@@ -173,6 +177,10 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
             openapi_extra=more,
             response_model=None,
         )
+        if route.method == "GET" and route.access == "public":  # as balancers ask
+            app.add_api_route(
+                route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
+            )
 
     async def describe(server: Server, call: Call[None]) -> Response:
         """The description of these routes."""
@@ -186,6 +194,8 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
         message, path, headers = str(error.detail), str(request.scope["path"])[:60], error.headers or {}
         if error.status_code == 404:
             message = f"there is no {path} here; docs/serving.md lists what there is"
+            if routes is ROUTES and path in OPERATORS_PATHS:
+                message = f"{path} is an operator's: on --admin-socket, where there is one"
         elif error.status_code == 405:
             message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method[:20]}"
         response = error_response(ApiError(error.status_code, message))

@@ -127,6 +127,13 @@ async def is_paused(server: Server, call: Call[None]) -> Response:
     return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
 
 
+async def is_sleeping(server: Server, call: Call[None]) -> Response:
+    """Whether its memory, or part of it, is given back."""
+    asked = await _asked(server, call, GetState())
+    sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in asked]
+    return JsonResponse({"is_sleeping": all(sleeping)} | ({"engines": sleeping} if len(sleeping) > 1 else {}))
+
+
 async def drain(server: Server, call: Call[None]) -> Response:
     """Take no more requests; answered once all that were accepted have ended."""
     for engine in _chosen(server, call):

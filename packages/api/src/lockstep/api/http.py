@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,7 @@ Result = TypeVar("Result")
 
 PROBLEMS_SHOWN = 3
 FIELDS_MAX = 512  # of a body
+OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class ClientLeft(Exception):
@@ -105,7 +107,7 @@ def _bad_body(error: ValidationError) -> ApiError:
         short = isinstance(given, int | float | None) or (isinstance(given, str) and len(given) <= 60) or not given
         written = repr(given) if short else ""
         got = f", got {written}" if where and 0 < len(written) <= 60 and problem["type"] != "missing" else ""
-        said = problem["msg"].removeprefix("Value error, ")
+        said = OBJECT_EXPECTED.sub("a JSON object", problem["msg"].removeprefix("Value error, "))
         problems.append(f"`{where}`: {said}{got}" if where else said)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
 

@@ -135,7 +135,7 @@ def _told(message: MessageItem, where: str) -> list[ChatMessage]:
     if calls:
         more["tool_calls"] = calls
     if texts or more or not told:
-        told.append(ChatMessage(role=message.role, content="\n".join(texts), **more))
+        told.append(ChatMessage(role=message.role, content="\n".join(texts) if texts or not more else None, **more))
     return told
 
 

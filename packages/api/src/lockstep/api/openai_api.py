@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -60,6 +61,9 @@ Shaped = TypeVar("Shaped")
 SHAPED_AT_ONCE_CHARACTERS = 16384
 """Whole answers up to so long are read in the event loop, in some milliseconds."""
 
+ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
+"""In a chat template that tells a call by its content, which is none; others would write `None`, or fail."""
+
 AT_ONCE_MESSAGES = 64
 """A conversation of so many messages and tools is written in the event loop; a longer one in a thread."""
 
@@ -110,8 +114,6 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         check_logprobs(body.logprobs, "logprobs", about, limits)
     if body.echo and body.logprobs is not None and body.stream:
         raise ApiError(400, "`logprobs` of an echoed prompt are known at the end, so not in a `stream`", "logprobs")
-    if body.echo and body.logprobs:
-        raise ApiError(400, "`logprobs` with `echo` must be 0: prompts have no likeliest others", "logprobs")
     check_prompt_logprobs(body, about, limits)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
@@ -126,7 +128,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         samples=drawn,
         tops=0 if body.logprobs is None and drawn > samples else body.logprobs,
         prompt_logprobs_from=0 if judged else None,
-        prompt_tops=body.prompt_logprobs or 0,
+        prompt_tops=max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0),
     )
     prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
     generation = server.generate(call, wanted, prompts)
@@ -166,7 +168,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     if body.logprobs:
-        check_logprobs(body.top_logprobs or 0, "logprobs", about, limits)
+        check_logprobs(body.top_logprobs or 0, "top_logprobs" if body.top_logprobs else "logprobs", about, limits)
     check_prompt_logprobs(body, about, limits)
     tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
     prompt = await chat_prompt(server, body, tools)
@@ -236,7 +238,8 @@ async def conversation(
         message = "`continue_final_message` goes on with the last message; set `add_generation_prompt` to false"
         raise ApiError(400, message, "continue_final_message")
     text = server.needs_text("a conversation")
-    messages = [_message(one, i) for i, one in enumerate(given)]
+    none = ASKS_FOR_NONE.search(text.chat_template or "") is not None
+    messages = [_message(one, i, field, None if none else "") for i, one in enumerate(given)]
     characters = sum(len(str(one.get("content") or "")) for one in messages)
     server.check_length(f"`{field}`", characters)
     told: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
@@ -261,9 +264,17 @@ def _written(text: Texts, messages: list[dict[str, Any]], told: dict[str, Any], 
     return Prompt(text.encode(written, special=False), written)
 
 
-def _message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message for the template: content as text, arguments of tool calls as objects."""
+def _message(message: ChatMessage, index: int, field: str, nothing: str | None) -> dict[str, Any]:
+    """A message for the template: content as text, arguments of tool calls as objects.
+
+    Args:
+        nothing: the content of one that has calls, or thoughts, and no content.
+    """
     said: dict[str, Any] = message.model_dump(exclude_unset=True)
+    if message.content is None:
+        if message.role != "assistant" or not (message.tool_calls or "reasoning_content" in said):
+            raise ApiError(400, f"`{field}.{index}.content` is missing", f"{field}.{index}.content")
+        said["content"] = nothing
     if isinstance(message.content, list):
         parts = []
         for i, part in enumerate(message.content):
@@ -481,7 +492,8 @@ class CompletionShape:
                 said.append(None)
                 continue
             found: dict[int, tuple[float, int | None]]
-            found = {one: (logprob, rank) for rank, (one, logprob) in enumerate(tops, 1)}
+            asked = tops[: self.body.prompt_logprobs]
+            found = {one: (logprob, rank) for rank, (one, logprob) in enumerate(asked, 1)}
             found.setdefault(token, (value, None))
             said.append(
                 {
@@ -513,25 +525,28 @@ class CompletionShape:
         written = [self.names.of(token)[0] for token in reply.tokens[first:stop]]
         values: list[float | None] = list(reply.logprobs[first:stop])
         offsets = choice.answer.starts[first:stop]
-        likeliest: list[dict[str, float] | None] = []
-        for number in range(first, stop):
-            beside = reply.tops[number][: self.body.logprobs] if self.body.logprobs and reply.tops else []
-            best = {self.names.of(token)[0]: value for token, value in beside}
-            likeliest.append(best | {self.names.of(reply.tokens[number])[0]: reply.logprobs[number]})
+        tops = reply.tops[first:stop] if self.body.logprobs and reply.tops else [[] for _ in written]
+        likeliest = list(map(self._likeliest, written, values, tops))
         if echo:
-            front = [self.names.of(token)[0] for token in choice.prompt.ids]
+            front, judged = [self.names.of(token)[0] for token in choice.prompt.ids], prompt_logprobs(choice)
+            likeliest = [*map(self._likeliest, front, judged, prompt_top_logprobs(choice)), *likeliest]
             written = front + written
-            values = [*prompt_logprobs(choice), *values]
+            values = [*judged, *values]
             length = len(choice.prompt.text or "")
             ends = np.minimum(np.cumsum([len(one) for one in front]), length).tolist()
             offsets = [0, *ends[:-1], *(length + start for start in offsets)]
-            likeliest = [*(None for _ in front), *likeliest]
         return {
             "tokens": written,
             "token_logprobs": values,
             "top_logprobs": likeliest if self.body.logprobs else None,
             "text_offset": offsets,
         }
+
+    def _likeliest(self, token: str, value: float | None, tops: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+        """The likeliest in a token's place, and the token; None for one that has nothing in front of it."""
+        if value is None:
+            return None
+        return {self.names.of(one)[0]: logprob for one, logprob in tops[: self.body.logprobs]} | {token: value}
 
     def _shows(self, piece: Piece) -> bool:
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs is not None)
