@@ -288,6 +288,7 @@ def test_prompt_waits_until_every_rank_has_one() -> None:
     offer(made)
     assert modes(made) == ["extend", "extend"]
     assert made.marks["prompts waited (mixed)"] == 2, "as both ranks say"
+    assert made.marks["deferred (proposal_undone)"] == 1, "of the one that waits, said once"
     made.settle()
     made.replay()
 
