@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.core import data_parallel, snapshot
 from lockstep.core.commands import LaunchBatch, ProposeBatch
-from lockstep.core.config import CacheTiers, SchedConfig
+from lockstep.core.config import CacheTiers, SchedConfig, refuse_simulated_only
 from lockstep.core.data_parallel import DELAYER, SITUATIONS, Counts, Delay, Rounds, padding_of, situation_of
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError, InvariantError
@@ -210,6 +210,12 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
         SchedConfig(**settings)
 
 
+@pytest.mark.parametrize("name", ["dp_ranks", "prefill_delayer", "prefill_full_skip_passes"])
+def test_runtimes_refuse_what_only_ranks_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` is of data-parallel attention, which is simulated only"):
+        refuse_simulated_only(name)
+
+
 def test_role_of_a_rank_cannot_be_switched() -> None:
     made = group()
     made.control(0, SwitchRole("prefill"))
@@ -289,6 +295,7 @@ def test_prompt_waits_until_every_rank_has_one() -> None:
     offer(made)
     assert modes(made) == ["extend", "extend"]
     assert made.marks["prompts waited (mixed)"] == 2, "as both ranks say"
+    assert made.marks["deferred (proposal_undone)"] == 1, "of the one that waits, said once"
     made.settle()
     made.replay()
 

@@ -17,7 +17,7 @@ from simpy import Environment  # noqa: E402
 
 from lockstep.core.config import SchedConfig  # noqa: E402
 from lockstep.core.engine import Engine  # noqa: E402
-from lockstep.core.errors import LockstepError  # noqa: E402
+from lockstep.core.errors import ConfigError, LockstepError  # noqa: E402
 from lockstep.core.events import BatchFinished, OpenSession, RequestRetracted  # noqa: E402
 from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
 from lockstep.core.replay import fold  # noqa: E402
@@ -26,6 +26,7 @@ from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
 from lockstep.runtime import assembly  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from lockstep.runtime.recorded import Extent, make_runner  # noqa: E402
 from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
 from lockstep.sim.generate import generate, parse_spec  # noqa: E402
 from lockstep.sim.host import EOS_TOKEN_ID, Arrivals, EngineHost  # noqa: E402
@@ -209,3 +210,9 @@ def test_plans_of_a_simulator_run_on_a_model(tmp_path: Path) -> None:
             tokens = [int(logits[-1].argmax())]
             said += tokens
         assert answer.tokens == said
+
+
+def test_journal_of_one_of_several_ranks_is_refused() -> None:
+    extent = Extent(pages=4, context_tokens=8)
+    with pytest.raises(ConfigError, match="rank 1 of 4 data-parallel ones"):
+        make_runner(extent, SchedConfig(dp_ranks=4, dp_rank=1))

@@ -43,6 +43,7 @@ from lockstep.core.data_parallel import Rounds
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
+    AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
     Control,
@@ -285,6 +286,8 @@ class RankGroup:
                     verdict = msgspec.structs.astuple(decided)[2:]
                     self._alike(self.verdicts, (self.generation, decided.round), verdict, "S28: verdicts")
                     self.marks[f"prompts {'went ahead' if decided.allowed else 'waited'} ({decided.situation})"] += 1
+                case AdmissionDeferred(reason=reason):
+                    self.marks[f"deferred ({reason})"] += 1
                 case RequestRetracted(reason=reason):
                     self.marks[f"retracted ({reason})"] += 1
                 case RequestFinished(reason=reason) | RequestRejected(reason=reason):

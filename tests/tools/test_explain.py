@@ -17,7 +17,7 @@ from lockstep.tools.story import Chronicle, Story
 from lockstep.tools.telling import sentences, story_text
 from lockstep.tools.timeline import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
-from tests.support.recorded import SCENARIOS, record_simulation, record_story
+from tests.support.recorded import SCENARIOS, record_rank, record_simulation, record_story
 from tests.support.scenario import Run, parse, play
 
 
@@ -303,3 +303,16 @@ def test_lanes_name_what_ran_without_it(crowd: Path) -> None:
     kinds = [lane.kind for lane in lanes(chronicle.stories[0], chronicle)]
     assert kinds[-1] == "token"
     assert "prefill" in kinds
+
+
+def test_rank_says_that_it_proposed_and_what_all_agreed_on(tmp_path: Path) -> None:
+    folder = record_rank(tmp_path / "journal")
+    texts = []
+    for step in ("12", "16"):
+        result = CliRunner().invoke(explain, [str(folder), "--step", step])
+        assert result.exit_code == 0, result.output
+        texts.append(result.stdout)
+    assert "it is proposed, and launched once all ranks have agreed" in texts[0]
+    assert "what all ranks agreed on is launched here" in texts[1]
+    result = CliRunner().invoke(explain, [str(folder), "--request", "3"])
+    assert result.exit_code == 0, result.output

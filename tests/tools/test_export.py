@@ -73,6 +73,19 @@ def test_what_did_not_happen_is_null(tmp_path: Path) -> None:
     assert rejected["ttft_us"].null_count() == len(rejected)
 
 
+@pytest.mark.parametrize(
+    ("feature", "name", "kind"),
+    [("data-parallel", "situation", pl.String), ("data-parallel", "allowed", pl.Boolean),
+     ("handover-decode", "cause", pl.String), ("tiers", "outcome", pl.String)],
+)  # fmt: skip
+def test_columns_are_of_one_kind(feature: str, name: str, kind: type[pl.DataType], tmp_path: Path) -> None:
+    done = run_export(SCENARIOS.parent / "golden" / feature, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    column = pl.read_parquet(tmp_path / "decisions.parquet")[name]
+    assert column.dtype == kind
+    assert column.null_count() < len(column)
+
+
 def test_tables_are_not_replaced_unasked(run: Path, tables: Path) -> None:
     result = run_export(run, "--out", tables)
     assert result.exit_code == 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
@@ -31,6 +31,16 @@ TABLES = ("steps", "decisions", "batches", "parts", "requests")
 COLUMNS = tuple(
     dict.fromkeys(field.name for type_ in get_args(DecidedEvent) for field in msgspec.structs.fields(type_))
 )
+
+
+def kinds() -> dict[str, str]:
+    """What each column of decisions holds, by the types of the fields: the name of a polars type."""
+    found: dict[str, str] = {}
+    for type_ in get_args(DecidedEvent):
+        for name, hint in get_type_hints(type_).items():
+            text = hint is str or get_origin(hint) is Literal
+            found.setdefault(name, "String" if text else "Boolean" if hint is bool else "Int64")
+    return found
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -119,7 +129,7 @@ class Tables:
     def _decision_frame(self, names: Names) -> dict[str, Any]:
         import polars as pl
 
-        texts = ("reason", "message", "session", "adapter")
+        kind_of = kinds()
         columns: dict[str, Any] = {
             "step": [number for number, _ in self._decided],
             "type": [type(decided).__name__ for _, decided in self._decided],
@@ -128,7 +138,7 @@ class Tables:
             values = [getattr(decided, name, None) for _, decided in self._decided]
             if name in ("behind", "beneficiary"):
                 values = [None if value == -1 else value for value in values]
-            columns[name] = pl.Series(name, values, pl.String if name in texts else pl.Int64)
+            columns[name] = pl.Series(name, values, getattr(pl, kind_of[name]))
         columns["request"] = [None if r is None else names.request(r) for r in columns["request_id"].to_list()]
         return columns
 

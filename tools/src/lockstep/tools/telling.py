@@ -32,7 +32,7 @@ OBSTACLES = {
     "state": "no slot of recurrent state was free",
     "transfer": "its KV was on the way",
     "prefetch": "its prefix was being fetched",
-    "proposal_undone": "the ranks agreed on something else",
+    "proposal_undone": "the ranks agreed to wait for prompts of others",
 }
 """Of a request that stops the line."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.commands import BatchPlan, Command, Step, StreamTokens
+from lockstep.core.commands import BatchPlan, Command, ProposeBatch, Step, StreamTokens
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
@@ -19,6 +19,7 @@ from lockstep.core.events import (
     LaneReady,
     ObservedEvent,
     PagesEvicted,
+    RanksAgreed,
     RequestAdmitted,
     RequestFinished,
     RequestId,
@@ -130,7 +131,10 @@ def _explained(
     title = f"step {number:,} at {clock(event.time_us)}: {kind}"
     parts = {"before": _standing(before, names)}
     if not isinstance(event, LaneReady):
-        parts["the fact"] = [observed_line(event, names), "only LaneReady launches; this step takes a fact in"]
+        takes_in = "only LaneReady launches; this step takes a fact in"
+        if isinstance(event, RanksAgreed):
+            takes_in = "what all ranks agreed on is launched here; a LaneReady of a rank only plans and proposes"
+        parts["the fact"] = [observed_line(event, names), takes_in]
     parts["decided"] = [decided_line(decided, names) for decided in step.decided]
     if plan is not None:
         parts["launched"] = _launched(plan, engine, names)
@@ -238,6 +242,8 @@ def _why(
 
 
 def _why_nothing(event: LaneReady, step: Step, before: Before, config: SchedConfig) -> str:
+    if any(isinstance(command, ProposeBatch) for command in step.commands):
+        return "nothing was launched: it is proposed, and launched once all ranks have agreed"
     if before.paused:
         return "nothing was launched: the engine is paused"
     if before.still:

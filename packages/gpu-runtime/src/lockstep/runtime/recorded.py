@@ -74,6 +74,11 @@ def make_runner(
         config: of the journal. The rest is as in `LLM`.
     Raises: ConfigError if the model is too short for the journal's requests, or its pool too large for the device.
     """
+    if config.shares_passes:
+        raise ConfigError(
+            f"this journal is of rank {config.dp_rank} of {config.dp_ranks} data-parallel ones, whose passes no "
+            "runtime shares yet\nhint: take a journal of one engine"
+        )
     folder = demo_folder() if model is None else model
     settings, where = read_settings(folder), choose_device(device)
     name = model_name(folder)

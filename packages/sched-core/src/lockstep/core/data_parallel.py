@@ -326,6 +326,8 @@ class Rounds:
                 PrefillNegotiated(engine.now_us, event.round, situation, allowed, wanting, since.passes, waited_us)
             )
         self._note(engine, ("prompts", event.round, situation, allowed, since))
+        if not allowed and event.wishes[self.rank].wants:
+            engine.put_off_line(step)
         if self.held is None and not engine.stands_still:
             self.held = engine.plan_next(step, extends=allowed)
         self.decided = True

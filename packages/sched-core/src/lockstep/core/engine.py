@@ -938,6 +938,11 @@ class Engine:
             )
             step.decided.append(deferred)
 
+    def put_off_line(self, step: Step) -> None:
+        """Say that the head of the line waits for prompts of other ranks, once."""
+        for request in self.ordering.first(self, 1):
+            self._defer(request, Obstacle("proposal_undone"), step)
+
     def _put_off(self, request: Request, writer: Request, step: Step) -> None:
         """Let a request wait alone until another has computed what it is about to need; say so once."""
         if request.behind != writer.request_id:

@@ -111,7 +111,7 @@ _DEFER_WORDS = {
     "transfer": "its KV is on the way",
     "prefetch": "its prefix is being fetched",
     "media": "its media are being encoded",
-    "proposal_undone": "the ranks agreed on something else",
+    "proposal_undone": "the ranks agreed to wait for prompts of others",
     "prefix": "its prefix is being computed",
     "sample": "another sample computes their prompt",
     "load": "its prefix is on the way from host memory",
