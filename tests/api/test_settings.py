@@ -57,6 +57,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"cuda_graphs": "maybe"}, "Invalid enum value 'maybe'"),
         ({"admin_socket": "a"}, "`admin_socket` needs `api_keys`"),
         ({"set": {"tiers": 1}}, r"`tiers` .* are simulated only: .*\nhint: drop it, or try lockstep simulate"),
+        ({"set": {"hybrid": 1}}, r"`hybrid` .* is simulated only: .*\nhint: drop it, or try lockstep simulate"),
         ({"set": {"overlap_deph": 1}}, r"no setting `overlap_deph` of the scheduler\nhint: did you mean overlap_depth"),
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (

@@ -254,7 +254,7 @@ def window_lock_miscounted(engine: Engine) -> None:
 
 def window_let_go_too_early(engine: Engine) -> None:
     rows = engine.cohort.rows[:1]
-    window(engine).slide(rows, window(engine).first[rows] + 1)
+    window(engine).slide(rows, window(engine).first[rows] + 2)
 
 
 def evictable_windows_drift(engine: Engine) -> None:

@@ -24,7 +24,7 @@ from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, Requ
 from tests.support.driver import run_actions
 from tests.support.hybrids import hybrid_history
 
-SEEDS = 12
+SEEDS = 9
 REACHED = (
     "checkpoint left",
     "deferred (state)",

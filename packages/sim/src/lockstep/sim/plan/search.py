@@ -37,7 +37,7 @@ from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cluster import assemble_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.generate import PREFIX
-from lockstep.sim.host_tiers import TIER_KEYS
+from lockstep.sim.host_tiers import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
@@ -298,6 +298,8 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     own = {key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen}
     common = dict(question.common)
     tiers = common.pop("tiers", {}) | {key: chosen.pop(key) for key in TIER_KEYS if key in chosen}
+    if tiers.get("hybrid_memory") == "off":  # searched beside `on`, which the others are about
+        tiers = {name: value for name, value in tiers.items() if name not in HYBRID_KEYS}
     router = question.router
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
