@@ -59,7 +59,7 @@ class Verifications:
 def read_verifications(folder: str | Path) -> Verifications:
     """Those of a journal. Raises CalibrationError where drafts were hardly verified; JournalError, Divergence."""
     launched: dict[int, BatchPlan] = {}
-    parts: list[tuple[Int64s, Int64s, Int64s]] = []
+    parts: list[Int64s] = []  # [3, rows] each: request, drafts, right
     method = ""
     for event, step in fold(folder):
         if isinstance(event, EngineRestarted):
@@ -74,14 +74,14 @@ def read_verifications(folder: str | Path) -> Verifications:
             free = np.ones(len(speculation.draft_lengths), np.bool_)
             if speculation.forced_lengths.size:
                 free = speculation.forced_lengths == 0
-            columns = plan.request_ids[plan.extend_rows :], speculation.draft_lengths, accepted[verifying] - 1
-            parts.append(tuple(column[free].astype(np.int64) for column in columns))  # type: ignore[arg-type]
+            requests, drafts = plan.request_ids[plan.extend_rows :][free], speculation.draft_lengths[free]
+            right = (accepted[verifying] - 1)[free]
+            parts.append(np.stack([requests, drafts, right]).astype(np.int64))
         for command in step.commands:
             if isinstance(command, LaunchBatch) and command.plan.speculation is not None:
                 if command.plan.speculation.method != "forced":
                     launched[command.plan.batch_id] = command.plan
-    columns = [np.concatenate([np.empty(0, np.int64), *column]) for column in zip(*parts, strict=True)] if parts else []
-    found = Verifications(method, *(columns or [np.empty(0, np.int64)] * 3))
+    found = Verifications(method, *np.concatenate([np.empty((3, 0), np.int64), *parts], axis=1))
     if (rows := int(np.count_nonzero(found.drafts))) < ROWS_MIN:
         raise CalibrationError(
             f"{folder}: {rows} rows verified drafts, and a chance takes {ROWS_MIN}\n"
