@@ -65,6 +65,7 @@ from lockstep.core.events import (
     TierOperationStarted,
     TokenIds,
     TokenRuns,
+    TokensForced,
     TransferMoved,
     TurnStarted,
     WeightsSwapped,
@@ -200,6 +201,7 @@ def test_command_in_one_line(text: str) -> None:
 OBSERVED: dict[str, Observed] = {
     "grammar g compiled": GrammarReady(0, b"g"),
     "grammar g did not compile: unbalanced": GrammarReady(0, b"g", "unbalanced"),
+    "forced a 2 from output 3 on, b 1 from output 0 on": TokensForced(0, 0, ((0, 3, bytes(8)), (1, 0, bytes(4)))),
     "arrived a": arrived(0),
     "cancelled b": RequestCancelled(0, 1),
     "batch b3 finished": BatchFinished(0, 3),
