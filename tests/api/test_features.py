@@ -25,6 +25,9 @@ ELSEWHERE = {"Weights and KV in fewer bits"}  # with a model of its own: test_qu
 SECTIONS = {section: source for section, source in FOUND.items() if "admin.sock" not in source}  # test_live_weights.py
 PRINTED = {
     "Drafts": r"40 tokens\ntokens of a verification: [1-5]\.\d+\n",
+    "Sessions": r"True True\n200\n",
+    "Several answers": r"2 True\nTrue\n",
+    "Vectors and scores": r"2 \d+\n1\n\[1\.0, 1\.0\]\n",
     "Structured output": r"verdict='(yes|no)' percent=\d{1,3}\n\d{3}-\d{4}\n",
     "Jump-forward": r"(yes|no), because the answer is always the same stop\nforced: True\n",
     "Tools and thoughts": r"tool_calls get_weather \{'city': '(Rome|Paris)', 'days': [123]\}\n",

@@ -131,6 +131,25 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
     assert verify_router(run)[1] == 4
 
 
+def test_vectors_and_scores_are_asked_again_of_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies behind the second prompt that it computes, before anybody is answered."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:6:1")
+    run = tmp_path / "run"
+    vectors = ("/v1/embeddings", {"input": ["a list", "a number", "zebra"], "encoding_format": "float"})
+    scores = ("/v1/score", {"query": "Return the", "items": [" number", " name"], "label_token_ids": [300, 301]})
+    with serving(tmp_path / "log", *SETTINGS, "--journal", str(run)) as server:
+        with httpx2.Client(base_url=server.url, timeout=120) as client:
+            found = [client.post(path, json=body).raise_for_status().json() for path, body in (vectors, scores)]
+            assert server.text().count(" s after the end of the one before") == 1
+            again = [client.post(path, json=body).raise_for_status().json() for path, body in (vectors, scores)]
+        assert server.end() == 0
+    for one, other in zip(found[0]["data"], again[0]["data"], strict=True):
+        assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
+    for mine, others in zip(found[1]["scores"], again[1]["scores"], strict=True):
+        assert mine == pytest.approx(others, rel=1e-4)
+    assert replay(run).digest
+
+
 def test_drafts_change_no_text_and_are_counted(
     undisturbed: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,42 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
     assert outcome.tally.requests >= 32, told
 
 
+def test_a_session_goes_on_behind_a_kill_between_its_turns_and_within_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--journal", str(run)) as server:
+        with httpx2.Client(base_url=server.url, timeout=120) as client:
+            session = client.post("/open_session", json={"capacity_of_str_len": 4000}).json()
+
+            def said(tokens: int, **asked: Any) -> dict[str, Any]:
+                params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+                answer: dict[str, Any] = client.post("/generate", json={"sampling_params": params, **asked}).json()
+                return answer
+
+            def turn(text: str, tokens: int) -> dict[str, Any]:
+                return said(tokens, text=text, session_params={"id": session})
+
+            def kill() -> None:
+                os.kill(server.children()["engine"], signal.SIGKILL)
+
+            first = turn("hello", 4)
+            kill()
+            until(lambda: lives(server) == 1, 60)
+            later = threading.Timer(0.4, kill)
+            later.start()
+            second = turn(" again", 60)
+            later.join()
+            until(lambda: lives(server) == 2, 60)
+            third = turn(" and", 4)
+            prompts = [one["meta_info"]["prompt_tokens"] for one in (first, second, third)]
+            assert prompts == [5, 5 + 4 + 6, 15 + 60 + 4]
+            whole = [*b"hello", *first["output_ids"], *b" again", *second["output_ids"], *b" and"]
+            assert second["output_ids"] == said(60, input_ids=whole[:15])["output_ids"]
+            assert third["output_ids"] == said(4, input_ids=whole)["output_ids"]
+            assert client.post("/close_session", json={"session_id": session}).status_code == 200
+        assert server.end() == 0
+    assert replay(run).digest
+
+
 @pytest.mark.parametrize("writes", [5, 23, 40])
 def test_killed_between_journal_and_stream(writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written and not sent is said by the next engine, which was told to die at the same place."""

@@ -23,13 +23,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=300, help="the most that an answer may have")
     parser.add_argument("--refused-max", type=float, default=0.1, help="share of the schemas")
+    parser.add_argument("--jump-forward-tokens", type=int, default=0, help="forced tokens of one launch, at most")
     parser.add_argument("--backend", default="llguidance", choices=["llguidance", "xgrammar"])
     told = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     schemas = draw_schemas(told.schemas, told.seed)
     failed = False
     for weights in (None, 1):
-        with LLM(device="cpu", random_weights_seed=weights, grammar_backend=told.backend) as llm:
+        with LLM(
+            device="cpu",
+            random_weights_seed=weights,
+            grammar_backend=told.backend,
+            jump_forward_tokens=told.jump_forward_tokens,
+        ) as llm:
             outcome = judge(llm, schemas, tokens=told.tokens, seed=told.seed)
         print(f"{'random' if weights else 'trained'} weights: {outcome.text()}", flush=True)
         refused = sum(outcome.refused.values())

@@ -27,6 +27,7 @@ SCHEMA = {
     "required": ["verdict", "reviewer_name", "comment"],
     "additionalProperties": False,
 }
+TIGHT: dict[str, Any] = {"page_size": 4, "pages": 60, "context_tokens_max": 128}
 GRAMMAR = ("json_schema", json.dumps(SCHEMA))
 ASKED = [
     Params(max_new_tokens=60, grammar=GRAMMAR, logprobs=2),
@@ -53,10 +54,9 @@ def plain() -> tuple[list[Answer], LlmStats]:
     "settings",
     [
         {"overlap_depth": 0},
-        {"overlap_depth": 1, "retract_every": 5},
-        {"overlap_depth": 1, "speculative_method": "ngram", "page_size": 4, "pages": 60, "context_tokens_max": 128},
+        {"overlap_depth": 1, "retract_every": 5, "speculative_method": "ngram", **TIGHT},
     ],
-    ids=["one after another", "overlap and retraction", "drafts in a tight pool"],
+    ids=["one after another", "overlap, retractions, drafts, a tight pool"],
 )
 def test_answers_are_those_without(
     settings: dict[str, Any], plain: tuple[list[Answer], LlmStats], tmp_path: Path

@@ -276,6 +276,38 @@ def journal(
         _say_held_out(held)
 
 
+@calibrate.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="for machines")
+def acceptance(run: Path, as_json: bool) -> None:
+    """How many drafts of a run were right, beside what the simulator says of the same verifications.
+
+    RUN is the folder of a run that verified drafts, such as one of `lockstep serve --set speculative_method=ngram
+    --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
+    """
+    with refusals():
+        from lockstep.sim.acceptance import describe
+
+        found = describe(run)
+        if as_json:
+            click.echo(msgspec.json.encode(found).decode())
+            return
+        click.echo(f"{found['rows']:,} verifications of {found['requests']:,} requests, {found['method']}")
+        click.echo(f"{'first n drafts right':24}{'measured':>10}{'fitted':>10}{'usual':>10}")
+        columns = (found["by_position"], found["by_position_predicted"], found["by_position_usual"])
+        for number, row in enumerate(zip(*columns, strict=True), 1):
+            click.echo(f"{number:<24}" + "".join(f"{share:>10.1%}" for share in row))
+        lengths = (found[f"accepted_length{which}"] for which in ("", "_predicted", "_usual"))
+        click.echo(f"{'tokens per verification':24}" + "".join(f"{length:>10.3f}" for length in lengths))
+        for half in found["held_out"]:
+            off = half["predicted"] / half["measured"] - 1
+            click.echo(
+                f"requests the fit has not seen: {half['measured']:.3f} measured, {half['predicted']:.3f} predicted "
+                f"({off:+.1%})"
+            )
+        click.echo(f"simulate with: --speculative-method {found['method']} --acceptance {found['acceptance']}")
+
+
 def _journal_header(run: Path) -> JournalHeader:
     from lockstep.core.journal import JournalError, read_journal
     from lockstep.sim.cost import CalibrationError
