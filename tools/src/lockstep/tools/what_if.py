@@ -260,7 +260,7 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
 
 
 def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> SimulatedWaits:
-    """Simulate, write what a comparison reads, and return what everybody waited for; nothing if engines share requests or passes.
+    """Simulate, write what a comparison reads, and return what everybody waited for, where each engine decides alone.
 
     `kept`: write the journals and the report too, but no trace.
     """

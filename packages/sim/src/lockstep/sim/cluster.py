@@ -92,7 +92,7 @@ HOP_US_MAX = 60_000_000
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
 COMMON = (
     *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
-    *("max_new_tokens", "grammar_compile_us", "grammar_forces", "receive_interval", "calibration"),
+    *("max_new_tokens", "grammar_compile_us", "receive_interval", "calibration"),
 )  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
 ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
@@ -372,6 +372,7 @@ class ClusterSetup:
         first = self.engines[0].about()
         return {
             **{name: first[name] for name in COMMON},
+            **({"grammar_forces": first["grammar_forces"]} if "grammar_forces" in first else {}),
             "command": self.scenario.command(),
             "router": msgspec.to_builtins(self.scenario.router),
             "hop_us": self.scenario.hop_us,
