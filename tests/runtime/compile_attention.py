@@ -106,7 +106,7 @@ def main(capabilities: list[int]) -> None:
         for name, dtype, head_dim, numerics in cases:
             print(json.dumps(compile_kernel(name, capability, dtype, head_dim, numerics)), flush=True)
         if capability == 90:
-            for name in ("write_kv", "decode", "merge"):
+            for name in ("write_kv", "decode"):
                 print(json.dumps(compile_kernel(name, capability, torch.bfloat16, 128, "fast", fp8=True)), flush=True)
 
 

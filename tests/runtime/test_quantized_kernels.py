@@ -34,10 +34,10 @@ FORMATS: dict[str, WeightFormat] = {
     "one group": WeightFormat(method="awq", layout="awq"),
 }
 SHAPES: list[tuple[int, list[int], int, list[int]]] = [  # rows, outputs of parts, inputs, rows of groups
-    (1, [40, 24], 192, []),
-    (5, [136], 64, []),
-    (37, [72, 8], 128, []),  # high tiles
-    (9, [48], 64, [3, 0, 6]),
+    (1, [24, 16], 192, []),
+    (5, [40], 64, []),
+    (37, [64, 8], 128, []),  # high tiles
+    (6, [32], 64, [3, 0, 3]),
 ]
 
 
