@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from lockstep.core import data_parallel, snapshot
-from lockstep.core.commands import LaunchBatch, ProposeBatch
+from lockstep.core.commands import LaunchBatch, ProposeBatch, SampleBatch
 from lockstep.core.config import CacheTiers, SchedConfig, refuse_simulated_only
 from lockstep.core.data_parallel import DELAYER, SITUATIONS, Counts, Delay, Rounds, padding_of, situation_of
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError, InvariantError
 from lockstep.core.events import (
     BatchFinished,
+    Grammar,
+    GrammarReady,
     LaneReady,
     RanksAgreed,
     RequestArrived,
@@ -141,6 +143,28 @@ def test_proposal_binds_whoever_leaves() -> None:
     assert made.passes[0].tokens == (4, 4)
     made.settle()
     assert made.answers[1] == asked(1).answer
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_sampling_under_a_grammar_waits_for_the_result_before(between: bool) -> None:
+    """Also where that result comes between proposal and launch: then the matcher can move at once."""
+    engine = Engine(SchedConfig(dp_ranks=2, overlap_depth=1, **SMALL))
+    grammar = Grammar("regex", "a+", b"g")
+    prompt = TokenIds(np.arange(4, dtype=np.int32).tobytes())
+    engine.step(RequestArrived(time_us=0, request_id=0, prompt=prompt, max_new_tokens=4, grammar=grammar))
+    engine.step(GrammarReady(0, b"g"))
+    engine.step(LaneReady(0))
+    engine.step(RanksAgreed(0, 0, ((4, 1, 1, 0), (0, 0, 0, 1))))
+    engine.step(LaneReady(0))
+    result = BatchFinished(0, 0, np.array([7], np.int32).tobytes())
+    early = engine.step(result).commands if between else []
+    launch = engine.step(RanksAgreed(0, 1, ((1, 1, 0, 1), (0, 0, 0, 1)))).commands
+    late = [] if between else engine.step(result).commands
+    assert isinstance(launch[0], LaunchBatch)
+    assert launch[0].sample == "deferred"
+    samples = [one for one in (*early, *launch, *late) if isinstance(one, SampleBatch)]
+    assert samples == [SampleBatch(1, ((0, 0, (7,)),))]
+    assert (samples[0] in launch) == between
 
 
 def test_limits_of_depth_are_those_of_one_engine() -> None:
