@@ -370,6 +370,7 @@ def restore(data: bytes) -> Engine:
     memory.weights_version = image.weights_version
     if memory.tiers is not None and image.tiers is not msgspec.UNSET:
         memory.tiers.load(image.tiers, nodes)
+        engine.maintenance.tell_tiers(engine)
     if isinstance(image.expert_loads, tuple):
         layers, reports, counts = image.expert_loads
         engine.expert_loads = ExpertLoads(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)
