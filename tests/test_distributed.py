@@ -612,6 +612,18 @@ def test_random_histories_with_faults(first: int) -> None:
         run_history(seed, 250).replay()
 
 
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [
+        (137, 300),  # reserve full: a decode engine gave pages that others were promised
+        (20086, 400),  # a transfer ends while weights are changed, and its prompt was written to the host
+        (20097, 400),  # pages that a write to the host locks are nobody's fault
+    ],
+)
+def test_history_that_found_something(seed: int, steps: int) -> None:
+    run_history(seed, steps)
+
+
 def test_decode_steps_launched_uniformly_are_the_same() -> None:
     """A stretch of decodes taken in one go stops where a transfer is to be decided about."""
     from lockstep.core.decode_run import DecodeRun

@@ -504,6 +504,8 @@ def _transfers(engine: Engine, facts: Facts) -> None:
         if able and engine.active < engine.config.max_running_requests:
             _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
     alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
+    if memory.tiers is not None and memory.tiers.device_busy:
+        alone = False  # a move locks pages, and its answer gives them
     if alone and transfers.line and not engine.paused and engine.maintenance.admits:
         _fail(f"L2: {transfers.line} wait for pages or slots, which nobody has")
 

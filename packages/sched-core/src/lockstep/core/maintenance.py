@@ -70,6 +70,12 @@ class Maintenance(msgspec.Struct):
         head = self.jobs[0] if self.jobs else None
         self.still = bool(self.released) or (head is not None and (head.ordered or not head.lets_run))
         self.admits = not self.jobs and not self.released
+        self.tell_tiers(engine)
+
+    def tell_tiers(self, engine: Engine) -> None:
+        """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
+        if engine.memory.tiers is not None:
+            engine.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
 
     def _advance(self, engine: Engine, step: Step) -> None:
         while self.jobs and not self.jobs[0].ordered:

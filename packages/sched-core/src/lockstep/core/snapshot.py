@@ -393,6 +393,7 @@ def restore(data: bytes) -> Engine:
     memory.weights_version = image.weights_version
     if memory.tiers is not None and image.tiers is not msgspec.UNSET:
         memory.tiers.load(image.tiers, nodes)
+        engine.maintenance.tell_tiers(engine)
     if memory.hybrid is not None and image.hybrid is not msgspec.UNSET:
         memory.hybrid.load(image.hybrid, memory.table)
         memory.pool = FullPages(memory.pool, memory.hybrid)

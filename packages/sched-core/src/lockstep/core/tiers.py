@@ -131,6 +131,7 @@ class Tiers:
         self.memory = memory
         self.page_size = memory.config.page_size
         self.generation = 0
+        self.holds_still = False  # weights or memory of the device are being changed: nothing is copied from it
         self.pool = PagePool(settings.host_pages)
         self.host = RadixCache(self.page_size)
         self.operations: dict[int, Operation] = {}
@@ -191,6 +192,8 @@ class Tiers:
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
         """The first `pages` of the path to `node` are computed and cached: write what the policy wants of them."""
         if self.settings.write_policy == "write_back" or node.banished or self.memory.is_stale(node.namespace):
+            return
+        if self.holds_still:
             return
         assert self.memory.radix is not None
         pages = min(pages, node.stop)
