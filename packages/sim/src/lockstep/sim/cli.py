@@ -150,12 +150,12 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("speculative_method", click.STRING, "who drafts: ngram, draft_model, eagle, mtp or none  [default: none]"),
     ("num_speculative_tokens", click.INT, "drafts of a request in one launch, at most  [default: 3]"),
     ("speculative_min_chance", click.FLOAT, "drafts less likely to count are left out  [default: none is]"),
+    ("speculative_max_batch_size", click.INT, "no drafts while more requests decode  [default: no limit]"),
     (
         "jump_forward_tokens",
         click.INT,
         "tokens that a grammar forces, computed in one launch, at most  [default: none]",
     ),
-    ("speculative_max_batch_size", click.INT, "no drafts while more requests decode  [default: no limit]"),
     ("max_loras", _Or(click.INT, none=NONE), "adapters that run together, the base model as one; 0 is no LoRA"),
     ("role", click.STRING, "prefill or decode, of engines in a cluster; or mixed  [default: mixed]"),
     ("transfer_allocation", click.STRING, "decode engines give pages early or prefill_complete  [default: early]"),

@@ -317,6 +317,8 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         for name in ("acceptance", "acceptance_spread", "draft_model"):
             common.pop(name, None)
         settings = {name: value for name, value in settings.items() if name not in DRAFT_SETTINGS[1:]}
+    if chosen.get("jump_forward_tokens") == 0:
+        common.pop("grammar_forces", None)
     return Trial(
         model=question.model,
         gpu=configuration.gpu,

@@ -66,6 +66,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     acceptance: str | None = None
     acceptance_spread: float = 0.0
     draft_model: str | None = None
+    grammar_forces: str | None = None
     router: RouterConfig = RouterConfig()
     hop_us: int = 0
     autoscale: str = NO_SCALING  # as `parse_scaling` reads it; `replicas` are the most
@@ -121,6 +122,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             acceptance=self.acceptance,
             acceptance_spread=self.acceptance_spread,
             draft_model=self.draft_model,
+            grammar_forces=self.grammar_forces,
             settings=self.settings,
             slos=tuple(map(Slo.parse, self.slos)),
             tiers={} if self.tiers is msgspec.UNSET else self.tiers,
