@@ -59,8 +59,8 @@ PARTS_TOLD = 4  # of the change, the largest
 ROUTES = {
     "policy": "as its policy said, whatever it begins with",
     "session": "which had its session",
-    "prefix": "which had been sent the longest prefix of its prompt",
-    "bound": "as the one that had been sent more of its prompt had too much to do",
+    "prefix": "which had been sent more of its beginning than any other",
+    "bound": "as the one that had been sent more of its beginning had too much to do",
     "room": "which its room names",
     "named": "which it named",
 }
@@ -287,7 +287,9 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
         write_cluster_run(folder, ended, trace=False, report=kept)
         own_ids = {name: own for own, name in enumerate(ended.sent)}
         routes = {
-            routed.request_id: Route(routed.engine, routed.reason, own_ids.get(routed.request_id, routed.request_id))
+            routed.request_id: Route(
+                routed.engine, routed.reason, own_ids.get(routed.request_id, routed.request_id), routed.matched_tokens
+            )
             for routed in sent
             if routed.engine is not None
         }
@@ -381,7 +383,7 @@ def why(one: Felt) -> list[str]:
             f"{theirs.cached_tokens:,} in B: the others had to be computed"
         )
     lines += [
-        f"the router of {letter} sent it to engine {route.engine}, {ROUTES.get(route.reason, route.reason)}"
+        f"the router of {letter} sent it to engine {route.engine}, {_why_there(route)}"
         for letter, route in zip("AB", one.routes, strict=True)
         if route is not None
     ]
@@ -391,6 +393,11 @@ def why(one: Felt) -> list[str]:
         ("other requests that waited when it came", mine.waiting_then, theirs.waiting_then),
     )
     return lines + [f"{name}: {a:,} in A, {b:,} in B" for name, a, b in facts if a != b]
+
+
+def _why_there(route: Route) -> str:
+    sent = f" ({route.matched_tokens:,} tokens)" if route.matched_tokens else ""
+    return ROUTES.get(route.reason, route.reason) + sent
 
 
 def _head(one: Felt) -> str:

@@ -117,11 +117,15 @@ class RouterJournal:
 
 
 class Route(NamedTuple):
-    """Where a request went, why there, and under which id its engine knows it."""
+    """Where a request went, why there, and under which id its engine knows it.
+
+    `matched_tokens` of its beginning had been sent there before; 0 where the policy does not look at that.
+    """
 
     engine: int
     reason: RouteReason
     own_id: RequestId
+    matched_tokens: int
 
 
 def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, Route]:
@@ -145,7 +149,7 @@ def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, 
                     own = routed.request_id if record.routed is not None else sent
                     sent += 1
                     if routed.request_id in wanted:
-                        found[routed.request_id] = Route(routed.engine, routed.reason, own)
+                        found[routed.request_id] = Route(routed.engine, routed.reason, own, routed.matched_tokens)
     except (OSError, msgspec.MsgspecError) as error:
         raise JournalError(f"{path} cannot be read: {error}") from error
     return found
