@@ -20,7 +20,7 @@ from lockstep.tools.words import decision_of, decisions_text, read_decisions
 from tests.golden.record import FEATURES, FOLDER, record
 
 NAMES = sorted(path.name for path in FOLDER.iterdir() if (path / "journal").is_dir())
-BYTES_MAX = 1_000_000  # of all together
+BYTES_MAX = 1_500_000  # of all together
 
 POLICY = """golden journal {name} is decided otherwise than when it was recorded:
 
