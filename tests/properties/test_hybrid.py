@@ -48,6 +48,13 @@ def test_tokens_windows_states_and_books_hold_in_every_pool() -> None:
     assert not missed, f"too tame: never reached {missed}, of {sorted(marks)}"
 
 
+def test_the_last_token_needs_no_window_page() -> None:
+    """A history in which a cohort was promised a page for it, and the prompt that completed beside it was not."""
+    config, actions = hybrid_history(random.Random(3007))
+    assert config.reserve == "full"
+    run_actions(config, actions)
+
+
 def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> RequestAdmitted:
     """Serve a prompt, alone, for one token. Returns its admission."""
     runs = TokenRuns(tuple(number for token in prompt for number in (token, 1)))

@@ -221,7 +221,7 @@ class WindowPool:
         if not cohort.size:
             return 0
         next_ones = max(self.lacking(engine) + self.available, 0)
-        now, last = -(-positions // self.page_size), -(-cohort.limits // self.page_size)
+        now, last = -(-positions // self.page_size), -(-(cohort.limits - ONE) // self.page_size)
         if self.config.reserve == "on_demand":
             return next_ones
         left = (cohort.limits - positions) * np.where(cohort.ignores_eos, 1.0, engine.ratio.value)
@@ -236,7 +236,7 @@ class WindowPool:
         cohort, page_size = engine.cohort, self.page_size
         now = -(-engine.positions // page_size)
         first = self.first[cohort.rows]
-        left_to_open = np.minimum(self.row_pages_max - (now - first), -(-cohort.limits // page_size) - now)
+        left_to_open = np.minimum(self.row_pages_max - (now - first), -(-(cohort.limits - ONE) // page_size) - now)
         charged = int((now - first).sum() + np.maximum(left_to_open, 0).sum())
         ranges = [self.table.pages[row, i:j] for row, i, j in zip(cohort.rows, first, now, strict=True)]
         for request in engine.requests.values():
