@@ -69,6 +69,10 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
             "`draft_model` is None, but `speculative_method` is draft_model and `tp` is 1",
         ),
         (
+            {"set": {"jump_forward_tokens": 4}, "emulate": "a@b"},
+            "`jump_forward_tokens` is 4, but an emulated engine draws each token by itself",
+        ),
+        (
             {"set": {"speculative_method": "ngram"}, "emulate": "a@b"},
             "`speculative_method` is ngram, but an emulated engine verifies no drafts",
         ),
