@@ -616,6 +616,7 @@ def test_random_histories_with_faults(first: int) -> None:
     ("seed", "steps"),
     [
         (137, 300),  # reserve full: a decode engine gave pages that others were promised
+        (30055, 400),  # the same of one that computes a prompt, beside KV that is still coming
         (20086, 400),  # a transfer ends while weights are changed, and its prompt was written to the host
         (20097, 400),  # pages that a write to the host locks are nobody's fault
     ],

@@ -752,7 +752,7 @@ class Engine:
     def _prefill_budget(self) -> PrefillBudget:
         """What this extend may take, beside what the running requests will want and what decodes along with it."""
         config, cohort = self.config, self.cohort
-        reserve = self._reserved() if self.waiting and self.active else 0
+        reserve = self._reserved() if self.waiting and (self.active or self.transfers is not None) else 0
         budget = PrefillBudget(config, self.memory.available_pages * config.page_size, reserve)
         decodes = cohort.size * self.tokens_per_decode if config.batching != "prefill_first" else 0
         if decodes:
@@ -853,6 +853,8 @@ class Engine:
         locking = match.evictable_pages if match is not None else 0
         new_tokens = tokens - cached
         alone = not self.active  # then the pool is its own: what passed the entry check fits
+        if alone and self.transfers is not None and config.reserve == "full":
+            alone = not self.transfers.holds_pages
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
         if not alone and self.counts_on_ends(request):
             free = budget.current - ceil_to(new_tokens, page_size)
