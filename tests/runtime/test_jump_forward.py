@@ -11,11 +11,16 @@ import pytest
 pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 
-from lockstep.core.events import TokensForced
-from lockstep.core.journal import read_journal
+from lockstep.core.events import Grammar, TokensForced
+from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.replay import replay
+from lockstep.host.loop import HostClock
+from lockstep.host.recorded import run_recorded
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.llm import Answer, LlmStats
+from lockstep.runtime.overlap import CpuLane
+from tests.runtime.test_tensor_parallel import Counting
+from tests.support.small_runtime import VOCABULARY, SmallRuntime, make_executor, small_config
 
 SCHEMA = {
     "type": "object",
@@ -75,3 +80,20 @@ def test_answers_are_those_without(
     events = [record.event for record in read_journal(tmp_path / "run").records() if hasattr(record, "event")]
     assert any(isinstance(event, TokensForced) for event in events)
     assert replay(tmp_path / "run").digest
+
+
+def test_its_plans_run_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"jump_forward_tokens": 4, "overlap_depth": 0, "retract_every": 5}
+    config, grammar = small_config(**settings), Grammar("regex", "alternating", b"digest of sixteen")
+    with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:
+        options = {"compile_grammar": lambda command, answer: answer("")}
+        runtime = SmallRuntime(journal=journal, matchers=Counting(), host_options=options, **settings)
+        for number in range(4):
+            runtime.submit([number, 2, 3], 12, grammar=grammar)
+        runtime.submit([9, 9], 12)
+        runtime.run()
+    assert replay(tmp_path).digest == runtime.engine.digest
+    assert runtime.host.drafts.forced > 4
+    executor = make_executor(config, CpuLane(HostClock()), matchers=Counting())
+    for event, result in run_recorded(tmp_path, executor, VOCABULARY):
+        assert result.tokens.tobytes() == event.tokens
