@@ -55,6 +55,13 @@ def test_the_last_token_needs_no_window_page() -> None:
     run_actions(config, actions)
 
 
+def test_a_page_that_a_newcomer_shares_is_not_counted_as_coming_free() -> None:
+    """A history in which a decode was about to let go of a page that a newcomer's match had just locked."""
+    config, actions = hybrid_history(random.Random(5167))
+    assert config.batching == "running_first"
+    run_actions(config, actions)
+
+
 def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> RequestAdmitted:
     """Serve a prompt, alone, for one token. Returns its admission."""
     runs = TokenRuns(tuple(number for token in prompt for number in (token, 1)))

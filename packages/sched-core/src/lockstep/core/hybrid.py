@@ -215,12 +215,12 @@ class WindowPool:
 
     # ---- what rows will want
 
-    def to_come(self, engine: Engine) -> int:
+    def to_come(self, engine: Engine, kept: Int32s = NO_ROWS) -> int:
         """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
         cohort, positions = engine.cohort, engine.positions
         if not cohort.size:
             return 0
-        next_ones = max(self.lacking(engine) + self.available, 0)
+        next_ones = max(self.lacking(engine, kept) + self.available, 0)
         now, last = -(-positions // self.page_size), -(-(cohort.limits - ONE) // self.page_size)
         if self.config.reserve == "on_demand":
             return next_ones
@@ -264,7 +264,7 @@ class WindowPool:
         """
         if self.config.reserve == "full":
             tail = path.size - int(self.first_seen(path.size))
-            next_ones = max(self.lacking(engine) + self.available, 0)
+            next_ones = max(self.lacking(engine, path) + self.available, 0)
             left = min(self.unpromised(engine) - tail, self.available - next_ones - self.locked_by_match(path))
         else:
             newcomers = sum(
@@ -272,7 +272,7 @@ class WindowPool:
                 for one in budget.newcomers
                 if one is not request and one.row >= 0
             )
-            left = self.available - self.to_come(engine) - newcomers - self.locked_by_match(path)
+            left = self.available - self.to_come(engine, path) - newcomers - self.locked_by_match(path)
         stop = start + take
         first = int(self.first[request.row]) if request.row >= 0 else int(self.first_seen(path.size))
         if stop == len(request.tokens) // 4:
@@ -282,14 +282,18 @@ class WindowPool:
             take -= 1  # all but its end, which wants more
         return min(take, max(left, 0) * self.page_size + -start % self.page_size)
 
-    def lacking(self, engine: Engine) -> int:
-        """Pages that the cohort's next decode opens, and lets go of none for, beyond those that can be had now."""
+    def lacking(self, engine: Engine, kept: Int32s = NO_ROWS) -> int:
+        """Pages that the cohort's next decode opens, and lets go of none for, beyond those that can be had now.
+
+        `kept`: full pages whose companions somebody is about to lock, so that letting go of them frees none.
+        """
         growing = members_growing(engine.positions, engine.page_mask).size
         if not growing:
             return -self.available
         rows, keep = self.slides_by_growth(engine.cohort, engine.positions, extending_rows(engine.in_flight))
         pages, counts = np.unique(self.out_of_sight(rows, keep)[0], return_counts=True)
-        return growing - int(np.count_nonzero(self.locks[pages] == counts)) - self.available
+        freed = (self.locks[pages] == counts) & ~np.isin(pages, kept)
+        return growing - int(np.count_nonzero(freed)) - self.available
 
     def returning(self, engine: Engine) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
