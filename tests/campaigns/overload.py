@@ -62,7 +62,7 @@ body_s = 5.0
 [set]
 max_running_requests = {ROWS}
 """
-FINE = frozenset({200, 400, 401, 404, 405, 408, 413, 415, 429, 501, 503})
+FINE = frozenset({200, 307, 400, 401, 404, 405, 408, 413, 415, 429, 501, 503})
 READ_S = 60.0
 READERS_S = 200.0  # for all slow readers to be let in, one after another
 

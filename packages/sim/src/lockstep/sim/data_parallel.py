@@ -196,10 +196,10 @@ class RankDevice(Device):
         """Run `plan` with the others' behind what was launched before."""
         draft_us = 0.0
         if self.speculation is not None:
-            longest = int(plan.speculation.draft_lengths.max()) if plan.speculation is not None else 0
+            longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
             draft_us = self.speculation.drafter.draft_us(shape, longest)
         tokens = self._sample(plan).tobytes() if plan.rows.size else b""
-        accepted = b"" if self.speculation is None else self._accepted(plan)
+        accepted = b"" if plan.speculation is None else self._accepted(plan)
         self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, tokens, accepted))
 
 
