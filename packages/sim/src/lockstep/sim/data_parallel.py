@@ -14,9 +14,8 @@ A pass costs what its slowest rank needs for attention, and what all need for th
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -33,17 +32,15 @@ from lockstep.core.events import (
     RanksAgreed,
     RequestArrived,
     RequestId,
-    TokenRuns,
 )
-from lockstep.core.router import RequestEnded, RequestOffered, Router, prefix_keys
+from lockstep.core.router import Router
 from lockstep.sim.cluster_metrics import combine
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.handover import GIVE_UP_EVERY, SharedFeed
 from lockstep.sim.host import NEVER_US, Device, EngineHost, JournalSink, MetricsSink, Running, standard_normal
 from lockstep.sim.metrics import MetricsFold
-from lockstep.sim.network import later
-from lockstep.sim.simulate import FrontEnd, NoJournal, Run, arrivals_of
-from lockstep.sim.token_runs import prompt_ids
+from lockstep.sim.shared_clock import Routing, SharedClock, SharedFeed
+from lockstep.sim.simulate import FrontEnd, NoJournal
+from lockstep.sim.turns import Turn
 
 if TYPE_CHECKING:
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
@@ -339,21 +336,12 @@ class RankCluster:
     ) -> None:
         scenario = setup.scenario.base
         self.setup = setup
-        self.env = Environment()
-        self.arrivals = arrivals_of(setup.engines[0])
-        self.router = Router(setup.scenario.router, setup.shares)
-        self.routed_by_reason: Counter[str] = Counter()
-        self._journal = router_journal
+        self.clock: SharedClock[RankCluster] = SharedClock(setup, self._route, on_finish)
+        self.env = self.clock.env
+        self.routing = Routing(Router(setup.scenario.router, setup.shares), router_journal, range(len(setup.engines)))
         self._hop_us = setup.scenario.hop_us
-        self._max_new_tokens = scenario.max_new_tokens
-        self._sessions: dict[int, str] = {}
-        self._ended_count = 0
-        self._on_finish = on_finish
-        self._stop_requested = False
-        self._changed: Event | None = None  # of what the arrivals know to come
         self.groups: list[RankGroup] = []
         self.feeds: list[SharedFeed] = []
-        self.hosts: list[EngineHost] = []
         self.metrics: list[MetricsFold] = []
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             ranks, rank = one.config.dp_ranks, one.config.dp_rank
@@ -363,7 +351,7 @@ class RankCluster:
                 name = f"engine{engine // ranks}"
                 self.groups.append(RankGroup(self.env, one.cost, ranks, seed=scenario.seed, name=name))
             group = self.groups[-1]
-            feed = SharedFeed(self.env, self._ends)
+            feed = SharedFeed(self.env, self._ended)
             metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
             sink: MetricsSink = Verdicts(metrics, group.counts) if rank == 0 else metrics
             frontend_us = round(one.calibration.correction.frontend_us)
@@ -389,7 +377,7 @@ class RankCluster:
             assert isinstance(device, RankDevice)
             device.group, device.rank, port.host = group, rank, host
             self.feeds.append(feed)
-            self.hosts.append(host)
+            self.clock.hosts.append(host)
             self.metrics.append(metrics)
 
     @property
@@ -399,129 +387,33 @@ class RankCluster:
 
     @property
     def stop_requested(self) -> bool:
-        """Set from a signal handler: every rank stops before its next fact."""
-        return self._stop_requested
+        """Set from a signal handler; see `SharedClock`."""
+        return self.clock.stop_requested
 
     @stop_requested.setter
     def stop_requested(self, value: bool) -> None:
-        self._stop_requested = value
-        for host in self.hosts:
-            host.stop_requested = value
+        self.clock.stop_requested = value
 
     def run(self, give_up: Callable[[RankCluster], bool] | None = None) -> bool:
         """Route every request and finish every answer. Return whether it was given up before all had come."""
-        stopped_early: list[bool] = []
-        for host in self.hosts:
-            self.env.process(host.run())
-        self.env.process(self._route_all(give_up, stopped_early))
-        self.env.run()
-        return bool(stopped_early)
+        return self.clock.run(self, give_up)
 
-    def _route_all(
-        self, give_up: Callable[[RankCluster], bool] | None, stopped_early: list[bool]
-    ) -> Generator[Event, None, None]:
-        env, arrivals = self.env, self.arrivals
-        until_question = GIVE_UP_EVERY
-        while not self._stop_requested:
-            next_us = arrivals.next_us
-            if next_us == NEVER_US and not arrivals.awaits_answers:
-                return
-            if next_us > env.now:
-                changed = self._changed = env.event()
-                if next_us < NEVER_US:
-                    later(env, next_us - int(env.now), functools.partial(_succeed, changed))
-                yield changed
-                continue
-            self._route()
-            until_question -= 1
-            if give_up is not None and until_question <= 0:
-                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
-                if give_up(self):
-                    stopped_early.append(True)
-                    return
-
-    def _route(self) -> None:
-        event = self.arrivals.take(self._max_new_tokens)
-        assert type(event) is RequestArrived
-        turn = self.arrivals.open_turns[event.request_id]
-        prefix: tuple[int, ...] = ()
-        if self.router.config.policy == "prefix_affinity":
-            assert type(event.prompt) is TokenRuns
-            prefix = prefix_keys(prompt_ids(event.prompt.runs), self.router.config.block_tokens, event.tenant)
-        session = ""
-        if self.router.config.policy == "session_sticky":
-            session = turn.label if turn.after is None else self._sessions[turn.after]
-            self._sessions[turn.index] = session
-        offered = RequestOffered(
-            time_us=event.time_us,
-            request_id=event.request_id,
-            prompt_tokens=turn.prompt_tokens,
-            prefix=prefix,
-            session=session,
-        )
-        routed = self.router.step(offered)
-        assert routed is not None
-        assert routed.engine is not None
-        self._journal.append(offered, routed, self.router.digest)
-        self.routed_by_reason[routed.reason] += 1
+    def _route(self, event: RequestArrived, turn: Turn) -> None:
+        feed = self.feeds[self.routing.engine_for(event, turn)]
         sent = msgspec.structs.replace(event, time_us=event.time_us + self._hop_us)
-        feed = self.feeds[routed.engine]
-        later(self.env, sent.time_us - int(self.env.now), lambda: feed.add(sent, turn))
+        self.clock.at(sent.time_us, functools.partial(feed.add, sent, turn))
 
-    def _ends(self, request_id: RequestId, now_us: int, answered: bool) -> None:
+    def _ended(self, request_id: RequestId, now_us: int, answered: bool) -> None:
         """A request ended; the router and the client learn of it one hop later."""
         seen_us = now_us + self._hop_us
-        turn = self.arrivals.open_turns.get(request_id)
-        output_tokens = turn.output_tokens if turn is not None and answered else 0
-        later(self.env, seen_us - int(self.env.now), lambda: self._tell_end(request_id, output_tokens))
-        if answered:
-            self.arrivals.answered(request_id, seen_us)
-        else:
-            self.arrivals.broke_off(request_id, seen_us)
-        _succeed(self._changed)
-        self._ended_count += 1
-        if self._on_finish is not None:
-            self._on_finish(self._ended_count)
-
-    def _tell_end(self, request_id: RequestId, output_tokens: int) -> None:
-        fact = RequestEnded(time_us=int(self.env.now), request_id=request_id, output_tokens=output_tokens)
-        self.router.step(fact)
-        self._journal.append(fact, None, self.router.digest)
+        output_tokens = self.clock.output_tokens(request_id) if answered else 0
+        self.clock.at(seen_us, functools.partial(self.routing.tell_end, seen_us, request_id, output_tokens))
+        self.clock.heard(request_id, seen_us, answered)
 
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
         """Measure it."""
-        from lockstep.sim.cluster import ClusterRun
-
         slos = self.setup.scenario.base.slos
         datas = [metrics.result(slos) for metrics in self.metrics]
         data = combine(datas, hop_us=self._hop_us, slos=slos)
         data.summary["ranks"] = summed([group.counts for group in self.groups])
-        cpu_s = time.process_time() - began_s
-        engines = tuple(
-            Run(
-                setup=one,
-                data=measured,
-                batches=host.batches,
-                clamped=host.clamped,
-                rejected=host.rejected,
-                never_sent=0,
-                interrupted=self._stop_requested,
-                cpu_s=cpu_s / len(self.hosts),
-            )
-            for one, measured, host in zip(self.setup.engines, datas, self.hosts, strict=True)
-        )
-        return ClusterRun(
-            setup=self.setup,
-            engines=engines,
-            data=data,
-            routed_by_reason=dict(sorted(self.routed_by_reason.items())),
-            never_sent=self.arrivals.never_sent,
-            interrupted=self._stop_requested,
-            stopped_early=stopped_early,
-            cpu_s=cpu_s,
-        )
-
-
-def _succeed(event: Event | None) -> None:
-    if event is not None and not event.triggered:
-        event.succeed()
+        return self.clock.measured(data, datas, self.routing.by_reason, stopped_early, began_s)

@@ -15,9 +15,8 @@ clients see is what the decode engines stream: the first token comes with the en
 from __future__ import annotations
 
 import functools
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +25,15 @@ import numpy as np
 from simpy import Environment, Event
 
 from lockstep.core.commands import CancelTransfer, StartTransfer, Step, StreamTokens
-from lockstep.core.events import BatchId, RequestArrived, RequestCancelled, RequestId, TokenRuns, TransferAdvanced
-from lockstep.core.router import EngineShare, RequestEnded, RequestOffered, Router, RouterConfig, prefix_keys
+from lockstep.core.events import BatchId, RequestArrived, RequestId, TransferAdvanced
+from lockstep.core.router import EngineShare, Router, RouterConfig
 from lockstep.sim.cluster_metrics import combine_handover
-from lockstep.sim.host import NEVER_US, EngineHost, JournalSink
+from lockstep.sim.host import NEVER_US, JournalSink
 from lockstep.sim.metrics import MetricsFold
 from lockstep.sim.network import Flow, Links, later
 from lockstep.sim.pipeline import with_stages
-from lockstep.sim.simulate import Run, arrivals_of, host_of
-from lockstep.sim.token_runs import prompt_ids
+from lockstep.sim.shared_clock import Routing, SharedClock, SharedFeed
+from lockstep.sim.simulate import host_of
 from lockstep.sim.turns import Turn
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 DECODE_ROUTER = RouterConfig(policy="least_tokens")
 """What a decode engine lacks first is memory, so requests go where the fewest tokens are."""
-
-GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
 
 
 @dataclass(eq=False)
@@ -248,67 +245,6 @@ class Port:
         self._fabric.collected(self._engine, batch_id, step, now_us)
 
 
-class SharedFeed:
-    """The requests that were sent to one engine, on a clock that it shares with others."""
-
-    def __init__(self, env: Environment, ended: Callable[[RequestId, int, bool], None]) -> None:
-        self.open_turns: dict[RequestId, Turn] = {}
-        self.next_us = NEVER_US
-        self._env = env
-        self._ended = ended
-        self._line: deque[RequestArrived | RequestCancelled] = deque()
-        self._awaited: Event | None = None
-
-    def add(self, event: RequestArrived, turn: Turn) -> None:
-        """Send one more, not earlier than the one before."""
-        self.open_turns[event.request_id] = turn
-        self._line.append(event)
-        self.next_us = self._line[0].time_us
-        self.poke()
-
-    def take(self, _max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
-        """The next fact, due at `next_us`."""
-        event = self._line.popleft()
-        self.next_us = self._line[0].time_us if self._line else NEVER_US
-        return event
-
-    @property
-    def settled_until_us(self) -> int:
-        """Others act then; what they do at this very instant may come before or after."""
-        return int(min(max(self._env.peek(), self._env.now + 1), NEVER_US))
-
-    def more(self, env: Environment) -> Event | None:
-        """Until somebody pokes."""
-        self._awaited = env.event()
-        return self._awaited
-
-    def pause(self, env: Environment, next_us: int) -> Event:
-        """Until then, or until somebody pokes."""
-        awaited = self._awaited = env.event()
-        later(env, next_us - int(env.now), lambda: _succeed(awaited))
-        return awaited
-
-    def poke(self) -> None:
-        """Something came: look."""
-        _succeed(self._awaited)
-        self._awaited = None
-
-    def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended."""
-        del self.open_turns[request_id]
-        self._ended(request_id, now_us, True)
-
-    def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left."""
-        del self.open_turns[request_id]
-        self._ended(request_id, now_us, False)
-
-
-def _succeed(event: Event | None) -> None:
-    if event is not None and not event.triggered:
-        event.succeed()
-
-
 class HandoverCluster:
     """Prefill and decode engines behind two routers, on one clock."""
 
@@ -321,25 +257,17 @@ class HandoverCluster:
         check_every: int = 0,
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
-        scenario = setup.scenario.base
         self.setup = setup
-        self.env = Environment()
-        self.arrivals = arrivals_of(setup.engines[0])
-        roles = [one.config.role for one in setup.engines]
+        self.clock: SharedClock[HandoverCluster] = SharedClock(setup, self._route, on_finish)
+        self.env = self.clock.env
+        roles = [str(one.config.role) for one in setup.engines]
         self.engines_of = {role: [i for i, own in enumerate(roles) if own == role] for role in ("prefill", "decode")}
-        self.routers = {
-            "prefill": Router(setup.scenario.router, self._shares("prefill")),
-            "decode": Router(DECODE_ROUTER, self._shares("decode")),
+        configs = {"prefill": setup.scenario.router, "decode": DECODE_ROUTER}
+        self.routing = {
+            role: Routing(Router(config, self._shares(role)), journal, self.engines_of[role])
+            for (role, config), journal in zip(configs.items(), router_journals, strict=True)
         }
-        self._journals = dict(zip(("prefill", "decode"), router_journals, strict=True))
-        self.routed_by_reason: Counter[str] = Counter()
         self._hop_us = setup.scenario.hop_us
-        self._max_new_tokens = scenario.max_new_tokens
-        self._sessions: dict[int, str] = {}
-        self._ended_count = 0
-        self._on_finish = on_finish
-        self._stop_requested = False
-        self._changed: Event | None = None  # of what the arrivals know to come
         speeds = [setup.link_bytes_per_us(one) for one in setup.engines]
         links = Links(self.env, speeds, speeds)
         first = setup.engines[0]
@@ -347,16 +275,15 @@ class HandoverCluster:
         latency_us = setup.scenario.link_latency_us
         self.fabric = Fabric(self.env, links, latency_us=latency_us, kv_bytes_per_token=kv_bytes)
         self.feeds: list[SharedFeed] = []
-        self.hosts: list[EngineHost] = []
         self.metrics: list[MetricsFold] = []
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
-            feed = SharedFeed(self.env, self._ends_at(roles[engine] == "decode"))
+            feed = SharedFeed(self.env, functools.partial(self._ended, roles[engine]))
             port = Port(self.fabric, engine, feed)
             host, metrics = host_of(
                 one, feed, journal, env=self.env, name=f"engine{engine}", check_every=check_every, port=port
             )
             self.feeds.append(feed)
-            self.hosts.append(host)
+            self.clock.hosts.append(host)
             self.metrics.append(metrics)
 
     def _shares(self, role: str) -> tuple[EngineShare, ...]:
@@ -369,151 +296,44 @@ class HandoverCluster:
 
     @property
     def stop_requested(self) -> bool:
-        """Set from a signal handler: every engine stops before its next fact."""
-        return self._stop_requested
+        """Set from a signal handler; see `SharedClock`."""
+        return self.clock.stop_requested
 
     @stop_requested.setter
     def stop_requested(self, value: bool) -> None:
-        self._stop_requested = value
-        for host in self.hosts:
-            host.stop_requested = value
+        self.clock.stop_requested = value
 
     def run(self, give_up: Callable[[HandoverCluster], bool] | None = None) -> bool:
         """Route every request and finish every answer. Return whether it was given up before all had come."""
-        stopped_early: list[bool] = []
-        for host in self.hosts:
-            self.env.process(host.run())
-        self.env.process(self._route_all(give_up, stopped_early))
-        self.env.run()
-        return bool(stopped_early)
+        return self.clock.run(self, give_up)
 
-    def _route_all(
-        self, give_up: Callable[[HandoverCluster], bool] | None, stopped_early: list[bool]
-    ) -> Generator[Event, None, None]:
-        env, arrivals = self.env, self.arrivals
-        until_question = GIVE_UP_EVERY
-        while not self._stop_requested:
-            next_us = arrivals.next_us
-            if next_us == NEVER_US and not arrivals.awaits_answers:
-                return
-            if next_us > env.now:
-                changed = self._changed = env.event()
-                if next_us < NEVER_US:
-                    later(env, next_us - int(env.now), functools.partial(_succeed, changed))
-                yield changed
-                continue
-            self._route()
-            until_question -= 1
-            if give_up is not None and until_question <= 0:
-                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
-                if give_up(self):
-                    stopped_early.append(True)
-                    return
-
-    def _route(self) -> None:
-        event = self.arrivals.take(self._max_new_tokens)
-        assert type(event) is RequestArrived
-        turn = self.arrivals.open_turns[event.request_id]
-        engines = {role: self._routed(role, event, turn) for role in ("prefill", "decode")}
+    def _route(self, event: RequestArrived, turn: Turn) -> None:
+        prefill, decode = (self.routing[role].engine_for(event, turn) for role in ("prefill", "decode"))
         time_us = event.time_us + self._hop_us
-        prefill, decode = engines["prefill"], engines["decode"]
         if turn.output_tokens:
             self.fabric.open(Room(event.request_id, prefill, decode, turn.prompt_tokens, time_us))
             event = msgspec.structs.replace(event, time_us=time_us, transfer_room=event.request_id)
         for engine in (prefill, decode):
-            self._send(engine, event, turn, time_us)
+            self.clock.at(time_us, functools.partial(self.feeds[engine].add, event, turn))
 
-    def _send(self, engine: int, event: RequestArrived, turn: Turn, time_us: int) -> None:
-        later(self.env, time_us - int(self.env.now), lambda: self.feeds[engine].add(event, turn))
-
-    def _routed(self, role: str, event: RequestArrived, turn: Turn) -> int:
-        router = self.routers[role]
-        prefix: tuple[int, ...] = ()
-        if router.config.policy == "prefix_affinity":
-            assert type(event.prompt) is TokenRuns
-            prefix = prefix_keys(prompt_ids(event.prompt.runs), router.config.block_tokens, event.tenant)
-        session = ""
-        if router.config.policy == "session_sticky":
-            session = turn.label if turn.after is None else self._sessions[turn.after]
-            self._sessions[turn.index] = session
-        offered = RequestOffered(
-            time_us=event.time_us,
-            request_id=event.request_id,
-            prompt_tokens=turn.prompt_tokens,
-            prefix=prefix,
-            session=session,
-        )
-        routed = router.step(offered)
-        assert routed is not None
-        assert routed.engine is not None
-        self._journals[role].append(offered, routed, router.digest)
-        if role == "prefill":
-            self.routed_by_reason[routed.reason] += 1
-        return self.engines_of[role][routed.engine]
-
-    def _ends_at(self, decodes: bool) -> Callable[[RequestId, int, bool], None]:
-        """What is done when a request ends on a decode engine, which is when its client has it all; or on another."""
-
-        def ended(request_id: RequestId, now_us: int, answered: bool) -> None:
-            seen_us = now_us + self._hop_us
-            turn = self.arrivals.open_turns.get(request_id)
-            output_tokens = turn.output_tokens if turn is not None and answered and decodes else 0
-            role = "decode" if decodes else "prefill"
-            later(self.env, seen_us - int(self.env.now), lambda: self._tell_end(role, request_id, output_tokens))
-            if not decodes:
-                return
-            if answered:
-                self.arrivals.answered(request_id, seen_us)
-            else:
-                self.arrivals.broke_off(request_id, seen_us)
-            _succeed(self._changed)
-            self._ended_count += 1
-            if self._on_finish is not None:
-                self._on_finish(self._ended_count)
-
-        return ended
-
-    def _tell_end(self, role: str, request_id: RequestId, output_tokens: int) -> None:
-        fact = RequestEnded(time_us=int(self.env.now), request_id=request_id, output_tokens=output_tokens)
-        router = self.routers[role]
-        router.step(fact)
-        self._journals[role].append(fact, None, router.digest)
+    def _ended(self, role: str, request_id: RequestId, now_us: int, answered: bool) -> None:
+        """A request ended on an engine; the router learns of it one hop later, and of a decode engine's the client."""
+        seen_us, decodes = now_us + self._hop_us, role == "decode"
+        output_tokens = self.clock.output_tokens(request_id) if answered and decodes else 0
+        self.clock.at(seen_us, functools.partial(self.routing[role].tell_end, seen_us, request_id, output_tokens))
+        if decodes:
+            self.clock.heard(request_id, seen_us, answered)
 
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
         """Measure it."""
-        from lockstep.sim.cluster import ClusterRun
-
         slos = self.setup.scenario.base.slos
         datas = [
             with_stages(metrics.result(slos), host.device)
-            for metrics, host in zip(self.metrics, self.hosts, strict=True)
+            for metrics, host in zip(self.metrics, self.clock.hosts, strict=True)
         ]
         data = combine_handover(datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos)
         makespan_us = data.summary["throughput"]["makespan_us"]
         first = self.setup.engines[0]
         kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
         data.summary["transfers"] = self.fabric.times.describe(self.fabric.links, kv_bytes, makespan_us)
-        cpu_s = time.process_time() - began_s
-        engines = tuple(
-            Run(
-                setup=one,
-                data=measured,
-                batches=host.batches,
-                clamped=host.clamped if one.config.role == "decode" else 0,
-                rejected=host.rejected,
-                never_sent=0,
-                interrupted=self._stop_requested,
-                cpu_s=cpu_s / len(self.hosts),
-            )
-            for one, measured, host in zip(self.setup.engines, datas, self.hosts, strict=True)
-        )
-        return ClusterRun(
-            setup=self.setup,
-            engines=engines,
-            data=data,
-            routed_by_reason=dict(sorted(self.routed_by_reason.items())),
-            never_sent=self.arrivals.never_sent,
-            interrupted=self._stop_requested,
-            stopped_early=stopped_early,
-            cpu_s=cpu_s,
-        )
+        return self.clock.measured(data, datas, self.routing["prefill"].by_reason, stopped_early, began_s)
