@@ -77,7 +77,7 @@ def test_a_stream_has_every_event_in_order_and_says_the_same(client: Any) -> Non
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert len(deltas) > 1
+    assert deltas  # how many depends on who else is at work
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text == events[-4].text
     assert events[-1].response.usage.output_tokens == 400
     assert {event.item_id for event in events if hasattr(event, "item_id")} == {events[2].item.id}
