@@ -42,23 +42,31 @@ def main() -> int:
     replicas, requests = arguments.replicas, arguments.requests
     base = scenario(requests, 1)
     setup = assemble(base)
-    alone: list[float] = []
-    together: dict[str, list[float]] = {policy: [] for policy in ROUTER_POLICIES}
-    for _ in range(arguments.rounds):  # side by side: the machine's mood is the same for all
+
+    def of_one() -> float:
         gc.collect()
-        alone.append(simulate(setup).cpu_s / requests)
-        for policy, measured in together.items():
-            scenario_of_many = scenario(requests * replicas, replicas)
-            router = RouterConfig(policy=policy)
-            cluster = assemble_cluster(ClusterScenario(base=scenario_of_many, replicas=replicas, router=router))
-            gc.collect()
-            measured.append(simulate_cluster(cluster).cpu_s / (requests * replicas))
+        return simulate(setup).cpu_s / requests
+
+    def of_many(policy: str) -> float:
+        many = scenario(requests * replicas, replicas)
+        cluster = assemble_cluster(ClusterScenario(base=many, replicas=replicas, router=RouterConfig(policy=policy)))
+        gc.collect()
+        return simulate_cluster(cluster).cpu_s / (requests * replicas)
+
+    alone: list[float] = [of_one()]
+    together: dict[str, list[float]] = {policy: [] for policy in ROUTER_POLICIES}
+    ratios: dict[str, list[float]] = {policy: [] for policy in ROUTER_POLICIES}
+    for _ in range(arguments.rounds):
+        for policy, measured in together.items():  # one engine before and after each: the machine's mood changes
+            measured.append(of_many(policy))
+            alone.append(of_one())
+            ratios[policy].append(measured[-1] / statistics.mean(alone[-2:]))
 
     one_us = statistics.median(alone) * 1e6
     print(f"one engine at {RATE:g}/s: {one_us:,.0f} us per request")
     worst = 0.0
     for policy, measured in together.items():
-        ratio = statistics.median(many / one for many, one in zip(measured, alone, strict=True))
+        ratio = statistics.median(ratios[policy])
         worst = max(worst, ratio)
         us = statistics.median(measured) * 1e6
         print(f"{replicas} engines at {RATE * replicas:g}/s, {policy:16} {us:,.0f} us per request, {ratio:.2f} x one")

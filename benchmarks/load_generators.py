@@ -6,7 +6,7 @@ tokenizer, nothing from the network. Bar: means of TTFT, ITL, end to end latency
 after the other, so a machine that others use, too, needs several rounds, or quiet.
 
     python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf         # 1.2 GB, so not into our environment
-    python benchmarks/load_generators.py --aiperf /tmp/aiperf/bin/aiperf [--requests 60] [--rounds 3] [--json FILE]
+    python benchmarks/load_generators.py --aiperf /tmp/aiperf/bin/aiperf [--requests 180] [--rounds 3] [--json FILE]
 
 HF_HUB_OFFLINE must not be set: AIPerf 0.13 then refuses tokenizers of local folders.
 """
@@ -53,7 +53,7 @@ AIPERF = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aiperf", default=shutil.which("aiperf"), help="the program")
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=180)
     parser.add_argument("--rounds", type=int, default=3, help="of each; medians are compared")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

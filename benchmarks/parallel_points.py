@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from recorded_data import data_folder
 
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
@@ -44,11 +44,7 @@ Float64s = NDArray[np.float64]
 
 
 def main() -> int:
-    data = os.environ.get("LOCKSTEP_DATA")
-    if not data:
-        print("LOCKSTEP_DATA is not set: it names the folder with published/serving_points.csv", file=sys.stderr)
-        return 2
-    published = Path(data) / "published"
+    published = data_folder("published/serving_points.csv") / "published"
     serving_points(published / "serving_points.csv")
     offline(published / "trtllm_perf_overview.csv")
     kernels(published / "aic_ops")

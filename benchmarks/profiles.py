@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from recorded_data import data_folder
 
 from lockstep.core.config import SchedConfig, profile_settings
 from lockstep.sim.metrics import Slo, meets_every
@@ -131,14 +132,12 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=600, help="requests of each run (default 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     arguments = parser.parse_args()
-    data = os.environ.get("LOCKSTEP_DATA")
-    if data is None and any(CASES[name].recorded for name in arguments.case):
-        print("LOCKSTEP_DATA is not set: it names the folder with traces/", file=sys.stderr)
-        return 1
+    recorded = any(CASES[name].recorded for name in arguments.case)
+    data = data_folder("traces/") if recorded else Path()
 
     rows: list[Row] = []
     for name in arguments.case:
-        rows += run_case(name, CASES[name], arguments.limit, Path(data or "."))
+        rows += run_case(name, CASES[name], arguments.limit, data)
     print_overview(arguments.case, rows)
     if arguments.json is not None:
         about = {"limit": arguments.limit, "max_new_tokens": MAX_NEW_TOKENS, "slos": list(map(str, SLOS)), "rows": rows}

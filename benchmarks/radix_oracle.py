@@ -9,21 +9,15 @@ keeps single blocks in an LRU list; it was computed without a tree.
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from recorded_data import CACHE_BLOCK_TOKENS, CACHE_TRACE, cache_oracles, cache_trace
 
 from lockstep.core.radix import RadixCache
-
-TRACE = "traces/mooncake/conversation_trace.jsonl.gz"
-ORACLES = "published/prefix_cache_oracles.json"
 
 
 class Request(NamedTuple):
@@ -37,7 +31,7 @@ class Outcome(NamedTuple):
     evictions: int
 
 
-def serve(requests: Sequence[Request], capacity_blocks: int | None, block_tokens: int) -> Outcome:
+def serve(requests: Sequence[Request], capacity_blocks: int | None) -> Outcome:
     """Serve every request at once and alone; return what was hit and evicted."""
     cache = RadixCache(page_tokens=1, capacity_pages=capacity_blocks)
     hit_blocks = hit_tokens = evictions = 0
@@ -45,7 +39,7 @@ def serve(requests: Sequence[Request], capacity_blocks: int | None, block_tokens
         blocks = np.frombuffer(prompt, dtype=np.int32)
         hits = cache.match("", prompt, len(blocks)).pages
         hit_blocks += hits
-        hit_tokens += min(block_tokens * hits, input_tokens)
+        hit_tokens += min(CACHE_BLOCK_TOKENS * hits, input_tokens)
         cache.insert("", prompt, blocks)
         evictions += len(cache.trim())
     cache.check([])
@@ -53,22 +47,16 @@ def serve(requests: Sequence[Request], capacity_blocks: int | None, block_tokens
 
 
 def main() -> int:
-    data = os.environ.get("LOCKSTEP_DATA")
-    if data is None:
-        print("LOCKSTEP_DATA is not set: it names the folder with traces/ and published/", file=sys.stderr)
-        return 2
-    with gzip.open(Path(data, TRACE), "rt") as lines:
-        rows = [json.loads(line) for line in lines]
-    requests = [Request(np.array(row["hash_ids"], dtype=np.int32).tobytes(), row["input_length"]) for row in rows]
-    published: dict[str, Any] = json.loads(Path(data, ORACLES).read_text())
-    oracles = [row for row in published["traces"]["mooncake_conversation_trace"] if row["leaf_first"]]
-
-    print(f"{len(requests)} requests of {TRACE}")
+    requests = [
+        Request(np.array(row["hash_ids"], dtype=np.int32).tobytes(), row["input_length"]) for row in cache_trace()
+    ]
+    print(f"{len(requests)} requests of {CACHE_TRACE}")
     print(f"{'capacity':>9} {'hit blocks':>11} {'hit tokens':>12} {'evictions':>10} {'us/request':>11}  oracle")
     differences = 0
+    oracles = cache_oracles()
     for row in oracles:
         start = time.process_time()
-        outcome = serve(requests, row["capacity_blocks"], published["block_tokens"])
+        outcome = serve(requests, row["capacity_blocks"])
         request_us = (time.process_time() - start) / len(requests) * 1e6
         expected = Outcome(row["hit_blocks"], row["hit_tokens"], row["evictions"])
         differences += outcome != expected

@@ -23,7 +23,6 @@ import csv
 import gzip
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from recorded_data import data_folder
 from simpy import Environment
 
 from lockstep.core.commands import Step
@@ -53,6 +53,7 @@ Floats = NDArray[np.float64]
 Row = dict[str, Any]
 
 MODEL, GPU = "llama-3.1-8b", "rtx4090"
+RECORDING = "published/llmservingsim"
 METRICS = ("ttft", "tpot", "e2e")
 BEYOND_S = 5.0  # how much longer than the prefix a replay goes on while calibrating: then nothing more is late
 TICK_LAG_S = 0.1  # of the recorded series: where its counts agree best with the recorded times of requests
@@ -383,10 +384,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--series", type=Path, metavar="FILE", help="write both series of the catalogue's replay there")
     arguments = parser.parse_args()
-    folder = os.environ.get("LOCKSTEP_DATA")
-    if folder is None:
-        raise SystemExit("LOCKSTEP_DATA is not set: it names the folder with published/llmservingsim")
-    recording = read_recording(Path(folder, "published", "llmservingsim"))
+    recording = read_recording(data_folder(RECORDING) / RECORDING)
     measured = recording.timeline
     everyone = np.ones(len(recording.turns), np.bool_)
     rest = measured.first_token > arguments.prefix

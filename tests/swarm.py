@@ -31,6 +31,7 @@ from tests.support.driver import (
     Action,
     crowded_actions,
     crowded_config,
+    pipelined,
     pressed_actions,
     pressed_config,
     random_actions,
@@ -39,7 +40,7 @@ from tests.support.driver import (
     shrunk,
 )
 from tests.support.hybrids import hybrid_history
-from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, PLANTS
+from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
 
@@ -47,6 +48,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 SEEDS_PER_TASK = 10
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
+PIPELINED_SEEDS, PIPELINED_AT = 20, 13  # and one of so many has microbatches, this one
 HYBRID_HUNT_FROM = 20  # from 0 on; those before it are long
 PROGRESS_EVERY_S = 60  # where progress is not a line on a terminal that is written over
 TAME_STEPS = 1_000_000  # steps, or seconds, after which a mark that is missing means that histories are too tame
@@ -167,6 +169,9 @@ EXPECTED_MARKS = (
     "load failed",
     "move of an older generation ignored",
     "prefetch cancelled",
+    "chunk in another microbatch",
+    "deferred (microbatch)",
+    "every microbatch in flight",
     "started behind loaded pages",
     "store done",
     "write orphaned",
@@ -185,6 +190,13 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         return tiered(rng, config), moving(rng, actions)
     if seed % HYBRID_SEEDS == 0:
         return hybrid_history(rng)
+    config, actions = _plain_history(rng, kind)
+    if seed % PIPELINED_SEEDS == PIPELINED_AT:
+        config = pipelined(random.Random(f"stages {seed}"), config)
+    return config, actions
+
+
+def _plain_history(rng: random.Random, kind: float) -> tuple[Any, list[Action]]:
     if kind < 0.2:
         return pressed_config(rng), pressed_actions(rng, 300)
     if kind < 0.35:
@@ -199,7 +211,7 @@ def run_seeds(first: int, seeds: int) -> tuple[int, Counter[str], tuple[int, str
     for seed in range(first, first + seeds):
         config, actions = history(seed)
         try:
-            driver = run_actions(config, actions, replay=seed % 20 == 0)
+            driver = run_actions(config, actions, replay=seed % 20 in (0, PIPELINED_AT))
         except Exception as error:  # any exception is a finding
             return steps, marks, (seed, f"{type(error).__name__}: {error}")
         steps += driver.steps
@@ -236,6 +248,8 @@ def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
         where = range(first, first + most)
         if plant in OF_HYBRIDS:
             where = range(first + HYBRID_HUNT_FROM, first + most, HYBRID_SEEDS)
+        if plant in OF_MICROBATCHES:
+            where = range(first + PIPELINED_AT, first + most, PIPELINED_SEEDS)
         for seed in where:
             _, _, failure = run_seeds(seed, 1)
             if failure:

@@ -167,6 +167,102 @@ def test_sampling_under_a_grammar_waits_for_the_result_before(between: bool) -> 
     assert (samples[0] in launch) == between
 
 
+def compile_all(made: RankGroup) -> None:
+    for member in made.members:
+        while member.compiling:
+            made.compiled(member)
+
+
+def test_rank_whose_mask_is_not_ready_launches_with_the_others() -> None:
+    """Its forward runs with theirs; only its sampling waits, for the result before."""
+    made = group(overlap_depth=1)
+    made.arrive(0, asked(0, max_new=8), grammar="g")
+    made.arrive(1, asked(1, max_new=8))
+    compile_all(made)
+    offer(made)
+    offer(made)
+    behind = [member.engine.in_flight[-1].plan for member in made.members]
+    assert [plan.sample_after for plan in behind] == [0, None]
+    assert [len(member.launched) for member in made.members] == [2, 2]
+    deliver(made)
+    assert made.marks["sampled once a result was there"] == 1
+    made.settle()
+    made.replay()
+
+
+def test_rank_that_waits_for_a_grammar_joins_with_idle_batches() -> None:
+    made = group(overlap_depth=0)
+    made.arrive(0, asked(0), grammar="g")
+    made.arrive(1, asked(1))
+    offer(made)
+    assert modes(made) == ["idle", "extend"]
+    deliver(made)
+    compile_all(made)
+    offer(made)
+    assert modes(made) == ["extend", "mixed"]
+    made.settle()
+    made.replay()
+
+
+JUMPING: dict[str, Any] = {"jump_forward_tokens": 8}
+
+
+def forcing(made: RankGroup, positions: range) -> None:
+    """The grammars of rank 0 admit but one token at these positions."""
+    made.members[0].kv.force = lambda _, position: position in positions
+
+
+def test_forced_tokens_are_part_of_what_a_rank_tells() -> None:
+    made = group(overlap_depth=0, **JUMPING)
+    forcing(made, range(6, 9))
+    made.arrive(0, asked(0, max_new=12), grammar="g")
+    made.arrive(1, asked(1, max_new=12))
+    compile_all(made)
+    for tokens, logits in (((4, 4), (1, 1)), ((1, 1), (1, 1)), ((4, 1), (4, 1)), ((1, 1), (1, 1))):
+        offer(made)
+        assert (made.passes[-1].tokens, made.passes[-1].logit_rows) == (tokens, logits)
+        deliver(made)
+    assert made.marks["computed forced tokens (verify)"] == 1
+    made.settle()
+    made.replay()
+
+
+def test_forced_tokens_become_an_extend_where_others_extend() -> None:
+    made = group(overlap_depth=0, **JUMPING)
+    forcing(made, range(5, 8))
+    made.arrive(0, asked(0, max_new=12), grammar="g")
+    compile_all(made)
+    offer(made)
+    deliver(made)
+    made.arrive(1, asked(1))
+    offer(made)
+    assert modes(made) == ["mixed", "extend"]
+    assert made.passes[-1].tokens == (4, 4)
+    assert made.marks["computed forced tokens (mixed)"] == 1
+    made.settle()
+    made.replay()
+
+
+def test_what_is_forced_between_proposal_and_launch_is_in_the_next_proposal() -> None:
+    """A proposal binds: what the matcher says of the result before it comes too late for it."""
+    made = group(overlap_depth=1, **JUMPING)
+    forcing(made, range(5, 12))
+    made.arrive(0, asked(0, max_new=12), grammar="g")
+    made.arrive(1, asked(1, max_new=12))
+    compile_all(made)
+    offer(made)
+    made.ready(0)
+    made.finish(0)
+    assert made.marks["told what is forced between proposal and launch"] == 1
+    offer(made)
+    assert made.passes[-1].tokens == (1, 1)
+    deliver(made)
+    offer(made)
+    assert made.passes[-1].tokens == (7, 1), "the first of the seven is what the pass before samples"
+    made.settle()
+    made.replay()
+
+
 def test_limits_of_depth_are_those_of_one_engine() -> None:
     made = group(overlap_depth=1)
     for rank in (0, 1):
@@ -208,6 +304,10 @@ def test_one_engine_alone_knows_no_ranks() -> None:
     assert SchedConfig(dp_ranks=1, **SMALL) == plain
     assert b"dp_rank" not in msgspec.json.encode(plain)
     assert b"delayer" not in msgspec.json.encode(plain)
+    delaying = SchedConfig(dp_ranks=2, **DELAYING)
+    assert b"delayer_slots" not in msgspec.json.encode(delaying)
+    assert b"queue_min_ratio" not in msgspec.json.encode(delaying)
+    assert SchedConfig(dp_ranks=2, **DELAYING, prefill_delayer_slots=False) == delaying
 
 
 @pytest.mark.parametrize(
@@ -224,9 +324,13 @@ def test_one_engine_alone_knows_no_ranks() -> None:
             {"dp_ranks": 2, "prefill_delayer": True, "prefill_delayer_token_usage_low_watermark": 1.5},
             "above 0 and at most 1, got `1.5`",
         ),
+        ({"dp_ranks": 2, "prefill_delayer_slots": True}, "`prefill_delayer_slots` is True, but nothing delays"),
+        ({"dp_ranks": 2, "prefill_delayer": True, "prefill_delayer_slots": 1.5}, "must be true or false, got `1.5`"),
+        (
+            {"dp_ranks": 2, "prefill_delayer": True, "prefill_delayer_queue_min_ratio": 0},
+            "`prefill_delayer_queue_min_ratio` must be above 0 and at most 1, got `0`",
+        ),
         ({"dp_ranks": 2, "decode_steps_per_launch": 2}, "ranks agree on every pass"),
-        ({"dp_ranks": 2, "jump_forward_tokens": 4}, "not part of what ranks tell each other yet"),
-        ({"dp_ranks": 2, "role": "prefill"}, "do not hand requests over yet"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -234,7 +338,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
         SchedConfig(**settings)
 
 
-@pytest.mark.parametrize("name", ["dp_ranks", "prefill_delayer", "prefill_full_skip_passes"])
+@pytest.mark.parametrize("name", ["dp_ranks", "prefill_delayer", "prefill_delayer_slots", "prefill_full_skip_passes"])
 def test_runtimes_refuse_what_only_ranks_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` is of data-parallel attention, which is simulated only"):
         refuse_simulated_only(name)
@@ -249,13 +353,68 @@ def test_role_of_a_rank_cannot_be_switched() -> None:
     assert "data-parallel ranks" in answer.message
 
 
+# -------------------------------------------------------------------------------------------------------------- drafts
+
+
+def test_tokens_of_a_rank_that_verifies_are_those_it_computes() -> None:
+    """With drafts in flight a row may start anywhere between the least and the most; what it computes is known."""
+    made = group(overlap_depth=1, speculative_method="ngram", num_speculative_tokens=3)
+    made.arrive(0, asked(0, max_new=20))
+    offer(made)
+    offer(made)
+    deliver(made)
+    offer(made)
+    first, second = (batch.plan for batch in made.members[0].engine.in_flight)
+    assert first.ranks is not None
+    assert second.ranks is not None
+    assert second.stops[0] - second.starts[0] > 4, "it is open where it starts"
+    assert (first.ranks.tokens, second.ranks.tokens) == ((4, 0), (4, 0))
+    assert second.ranks.logit_rows == (4, 0)
+    made.settle()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
+def test_all_ranks_run_as_many_passes_of_the_drafter_as_the_longest_drafts_need(method: Any) -> None:
+    """Its experts want the rows of all, so a rank that ran fewer would leave the others in a collective."""
+    made = group(ranks=3, overlap_depth=0, speculative_method=method, num_speculative_tokens=4)
+    made.arrive(0, asked(0, max_new=3))
+    made.arrive(1, asked(1, max_new=12))
+    offer(made)
+    assert made.passes[-1].draft_passes == 0, "nobody has anything to draft behind yet"
+    deliver(made)
+    offer(made)
+    plans = [member.engine.in_flight[-1].plan for member in made.members]
+    own = [0 if plan.speculation is None else int(plan.speculation.draft_lengths.max()) for plan in plans]
+    assert own == [1, 4, 0], "the first one has one token to go behind the next"
+    assert [plan.ranks.draft_passes for plan in plans if plan.ranks is not None] == [4, 4, 4]
+    made.settle()
+    made.replay()
+
+
+def test_what_only_looks_at_the_text_is_no_pass_of_all() -> None:
+    made = group(speculative_method="ngram")
+    made.arrive(0, asked(0))
+    offer(made)
+    assert made.passes[-1].draft_passes is msgspec.UNSET
+    made.settle()
+
+
+def test_rank_that_says_less_than_the_others_is_refused() -> None:
+    made = group(speculative_method="mtp")
+    made.arrive(0, asked(0))
+    made.ready(0)
+    (said,) = made.proposals.values()
+    with pytest.raises(ContractError, match=r"has \[4, 7\] counts of a rank, expected 7"):
+        made.members[0].engine.step(RanksAgreed(0, 0, (said.counts, (0, 0, 0, 1))))
+
+
 # ---------------------------------------------------------------------------------------------------------- the delayer
 
 
 def test_table_of_the_delayer_knows_every_situation() -> None:
     for (state, situation), following in DELAYER.items():
         assert state in ("free", "delaying")
-        assert (following == "delaying") == (situation in ("mixed", "full"))
+        assert (following == "delaying") == (situation in ("mixed", "full", "slots", "queue"))
     assert {situation for _, situation in DELAYER} == set(SITUATIONS)
     assert {key for key in SITUATIONS if ("free", key) not in DELAYER} == {"spent"}, "who waits for nothing is not done"
 
@@ -291,6 +450,88 @@ def test_how_ranks_stand(wishes: list[dict[str, Any]], planned: Counts, passes: 
     config = SchedConfig(dp_ranks=2, **DELAYING, prefill_delayer_max_delay_us=900, prefill_full_skip_passes=2)
     said = tuple(wish(**one) for one in wishes)
     assert situation_of(config, Delay(passes), (NOTHING, planned), said) == situation
+
+
+@pytest.mark.parametrize(
+    ("told", "running", "starved", "passes", "situation"),
+    [
+        ([(0, 0, 0), (0, 1, 0)], 3, False, 0, "all"),  # nobody has extended yet
+        ([(0, 1, 2), (0, 1, 1)], 3, False, 0, "slots"),  # room for 1, the latest extends took in 2
+        ([(0, 1, 1), (0, 1, 1)], 3, False, 0, "all"),
+        ([(0, 1, 4), (0, 1, 4)], 4, False, 0, "slots"),
+        ([(0, 1, 2), (0, 1, 1)], 3, True, 0, "starved"),
+        ([(0, 1, 2), (0, 1, 1)], 3, False, 3, "spent"),
+        ([(0, 1, 2), (0, 1, 2)], 2, False, 0, "all"),  # room for 2, half of 2 wait
+        ([(0, 2, 2), (0, 0, 2)], 2, False, 0, "all"),
+    ],
+)
+def test_triggers_hold_prompts_up_though_every_rank_has_some(
+    told: list[tuple[int, ...]], running: int, starved: bool, passes: int, situation: str
+) -> None:
+    config = SchedConfig(
+        dp_ranks=2,
+        max_running_requests=4,
+        prefill_delayer_slots=True,
+        prefill_delayer_queue_min_ratio=0.5,
+        **DELAYING,
+    )
+    said = tuple(wish(wants=True, running=running, starved=starved and not i) for i in range(2))
+    counts = tuple((*NOTHING, *more) for more in told)
+    assert situation_of(config, Delay(passes), counts, said) == situation
+
+
+def test_queue_trigger_waits_for_a_share_of_those_that_run() -> None:
+    config = SchedConfig(dp_ranks=2, prefill_delayer_queue_min_ratio=0.5, **DELAYING)
+    said = (wish(wants=True, running=10), wish(wants=True, running=4))
+    for waiting, taken, situation in ((4, 8, "queue"), (5, 8, "all"), (3, 3, "all"), (2, 3, "queue")):
+        counts = ((*NOTHING, 0, waiting, taken), (*NOTHING, 0, 1, 0))
+        assert situation_of(config, Delay(), counts, said) == situation
+
+
+def test_prompts_wait_for_more_of_their_kind() -> None:
+    """With one place left and extends that took in two, nobody extends until another place is free."""
+    made = group(overlap_depth=0, max_running_requests=3, prefill_delayer_slots=True, **DELAYING)
+    for rank in (0, 1):
+        for number in range(2):
+            made.arrive(rank, asked(10 * rank + number, max_new=3 if number else 12))
+    offer(made)
+    assert modes(made) == ["extend", "extend"]
+    deliver(made)
+    for rank in (0, 1):
+        for number in (2, 3):
+            made.arrive(rank, asked(10 * rank + number))
+    seen = []
+    for _ in range(3):
+        offer(made)
+        seen.append(modes(made)[0])
+        deliver(made)
+    assert seen == ["decode", "decode", "extend"]
+    assert made.marks["prompts waited (slots)"] == 4, "as both ranks say, twice"
+    assert made.marks["prompts went ahead (all)"] == 2
+    made.settle()
+    made.replay()
+
+
+def test_prompts_wait_until_as_many_do_as_a_share_of_those_that_run() -> None:
+    made = group(overlap_depth=0, max_running_requests=8, prefill_delayer_queue_min_ratio=0.7, **DELAYING)
+    for rank in (0, 1):
+        for number in range(3):
+            made.arrive(rank, asked(10 * rank + number, max_new=12))
+    offer(made)
+    deliver(made)
+    seen = []
+    for number in (3, 4):
+        made.arrive(0, asked(number))
+        if number == 3:
+            made.arrive(1, asked(10 + number))
+        offer(made)
+        seen.append(modes(made))
+        deliver(made)
+    assert seen == [["decode", "decode"], ["extend", "extend"]], "two of three wait at the first rank"
+    assert made.marks["prompts waited (queue)"] == 2
+    assert made.marks["prompts went ahead (all)"] == 2
+    made.settle()
+    made.replay()
 
 
 def test_without_a_delayer_only_full_ranks_hold_prompts_up() -> None:
@@ -554,6 +795,27 @@ def test_answers_are_those_of_one_plain_engine(ranks: int, depth: int) -> None:
         made.settle()
         assert made.answers == expected == {one.key: one.answer for one in requests}
         made.replay()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_answers_under_grammars_are_those_of_one_plain_engine(depth: int) -> None:
+    """Ranks x jump-forward x overlap: equal tokens and reasons."""
+    rng = random.Random(depth)
+    made = group(3, restores=False, overlap_depth=depth, pages=24, retract_every=5, chunked_prefill_size=6, **JUMPING)
+    ends: dict[int, int | None] = {}
+    for key in range(14):
+        ends[key] = rng.choice([None, 2, 9])
+        one = asked(key, prompt=rng.randint(1, 12), max_new=rng.randint(1, 9))
+        made.arrive(rng.randrange(3), one, grammar=f"g{key % 3}", ends=ends[key])
+        for _ in range(4):
+            made.do_something(rng)
+    made.settle(rng)
+    for member in made.members:
+        for one in member.asked:
+            stop = min(one.max_new, ends[one.key] or one.max_new)
+            reason = "grammar" if stop == ends[one.key] else "length"
+            assert made.answers[one.key] == Answer(reason, one.answer.tokens[:stop])
+    made.replay()
 
 
 # ----------------------------------------------------------------------------------------------------- random histories

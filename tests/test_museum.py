@@ -227,6 +227,21 @@ def test_a_thousand_decodes_leave_no_object() -> None:
     assert engine.next_batch_id >= 1000
 
 
+def test_offers_to_stages_that_stand_still_leave_no_object() -> None:
+    """E10: what is in flight is bounded by the slots of the stages, and an offer beyond them is remembered nowhere."""
+    engine = Engine(SchedConfig(page_size=2, pages=64, pp_size=2, overlap_depth=1))
+    for number in range(4):
+        engine.step(arrived(number, 3, 20))
+        engine.step(LaneReady(0, number % 2))
+    for microbatch in (0, 1, 0, 1):
+        engine.step(LaneReady(0, microbatch))
+    assert [batch.plan.microbatch for batch in engine.in_flight] == [0, 1, 0, 1]
+    with no_garbage_collector(spare=20):
+        for number in range(10_000):
+            assert engine.step(LaneReady(0, number % 2)).launched() is None
+    assert len(engine.in_flight) == 4
+
+
 def test_the_evictor_takes_all_that_the_counter_promises() -> None:
     """E12: pages counted as evictable can be evicted, whatever is held, in one go or in parts."""
     rng = random.Random(12)

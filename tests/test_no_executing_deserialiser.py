@@ -8,7 +8,7 @@ each rule is tried on a planted violation.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,12 @@ IMPORTERS = {"__import__", "importlib.import_module", "pytest.importorskip"}
 
 def violations(source: str) -> list[str]:
     """Every deserialiser in `source` that can execute what it reads."""
-    tree = ast.parse(source)
-    return [f"line {line}: {message}" for line, message in sorted(_findings(tree, _meanings(tree)))]
+    nodes = list(ast.walk(ast.parse(source)))
+    return [f"line {line}: {message}" for line, message in sorted(_findings(nodes, _meanings(nodes)))]
 
 
-def _findings(tree: ast.Module, meanings: dict[str, str]) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _findings(nodes: Sequence[ast.AST], meanings: dict[str, str]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 for alias in names:
@@ -86,10 +86,10 @@ def _surely_without_pickle(call: ast.Call) -> bool:
     return True
 
 
-def _meanings(tree: ast.Module) -> dict[str, str]:
+def _meanings(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """What each imported name stands for, as a dotted path."""
     meanings = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.asname:

@@ -45,8 +45,7 @@ def test_contract_has_types_for_sequence(path: Path) -> None:
     sequence = read(path.read_text())
     assert sequence.exchanges
     check(sequence)
-    if not sequence.waits_for:
-        play(sequence)
+    play(sequence)
 
 
 def test_record_names_what_the_contract_does_not_have() -> None:

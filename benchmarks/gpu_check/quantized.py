@@ -2,7 +2,8 @@
 
 A product is measured three ways: by the kernel that widens tiles as it reads them, by torch behind a widened copy, and
 by torch with weights in the dtype of the rows. Where the second overtakes the first is where the runtime should change
-over (`FUSED_ROWS_MAX`).
+over (`FUSED_ROWS_MAX`). Of fp8 weights two ways more round the rows to fp8 first, which is part of their time: by our
+kernel, and by torch's product with a scale for each row, where weights have one scale.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,11 +26,12 @@ from benchmarks.gpu_check.machine import COPY_BYTES, copy_gbs
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.timing import graph_time_us
 from lockstep.core.errors import ConfigError
-from lockstep.host.quantization import WeightFormat
+from lockstep.host.quantization import Activations, WeightFormat
 from lockstep.runtime import triton_trial
 from lockstep.runtime.attention import choose, make
 from lockstep.runtime.kv_pool import KvPool
-from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_fp8
+from lockstep.runtime.quantized import activations
+from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_codes, to_fp8
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import FUSED_ROWS_MAX, Matrix, Quantized
 from tests.support.passes import Pass
@@ -52,6 +55,8 @@ def run(section: Section) -> None:
     section.put("copy_gbs", round(gbs, 1))
     if (why := obstacle(section)) is not None:
         section.skip("our kernels", why)
+    elif (why := rounding_obstacle(section)) is not None:
+        section.skip("rows in fp8", why)
     for kind in ("fp8 blocks", "gptq") if section.small else FORMATS:
         stored = FORMATS[kind]
         for shape in list(dict.fromkeys(layer.products[:-1]))[: 1 if section.small else None]:
@@ -63,6 +68,10 @@ def run(section: Section) -> None:
         with section.trying(f"{kind}, experts"):
             section.needs(2 if section.gpu else 0)
             experts(section, kind, stored, layer.dtype)
+        if stored.layout == "fp8" and rounding_obstacle(section) is None:
+            with section.trying(f"{kind}, experts, rows in fp8"):
+                section.needs(2 if section.gpu else 0)
+                experts(section, kind, stored, layer.dtype, "dynamic")
     with section.trying("change over"):
         change_over(section)
     for backend in backends(section, layer):
@@ -79,11 +88,23 @@ def obstacle(section: Section) -> str | None:
     return None if interpreted else "there is no GPU, and Triton's interpreter is off"
 
 
-def made(stored: WeightFormat, parts: list[Matrix], groups: int, dtype: torch.dtype, device: torch.device) -> Quantized:
+def rounding_obstacle(section: Section) -> str | None:
+    """Why fp8 cannot be multiplied by fp8 here, or None. The interpreter can, but rounds rows wrongly."""
+    return activations.obstacle(section.device) if section.gpu else obstacle(section)
+
+
+def made(
+    stored: WeightFormat,
+    parts: list[Matrix],
+    groups: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounded: Activations = "",
+) -> Quantized:
     """Matrices of random bits, spread like weights."""
     generator = torch.Generator(device).manual_seed(7)
     if stored.layout == "fp8":
-        fp8 = Fp8Matrices(parts, groups, 0, 1, dtype, device, stored)
+        fp8 = Fp8Matrices(parts, groups, 0, 1, dtype, device, stored, rounded)
         for one in fp8.weight.data if groups else [fp8.weight.data]:
             one.copy_(to_fp8(torch.randn(one.shape, generator=generator, device=device) * 64))
         fp8.scale.data.uniform_(2e-4, 4e-4, generator=generator)
@@ -99,7 +120,7 @@ def stored_for(section: Section, stored: WeightFormat) -> WeightFormat:
     """Small matrices have small groups and blocks."""
     if not section.small:
         return stored
-    return replace(stored, block=stored.block and (16, 16), group=stored.group and 16)
+    return replace(stored, block=stored.block and (16, 32), group=stored.group and 16)
 
 
 def products(
@@ -115,20 +136,33 @@ def products(
     plain = [wide.to(dtype) for _ in copies]
     taken = sum(one.numel() * one.element_size() for one in weights.parameters())
     fused = obstacle(section) is None and weights.kernel_fits(dtype)
+
+    def by_widening(hidden: Tensor, turn: int) -> Tensor:
+        return F.linear(hidden, copies[turn].widened_fast(dtype) if fused else copies[turn].widened(dtype))
+
+    def by_plain_weights(hidden: Tensor, turn: int) -> Tensor:
+        return F.linear(hidden, plain[turn])
+
+    def by_kernel(hidden: Tensor, turn: int) -> Tensor:
+        return copies[turn].kernel_linear(hidden, None, None)
+
     for rows in (3,) if section.small else ROWS:
         hidden = torch.randn(rows, inputs, device=device).to(dtype)
         wanted = hidden.double() @ wide.double().t()
         ways: dict[str, Callable[[int], Tensor]] = {
-            "widened": lambda turn, hidden=hidden: F.linear(  # type: ignore[misc]
-                hidden, copies[turn].widened_fast(dtype) if fused else copies[turn].widened(dtype)
-            ),
-            "plain": lambda turn, hidden=hidden: F.linear(hidden, plain[turn]),  # type: ignore[misc]
+            "widened": partial(by_widening, hidden),
+            "plain": partial(by_plain_weights, hidden),
         }
         if fused:
-            ways["fused"] = lambda turn, hidden=hidden: copies[turn].kernel_linear(hidden, None, None)  # type: ignore[misc]
+            ways["fused"] = partial(by_kernel, hidden)
+        rounding = rounded_ways(section, copies, hidden)
+        for name, way in rounding.items():
+            far, limit = off(way(0)[:, None], rounded_product(copies[0], hidden)[:, None]), 2 * FAR[dtype]
+            section.check(f"{kind} {outputs} x {inputs}, {rows} rows, {name}", far <= limit, f"{far:.2g} off")
+        ways |= rounding
         found: dict[str, float] = {"floor_us": round(taken / gbs / 1e3, 1)}
         for name, way in ways.items():
-            if name != "plain":
+            if name != "plain" and name not in rounding:
                 far, limit = off(way(0)[:, None], wanted[:, None]), 2 * FAR[dtype]
                 section.check(f"{kind} {outputs} x {inputs}, {rows} rows, {name}", far <= limit, f"{far:.2g} off")
 
@@ -143,30 +177,86 @@ def products(
         section.put(f"products.{kind}.{outputs} x {inputs}.{rows}", found)
 
 
-def experts(section: Section, kind: str, stored: WeightFormat, dtype: torch.dtype) -> None:
+def rounded_ways(section: Section, copies: list[Quantized], hidden: Tensor) -> dict[str, Callable[[int], Tensor]]:
+    """Products of rows in fp8, where they can be; under the interpreter rows are rounded by torch."""
+    if not isinstance(copies[0], Fp8Matrices) or rounding_obstacle(section) is not None:
+        return {}
+    from lockstep.runtime.quantized.fp8_kernels import rounded_rows, scaled_linear
+
+    fp8 = [one for one in copies if isinstance(one, Fp8Matrices)]
+    run = fp8[0].block[1]
+    rounds = rounded_rows if section.gpu else to_codes
+
+    def by_kernel(turn: int) -> Tensor:
+        one, (codes, by_row) = fp8[turn], rounds(hidden, run)
+        return scaled_linear(codes, by_row, one.weight.data, one.scale.data, one.block, None, None, hidden.dtype)
+
+    ways: dict[str, Callable[[int], Tensor]] = {"rounded": by_kernel}
+    if section.gpu and run == fp8[0].inputs:
+        of_outputs = [one.scale.data.expand(one.outputs, 1).t().contiguous() for one in fp8]
+
+        def by_torch(turn: int) -> Tensor:
+            codes, by_row = rounds(hidden, run)
+            weight = fp8[turn].weight.data.t()
+            found: Tensor = torch._scaled_mm(codes, weight, by_row, of_outputs[turn], out_dtype=hidden.dtype)
+            return found
+
+        try:
+            by_torch(0)
+        except RuntimeError as error:  # not for every GPU and number of rows
+            section.skip("rows in fp8, by torch", str(error).partition("\n")[0])
+        else:
+            ways["rounded_torch"] = by_torch
+    return ways
+
+
+def rounded_product(weights: Quantized, hidden: Tensor) -> Tensor:
+    """What rows in fp8 should give, in float64."""
+    assert isinstance(weights, Fp8Matrices)
+    codes, by_row = to_codes(hidden, weights.block[1])
+    wide = codes.double().view(*by_row.shape, -1) * by_row.double()[..., None]
+    return wide.view(hidden.shape) @ weights.widened(torch.float32).double().t()
+
+
+def experts(section: Section, kind: str, stored: WeightFormat, dtype: torch.dtype, rounded: Activations = "") -> None:
     """Grouped rows, some groups without any."""
     outputs, inputs = (48, 32) if section.small else (1536, 2048)
-    weights = made(stored_for(section, stored), [Matrix("w", outputs, inputs)], EXPERTS, dtype, section.device)
+    parts = [Matrix("w", outputs, inputs)]
+    weights = made(stored_for(section, stored), parts, EXPERTS, dtype, section.device, rounded)
     for tokens in (3,) if section.small else (1, 64, 1024):
         generator = torch.Generator().manual_seed(tokens)
         group, _ = torch.randint(0, EXPERTS - 1, (tokens * PER_TOKEN,), generator=generator).sort()
         ends = torch.searchsorted(group, torch.arange(EXPERTS), right=True).int().to(section.device)
         rows = torch.randn(len(group), inputs, generator=generator).to(section.device, dtype)
-        of_rows = group.tolist()
+        of_rows, name = group.tolist(), f"{kind}{', rows in fp8' * bool(rounded)}"
+        meeting = rows
+        if isinstance(weights, Fp8Matrices) and rounded:
+            codes, by_row = to_codes(rows, weights.run)
+            meeting = (codes.float().view(*by_row.shape, -1) * by_row[..., None]).view(rows.shape)
         wide = {one: weights.widened(torch.float32, one).double() for one in set(of_rows)}
-        wanted = torch.stack([wide[one] @ row for one, row in zip(of_rows, rows.double(), strict=True)])
+        wanted = torch.stack([wide[one] @ row for one, row in zip(of_rows, meeting.double(), strict=True)])
         way = weights.grouped if section.gpu or obstacle(section) is not None else kernel_of(weights)
         far = off(way(rows, ends)[:, None], wanted[:, None])
-        name = f"{kind}, {EXPERTS} experts of {outputs} x {inputs}, {tokens} tokens"
-        section.check(name, far <= 2 * FAR[dtype], f"{far:.2g} off")
+        shown = f"{name}, {EXPERTS} experts of {outputs} x {inputs}, {tokens} tokens"
+        section.check(shown, far <= 2 * FAR[dtype], f"{far:.2g} off")
         if section.gpu and obstacle(section) is None:
-            us = graph_time_us(lambda rows=rows, ends=ends: weights.grouped(rows, ends), section.device)  # type: ignore[misc]
-            section.put(f"experts.{kind}.{tokens}", {"us": round(us, 1)})
+            us = graph_time_us(partial(weights.grouped, rows, ends), section.device)
+            section.put(f"experts.{name}.{tokens}", {"us": round(us, 1)})
 
 
 def kernel_of(weights: Quantized) -> Callable[[Tensor, Tensor], Tensor]:
     """The grouped product by the kernel, wherever it runs."""
-    return lambda rows, ends: weights.kernel_linear(rows, None, ends)
+    if not isinstance(weights, Fp8Matrices) or not weights.activations:
+        return lambda rows, ends: weights.kernel_linear(rows, None, ends)
+    from lockstep.runtime.quantized.fp8_kernels import scaled_linear
+
+    def way(rows: Tensor, ends: Tensor) -> Tensor:
+        codes, by_row = to_codes(rows, weights.run)
+        return scaled_linear(
+            codes, by_row, weights.weight.data, weights.scale.data, weights.block, None, ends, rows.dtype
+        )
+
+    return way
 
 
 def change_over(section: Section) -> None:

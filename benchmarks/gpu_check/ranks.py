@@ -1,4 +1,5 @@
 """Sums and joins of a tensor-parallel group, eagerly and in a CUDA graph, as far as one GPU can show: a group of one.
+Likewise a trainer's group for new weights.
 
 It goes through the same calls of NCCL as a group of several, so that a torch in which they changed is found here. Where
 there are two GPUs, `engine` runs the demo model on both.
@@ -6,6 +7,7 @@ there are two GPUs, `engine` runs the demo model on both.
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.section import Section
 from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.weights_group import Backend, WeightsGroup
 
 TIMEOUT_S = 20.0
 ROWS, WIDTH = 256, 8192  # of the hidden states that a 70B model sums in a decode of 256 rows
@@ -42,6 +45,22 @@ def run(section: Section) -> None:
                 section.put("sum_us", sum_us(group, device))
         with section.trying("leaving"):
             group.close()
+    with section.trying("new weights over a group"):
+        weights(section, device)
+
+
+def weights(section: Section, device: torch.device) -> None:
+    """A trainer's end of a group of one: NCCL meets, sends and lets go, as it does with engines at other ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    backend: Backend = "nccl" if device.type == "cuda" else "gloo"
+    group = WeightsGroup("127.0.0.1", port, 0, 1, timeout_s=TIMEOUT_S, backend=backend, device=device)
+    given = torch.arange(24, dtype=torch.bfloat16, device=device).view(4, 6)
+    sent = given.clone()
+    group.send(sent)
+    same(section, f"weights sent by {backend}", sent, given)
+    group.close()
 
 
 def captured(section: Section, group: Collectives, given: Tensor) -> None:

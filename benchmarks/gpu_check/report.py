@@ -213,14 +213,17 @@ def _quantized(found: Found) -> Iterator[str]:
     yield ""
     yield "The floor is the time in which the stored bytes are read at the bandwidth of a copy; plain is bfloat16."
     yield ""
-    ways = ("floor_us", "fused_us", "widened_us", "plain_us")
+    yield "Rows in fp8 are rounded within the time shown, and meet weights in fp8: by our kernel, and by torch's."
+    yield ""
+    ways = ("floor_us", "fused_us", "widened_us", "plain_us", "rounded_us", "rounded_torch_us")
     rows = [
         (kind, shape, int(count), *(one.get(way) for way in ways))
         for kind, shapes in found["products"].items()
         for shape, by_rows in shapes.items()
         for count, one in by_rows.items()
     ]
-    yield from _table(("stored as", "matrix", "rows", "floor us", "widened in tiles us", "copy us", "plain us"), rows)
+    heads = ("stored as", "matrix", "rows", "floor us", "widened in tiles us", "copy us", "plain us")
+    yield from _table((*heads, "rows in fp8 us", "by torch us"), rows)
     rows = [(kind, count) for kind, count in found.get("change_over_rows", {}).items()]
     yield from _table(("stored as", "rows from which a widened copy wins"), rows)
     rows = [

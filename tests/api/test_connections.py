@@ -122,5 +122,5 @@ def test_limits_are_above_zero(tmp_path: Path) -> None:
 
     file = tmp_path / "serve.toml"
     file.write_text("emulate = 'qwen3-8b@h200'\n[limits]\nhead_s = 0\n")
-    with pytest.raises(ConfigError, match=r"`limits\.head_s` must be above 0, got `0\.0`"):
+    with pytest.raises(ConfigError, match=r"`limits\.head_s` must be above 0, and finite, got `0\.0`"):
         read_settings(file, {})

@@ -211,10 +211,10 @@ def test_slowing_down_is_slower(operator: Post, alice: Any) -> None:
     with stream as answer:
         lines = answer.iter_lines()  # kept: to let go of it is to leave
         next(lines)
-        assert operator("/slow_down", {"forward_sleep_time": 0.1})[0] == 200
-        assert launches() <= 12
+        assert operator("/slow_down", {"forward_sleep_time": 0.5})[0] == 200
+        assert launches() <= 3
         assert operator("/slow_down")[0] == 200
-        assert launches() > 20
+        until(lambda: launches() > 4, 60)
 
 
 def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Post, alice: Any) -> None:

@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import click
@@ -175,6 +176,12 @@ def test_the_container_file_names_what_is_in_the_repository(emulated: LiveServer
         assert set(filter(None, extras.split(","))) <= set(project.get("optional-dependencies", {}))
     assert json.loads(steps["ENTRYPOINT"])[1:] == ["serve"]
     assert steps["EXPOSE"] == str(ServeSettings().port)
+    ignored = [line for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line and line[0] != "#"]
+    for name in (*(name for name, _ in packages), "packages/api/src/lockstep/api/ui.html"):
+        parts = ["/".join(name.split("/")[:count]) for count in range(1, name.count("/") + 2)]
+        assert not any(fnmatch(part, pattern.removeprefix("**/")) for part in parts for pattern in ignored), name
+    assert {".git", ".venv"} <= set(ignored)
+    assert "--format docker" in PAGE  # else podman leaves the health check out
     python, option, code = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
     assert (python, option) == ("python", "-c")
     for url, status in ((emulated.url, 0), ("http://127.0.0.1:9", 1)):

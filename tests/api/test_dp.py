@@ -12,6 +12,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from lockstep.api.wire import (  # noqa: E402
     Over,
     Routed,
     SessionOver,
+    Withdraw,
     WorkerLost,
 )
+from lockstep.core.dispatch import DispatchConfig  # noqa: E402
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.router import (  # noqa: E402
     ROUTER_POLICIES,
@@ -209,6 +212,133 @@ def test_whatever_comes_in_whatever_order_is_counted_and_decided_again(policy: R
     assert verify_router(tmp_path)[1] >= len(answered)
 
 
+# ----------------------------------------------------------------------------------------------- a line in front of it
+
+
+def line_of(run: Path | None = None, **more: Any) -> Board:
+    admission = DispatchConfig(**{"open_max": 1, **more})
+    return Board("least_requests", run=run, admission=admission).both()
+
+
+def refused(board: Board) -> list[tuple[int, str]]:
+    return [(answer.number, answer.refused) for answer in board.answers if answer.engine < 0]
+
+
+def test_beyond_the_limit_requests_wait_each_tenant_in_turn_and_the_highest_priority_first() -> None:
+    board = line_of(order="priority", tenant_weights={"small": 0.5})
+    assert [board.offer(tenant="flood") for _ in range(5)] == [0, 1, None, None, None]
+    assert board.offer(worker=1, tenant="polite") is None
+    assert board.offer(tenant="flood", priority=3) is None
+    for over in ((0, 0), (0, 1), (1, 5), (0, 6)):
+        board.tell(Over(*over, 4))
+    assert [(one.worker, one.number) for one in board.answers[2:]] == [(1, 5), (0, 6), (0, 2), (0, 3)]
+    assert board.dispatcher.line is not None
+    assert board.dispatcher.line.waiting == 1
+
+
+def test_a_full_line_refuses_and_what_is_withdrawn_waits_no_longer() -> None:
+    board = line_of(waiting_max=2)
+    assert [board.offer(label="mine") for _ in range(4)] == [0, 1, None, None]
+    assert board.offer(worker=1, label="other") == -1
+    assert refused(board) == [(4, "queue_full")]
+    board.tell(Withdraw("mine"))
+    assert refused(board)[1:] == [(2, "cancelled"), (3, "cancelled")]
+    assert board.dispatcher.router is not None
+    assert board.dispatcher.router.open_requests == [1, 1]  # those that an engine has are the engine's to end
+    assert board.offer() is None
+    board.tell(WorkerLost(0))
+    assert board.dispatcher.router.open_requests == [0, 0]
+    assert board.dispatcher.line is not None
+    assert board.dispatcher.line.waiting == 0
+
+
+def test_where_everybody_drains_nobody_waits_for_it() -> None:
+    board = line_of()
+    assert [board.offer() for _ in range(3)] == [0, 1, None]
+    board.tell(Drained(0, True))
+    assert len(board.answers) == 2
+    board.tell(Drained(1, True))
+    assert board.answers[2:] == [Routed(0, 2, 0)]  # which says that it drains
+    assert board.offer() == 0
+    board.tell(Over(0, 0, 1), Over(0, 1, 1), Drained(0, False))
+    assert [board.offer() for _ in range(2)] == [0, None]
+
+
+def test_what_an_engine_had_that_is_gone_for_good_is_not_sent_again() -> None:
+    board = line_of()
+    assert [board.offer() for _ in range(4)] == [0, 1, None, None]
+    board.tell(EngineLost(1, None))
+    assert board.dispatcher.router is not None
+    assert board.dispatcher.router.open_requests == [1, 0]
+    board.tell(Over(0, 1, 0), Over(0, 0, 3))  # the worker's end of it, and another
+    assert [(one.number, one.engine) for one in board.answers[2:]] == [(2, 0)]
+
+
+def test_a_session_that_is_opened_waits_as_others_do() -> None:
+    board = line_of()
+    mine = session_key("mine")
+    assert [board.offer() for _ in range(2)] == [0, 1]
+    assert board.offer(session=mine, what="open") is None
+    board.tell(Over(0, 1, 1))
+    assert board.answers[-1] == Routed(0, 2, 1, True)
+    assert board.offer(session=mine) == 1
+    assert board.offer(session=mine) is None  # its engine is not the only one that is full
+    board.tell(Over(0, 0, 1))
+    assert board.answers[-1].engine == 1
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_with_a_line_too_everything_is_answered_once_and_decided_again(order: str, tmp_path: Path) -> None:
+    """As above, with tenants that wait, lines that are full, and journals that are begun anew meanwhile."""
+    rng = random.Random(order)
+    admission = DispatchConfig(open_max=2, waiting_max=5, order=order, tenant_weights={"a": 2.0})  # type: ignore[arg-type]
+    board = Board("prefix_affinity", run=tmp_path, admission=admission, bytes_max=16 * 20_000).both()
+    lives, up, offered, ended = [0, 0], {0, 1}, set[tuple[int, int]](), set[tuple[int, int]]()
+    for _ in range(800):
+        match rng.randrange(9):
+            case 0 | 1 | 2 | 3 | 4:
+                more = {"tenant": rng.choice("abc"), "priority": rng.choice((None, 1, 2)), "label": rng.choice("xyz")}
+                worker = rng.randrange(2)
+                board.offer(worker, prefix=tuple(range(rng.randrange(4))), session=rng.choice(("", "s")), **more)
+                offered.add((worker, board.number))
+            case 5 | 6 if offered - ended:
+                one = rng.choice(sorted(offered - ended))
+                board.tell(Over(*one, rng.randrange(50)))
+                ended.add(one)
+            case 7:
+                engine = rng.randrange(2)
+                if engine in up:
+                    lives[engine] += 1
+                    board.tell(EngineLost(engine, lives[engine]))
+                    up.remove(engine)
+                else:
+                    board.tell(EngineHere(engine, lives[engine], 1000, (), False))
+                    up.add(engine)
+            case 8 if rng.random() < 0.2:
+                if rng.random() < 0.5:
+                    board.tell(Withdraw(rng.choice("xyz")))
+                else:
+                    board.tell(WorkerLost(1))
+                    ended |= {one for one in offered if one[0] == 1}
+        ended |= {(answer.worker, answer.number) for answer in board.answers if answer.engine < 0}
+    for engine in {0, 1} - up:
+        board.tell(EngineHere(engine, lives[engine], 1000, (), False))
+    while told := {(answer.worker, answer.number) for answer in board.answers} & offered - ended:
+        board.tell(*(Over(*one, 1) for one in sorted(told)))
+        ended |= told
+    assert offered == ended
+    answered = Counter((answer.worker, answer.number) for answer in board.answers)
+    assert set(answered.values()) == {1}
+    assert board.dispatcher.router is not None
+    assert board.dispatcher.router.open_requests == [0, 0]
+    assert board.dispatcher.line is not None
+    assert board.dispatcher.line.waiting == 0
+    assert refused(board)
+    board.dispatcher.close()
+    assert len(list(tmp_path.glob("router-*.jsonl"))) > 1
+    assert verify_router(tmp_path)[1] >= len(answered)
+
+
 def test_a_router_that_cannot_read_what_it_is_told_says_so() -> None:
     folder, failed = fresh_folder(), list[Exception]()
     try:
@@ -249,6 +379,17 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
         ({"router": "round_robin"}, "`router` is for several engines\nhint: give dp, or drop it"),
         ({"dp": 2, "router": "random"}, "Invalid enum value 'random'"),
         ({"dp": 2, "router_load_bound": 0.5}, "`router_load_bound` must be from 1 to 1000, got `0.5`"),
+        ({"admission": "open=4"}, "`admission` is for several engines\nhint: give dp, or drop it"),
+        ({"dp": 2, "admission": "waiting=4"}, "`admission` has no limit, got `waiting=4`"),
+        ({"dp": 2, "admission": "open=4,share.a=2"}, "`admission` has shares, but without api_keys there are no"),
+        (
+            {
+                "dp": 2,
+                "admission": "open=4,order=priority",
+                "set": {"schedule_policy": "priority", "schedule_low_priority_values_first": True},
+            },
+            "`admission` has order=priority, the highest first, but `schedule_low_priority_values_first` is true",
+        ),
         ({"dp": 2, "router_block_tokens": 0}, "`router_block_tokens` must be a whole number of at least 1, got `0`"),
     ],
 )
@@ -427,6 +568,73 @@ def test_abort_reaches_whichever_engine_has_it(clean: LiveServer) -> None:
     for thread in threads:
         thread.join(30)
     assert [one["meta_info"]["finish_reason"]["type"] for one in said] == ["abort"] * 4
+
+
+# ----------------------------------------------------------------------------------------------------- admission, live
+
+
+@pytest.fixture(scope="module")
+def queueing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("queueing")
+    (folder / "keys.toml").write_text(KEYS)
+    admission = ("--admission", "open=1,waiting=3,share.alice=2", "--api-keys", str(folder / "keys.toml"))
+    given = ("--journal", str(folder / "run"), "--api-workers", "2", "--admin-socket", str(folder / "admin"))
+    with serving(folder / "log", *EMULATED, *TWO, "--speed", "2", *admission, *given) as made:
+        until(lambda: made.text().count(": ready: ") == 4)
+        yield made
+
+
+def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> None:
+    """Beyond one on each engine they wait: some are refused, some withdrawn, the time of one is up, and others go."""
+    ended: dict[str, tuple[int, Any]] = {}
+
+    def ask_for(name: str, tokens: int = 30_000, **more: Any) -> threading.Thread:
+        def run() -> None:
+            params = {"max_new_tokens": tokens, "ignore_eos": True}
+            body = {"text": "a", "rid": name, "sampling_params": params, **more}
+            said = httpx2.post(f"{queueing.url}/generate", json=body, headers=USER, timeout=60)
+            ended[name] = said.status_code, said.json()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def facts_of(reason: str) -> int:
+        return sum(one.reason == reason for record in facts(run) for one in record.decided)
+
+    def abort(name: str) -> None:  # by whichever worker
+        with httpx2.Client(base_url=queueing.url, headers=USER) as another:
+            assert another.post("/abort_request", json={"rid": name}).status_code == 200
+
+    run = queueing.log.parent / "run"
+    threads = [ask_for("first"), ask_for("second")]
+    until(lambda: [state["running"] for state in states(queueing)] == [1, 1])
+    threads += [ask_for("unwanted"), ask_for("gone"), ask_for("patient", 3)]
+    until(lambda: facts_of("waits") == 3)
+    assert [state["waiting"] for state in states(queueing)] == [0, 0]
+    full = httpx2.post(f"{queueing.url}/generate", json={"text": "b"}, headers=USER, timeout=30)
+    assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+    assert "wait at the router" in full.json()["error"]["message"]
+    for name in ("unwanted", "gone"):
+        abort(name)
+        until(partial(ended.__contains__, name))
+        assert ended[name][1]["meta_info"]["finish_reason"]["type"] == "abort"
+    threads.append(ask_for("late", queue_timeout_s=0.5))
+    until(lambda: "late" in ended)
+    assert ended["late"][0] == 504
+    assert set(ended) == {"unwanted", "gone", "late"}
+    abort("second")
+    until(lambda: "patient" in ended)
+    assert ended["patient"][1]["meta_info"]["completion_tokens"] == 3
+    abort("first")
+    for thread in threads:
+        thread.join(30)
+    assert queueing.end(signal.SIGTERM) == 0
+    assert verify_router(run)[1] == 8
+    assert "order" not in (run / "router.jsonl").read_text().partition("\n")[0]
+    for command, *words in ((journal, "verify", run), (explain, run, "--request", "patient")):
+        shown = CliRunner().invoke(command, [str(word) for word in words])
+        assert shown.exit_code == 0, shown.output
 
 
 # ------------------------------------------------------------------------------------------------------------ policies

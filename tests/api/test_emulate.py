@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
 
+from click.testing import CliRunner
+
 from lockstep.api.emulate import EmulatedExecutor, Vocabulary
+from lockstep.api.serve import serve
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
@@ -140,3 +144,13 @@ def test_what_it_cannot_run_is_refused() -> None:
         executor.sample(1, ())
     assert not executor.ready()
     assert executor.in_flight == 0
+
+
+@pytest.mark.parametrize("emulated", ["deepseek-v3@h100", "gpt-oss-120b@l40s"])
+def test_a_model_that_does_not_fit_gets_hints_that_this_command_has(emulated: str) -> None:
+    refused = CliRunner().invoke(serve, ["--emulate", emulated, "--dry-run"])
+    message = str(refused.exception)
+    assert "does not fit on 1 x" in message
+    options = {option for parameter in serve.params for option in parameter.opts}
+    assert set(re.findall(r"--[\w-]+", message.partition("hint: ")[2])) - options == set()
+    assert "quantization_config" in message

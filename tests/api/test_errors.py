@@ -225,7 +225,7 @@ def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> N
     for number in range(120):  # of every endpoint
         path, body = hostile.body(random.Random(number))
         status = client.post(path, content=body, headers=JSON).status_code
-        assert status in (200, 400, 404), (number, path, status)
+        assert status in (200, 400, 404, 501), (number, path, status)  # 501: what is not served, by name
         sent += bystander.is_alive()
     assert sent > 5
     bystander.join(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -72,6 +73,41 @@ def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer)
     assert said[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named", "called"),
+    [
+        ("/v1/completions", {"prompt": "a"}, {"rid": "my completion"}, "my completion"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, {"rid": "my chat"}, "my chat"),
+        ("/v1/completions", {"prompt": "a"}, {"request_id": "42"}, "cmpl-42"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, {"request_id": "7"}, "chatcmpl-7"),
+    ],
+    ids=str,
+)
+def test_answers_of_openai_endpoints_are_called_and_cancelled_as_their_clients_like(
+    client: Any, emulated: LiveServer, path: str, body: dict[str, Any], named: dict[str, str], called: str
+) -> None:
+    endless = {**body, **named, "max_tokens": 30_000, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lambda: client.post(path, json=endless).json())
+        until(lambda: running(emulated) == 1)
+        assert client.post("/abort_request", json={"rid": called}).json() == {"success": True}
+        said = waiting.result(timeout=60)
+    assert (said["id"], said["choices"][0]["finish_reason"]) == (called, "abort")
+    until(lambda: running(emulated) == 0)
+
+
+def test_a_request_has_one_name_and_a_client_does_not_abort_everybodys(client: Any) -> None:
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "a", "rid": "a", "request_id": "b"}, "rid"),
+        ("/abort_request", {"rid": "", "abort_all": True}, "abort_all"),
+        ("/abort_request", {"rid": "\x9b"}, "rid"),
+        ("/v1/completions", {"prompt": "a", "rid": "a\nb"}, "rid"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "request_id": "\x7f"}, "request_id"),
+    ):
+        said = client.post(path, json=body)
+        assert (said.status_code, said.json()["error"]["param"]) == (400, param)
+
+
 def test_what_cannot_be(client: Any) -> None:
     for fields, param in (
         ({}, "text"),
@@ -84,6 +120,7 @@ def test_what_cannot_be(client: Any) -> None:
         ({"text": "a", "sampling_params": {"max_new_tokens": 10**6}}, "max_new_tokens"),
         ({"text": "a", "lora_path": "/etc/passwd"}, "lora_path"),
         ({"text": "a", "rid": "r" * 257}, "rid"),
+        ({"text": "a", "rid": "r\x1b[31m"}, "rid"),
     ):
         answer = client.post("/generate", json=fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -14,10 +14,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
-from tests.support.live_server import LiveServer, metric, until  # noqa: E402
+from tests.support.live_server import LiveServer, metric, running, until  # noqa: E402
 
 MODEL = "qwen3-0.6b"
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
+LEFT = 'lockstep_http_requests_total.*status="499"'  # answers whose clients were gone
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +281,33 @@ def test_a_client_that_leaves_is_cancelled(client: Any, emulated: LiveServer) ->
     assert metric(emulated, "lockstep_generation_tokens_total") - before < 20_000
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 30_000}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 30_000}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 30_000}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}),
+    ],
+)
+def test_g11_a_client_that_leaves_is_seen_though_nothing_is_streamed(
+    emulated: LiveServer, path: str, more: dict[str, Any]
+) -> None:
+    """SG#20625: nothing is written before the end, so only who reads sees it; metrics count around all routes."""
+    body = json.dumps({"model": MODEL, "ignore_eos": True, **more} if path != "/generate" else more).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = emulated.url.removeprefix("http://").split(":")
+    until(lambda: running(emulated) == 0)
+    tokens = metric(emulated, "lockstep_generation_tokens_total")
+    left = metric(emulated, LEFT)
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: running(emulated) == 1)
+    until(lambda: running(emulated) == 0, seconds=5)
+    until(lambda: metric(emulated, LEFT) == left + 1)
+    assert metric(emulated, "lockstep_generation_tokens_total") - tokens < 20_000
+
+
 def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
     host, port = emulated.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "a", "max_tokens": 30_000, "ignore_eos": True, "stream": True, "n": 8}).encode()
@@ -291,7 +319,7 @@ def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         until(lambda: metric(emulated, "lockstep_num_requests_running") == 8)
         until(lambda: metric(emulated, "lockstep_num_requests_running") == 0)
-        assert metric(emulated, 'lockstep_http_requests_total.*status="499"') >= 1
+        assert metric(emulated, LEFT) >= 1
     assert "took nothing for 2 s" in emulated.text()
     assert "without completing response" not in emulated.text()
 

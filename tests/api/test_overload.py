@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
+from lockstep.api.app import ROUTES  # noqa: E402
 from tests.campaigns import hostile  # noqa: E402
 from tests.campaigns.overload import SHORT, overload  # noqa: E402
 
@@ -18,6 +20,11 @@ from tests.campaigns.overload import SHORT, overload  # noqa: E402
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of clients that drop
 def test_an_overloaded_server_stays_well(tmp_path: Path) -> None:
     assert overload(SHORT, tmp_path) == []
+
+
+def test_every_route_that_takes_a_body_is_asked() -> None:
+    taken = [route.path for route in ROUTES if route.method == "POST"]
+    assert {re.sub(r"{\w+}", "resp_1", path) for path in taken} == set(hostile.VALID)
 
 
 def test_what_is_sent_follows_from_the_seed() -> None:

@@ -70,12 +70,15 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(server: LiveServer) -> None:
-    """After Ctrl-C answers get their time; what is still open then is broken off, and nothing is left."""
+    """After Ctrl-C answers get their time; what is still open then ends with an error, and nothing is left."""
     children, folder = server.children(), server.folder()
     port = int(server.url.rpartition(":")[2])
     assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} == {"engine", "worker-0", "ready-0", "settings.json", "journal"}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith("responses.sqlite")}
+    assert names == {"engine", "worker-0", "ready-0", "settings.json", "journal"}
+    for path in folder.glob("responses.sqlite*"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE((folder / "journal").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "settings.json").stat().st_mode) == 0o600
 
@@ -84,7 +87,10 @@ def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(serve
     short.thread.join(5)
     endless.thread.join(5)
     assert short.lines[-1] == "data: [DONE]"
-    assert endless.lines[-1] != "data: [DONE]"
+    assert "[DONE]" not in " ".join(endless.lines[:-1])
+    assert json.loads(endless.lines[-2].removeprefix("data: "))["error"]["message"] == "the server stops"
+    assert endless.lines[-1] == "data: [DONE]"
+    assert "Traceback" not in server.text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values())
     assert server.status_of("/health") == 0
     assert not folder.exists()

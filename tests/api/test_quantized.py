@@ -16,7 +16,8 @@ pytest.importorskip("openai", reason="the OpenAI client is not installed")
 from click.testing import CliRunner  # noqa: E402
 
 from lockstep.api.serve import serve  # noqa: E402
-from lockstep.core.replay import replay  # noqa: E402
+from lockstep.core.events import BatchFinished, EngineRestarted  # noqa: E402
+from lockstep.core.replay import fold  # noqa: E402
 from lockstep.host.quantization import KV_BYTES  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402
@@ -27,7 +28,9 @@ from tests.support.quantize import write  # noqa: E402
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 
 
-def test_the_guides_example_runs_as_printed(tmp_path: Path) -> None:
+def test_the_guides_example_runs_as_printed_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ends in the middle of the answer; the next one goes on, with weights and KV of the same kind."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:8:1")
     section = PAGE.read_text("utf-8").partition("\n## Weights and KV in fewer bits\n")[2]
     source = section.partition("```python\n")[2].partition("```")[0]
     assert "--kv-cache-dtype fp8_e4m3" in section
@@ -46,8 +49,13 @@ def test_the_guides_example_runs_as_printed(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *words, "--shutdown-s", "1") as server:
         (tmp_path / "example.py").write_text(source.replace("http://127.0.0.1:8000", server.url), "utf-8")
         done = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, timeout=120)
+        assert server.text().count(" s after the end of the one before") == 1
+        assert "recovered 1 requests" in server.text()
+        assert server.end() == 0
     assert done.stdout == "demo-awq 16 tokens\n", done.stdout + done.stderr
-    assert replay(tmp_path / "run").steps
+    kinds = [type(event) for event, _ in fold(tmp_path / "run")]
+    assert BatchFinished in kinds[: kinds.index(EngineRestarted)]
+    assert BatchFinished in kinds[kinds.index(EngineRestarted) :]
 
 
 def test_a_dry_run_shows_the_smaller_weights_and_pages(tmp_path: Path) -> None:
@@ -61,6 +69,12 @@ def test_a_dry_run_shows_the_smaller_weights_and_pages(tmp_path: Path) -> None:
     assert re.search(rf"weights +{weights}\n", said.output)
     kib = 16 * 2 * 4 * 2 * 64 * KV_BYTES["fp8"] / 1024  # tokens, keys and values, layers, heads, numbers of each
     assert f"pages of {kib:,.1f} KiB" in said.output
+    stored = "weights    fp8 by blocks of 128 x 128, activations dynamic; multiplied with rows in"
+    assert f"{stored} bfloat16\n" in said.output  # a CPU multiplies no fp8 by fp8
+    rounded = CliRunner().invoke(serve, [*words, "--grammar-backend", "none", "--fp8-activations", "on", "--dry-run"])
+    assert f"{stored} fp8, dynamic\n" in rounded.output
+    wrong = CliRunner().invoke(serve, ["--device", "cpu", "--fp8-activations", "on", "--dry-run"])
+    assert str(wrong.exception).startswith("`fp8_activations` is on, but weights are not quantised")
     refused = CliRunner().invoke(serve, ["--kv-cache-dtype", "fp8", "--dry-run"])
     assert refused.exit_code == 2
     assert "is not one of 'auto', 'fp8_e4m3'" in refused.output

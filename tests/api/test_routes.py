@@ -47,6 +47,10 @@ EXPECTED = {
     ("GET", "/health_generate"): (200, 200, 200),
     ("POST", "/v1/embeddings"): (401, 415, 415),
     ("POST", "/v1/responses"): (401, 415, 415),
+    ("GET", "/v1/responses/{response_id}"): (401, 404, 404),
+    ("DELETE", "/v1/responses/{response_id}"): (401, 404, 404),
+    ("POST", "/v1/responses/{response_id}/cancel"): (401, 404, 404),
+    ("GET", "/v1/responses/{response_id}/input_items"): (401, 404, 404),
     ("POST", "/v1/messages"): (401, 415, 415),
     ("POST", "/v1/messages/count_tokens"): (401, 415, 415),
     ("POST", "/open_session"): (401, 415, 415),
@@ -190,6 +194,21 @@ def test_strict_refuses_unknown_fields(tmp_path: Path) -> None:
 
     said = in_process(tmp_path, ROUTES, ask, strict=True, keys=None)
     assert said == [(400, "a_field_of_others"), (400, "stream_options.include_usages")]
+
+
+def test_where_no_answers_are_stored_what_needs_them_is_refused_by_name(tmp_path: Path) -> None:
+    async def ask(client: Any, app: Any) -> list[tuple[int, str | None]]:
+        found = []
+        for field, value in (("store", True), ("background", True), ("previous_response_id", "resp_1")):
+            answer = await client.post("/v1/responses", json={"input": "a", field: value})
+            assert "--stored-responses 0" in answer.json()["error"]["message"]
+            found.append((answer.status_code, answer.json()["error"]["param"]))
+        again = await client.get("/v1/responses/resp_1")
+        assert "--stored-responses 0" in again.json()["error"]["message"]
+        return [*found, (again.status_code, None)]
+
+    said = in_process(tmp_path, ROUTES, ask, keys=None, stored_responses=0)
+    assert said == [(400, "store"), (400, "background"), (400, "previous_response_id"), (404, None)]
 
 
 def test_without_keys_everybody_on_this_machine_is_a_user(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,12 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
+from lockstep.api.engines import HINTS
+from lockstep.api.launch import listen
 from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.errors import ConfigError
+from lockstep.sim import cost
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,9 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
             "`speculative_method` is ngram, but an emulated engine verifies no drafts",
         ),
         ({"limits": {"samples": 3}}, "unknown field `samples`"),
+        ({"limits": {"head_s": float("inf")}}, "`limits.head_s` must be above 0, and finite, got `inf`"),
+        ({"journal": "run\0"}, "`journal` has a zero character"),
+        ({"stored_responses": -1}, "`stored_responses` must be at least 0"),
         ({"api_workers": 10**6}, "`api_workers` must be at most 256, got `1000000`"),
         ({"seed": 2**63}, "`seed` must be at most 9223372036854775807"),
         ({"random_weights": -1}, "`random_weights` must be a seed of at least 0"),
@@ -169,6 +178,58 @@ def test_a_dry_run_says_what_would_run() -> None:
 def test_what_is_not_there_is_said_before_anything_is_started(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         serve.main([*arguments, "--port", "0"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("nobody.invalid", "`host`: nobody.invalid is not known: .*\nhint: 127.0.0.1, or an address"),
+        (f"{'a' * 70}..b", "`host`: a*..b is not known: it is no name of a host"),
+        ("192.0.2.1", "`port`: 192.0.2.1:0 cannot be listened on: .*\nhint: the address must be one of this machine"),
+    ],
+)
+def test_where_it_cannot_listen_is_one_clear_error(host: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        listen(host, 0)
+
+
+def test_a_share_of_a_tenant_that_there_is_not_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f"[[keys]]\ntenant = '{one}'\nkey = '{one * 16}'\n" for one in "ab"))
+    settings = {"emulate": "qwen3-8b@h200", "dp": 2, "api_keys": str(file)}
+    check(read_settings(None, {**settings, "admission": "open=4,share.a=2"}))
+    assert not caplog.messages
+    check(read_settings(None, {**settings, "admission": "open=4,share.a=2,share.nosuch=2"}))
+    (told,) = caplog.messages
+    assert f"`admission` has shares of `nosuch`, and no key of {file} is such a tenant's: those are of `a`, `b`" in told
+
+
+def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`fp8_activations` is on, but weights are bf16\nhint: .*quantization_config"
+    ):
+        serve.main(["--emulate", "qwen3-8b@h200", "--dry-run", "--fp8-activations", "on"], standalone_mode=False)
+    options = {option for parameter in serve.params for option in parameter.opts}
+    elsewhere = {"--pp", "--ep", "--redundant-experts"}  # of errors about a split that cannot be asked of it
+    assert not elsewhere & options
+    found = set()
+    for module in ("capacity", "calibration", "hardware", "models"):
+        told = " ".join(errors_of(Path(cost.__file__).with_name(f"{module}.py")))
+        for theirs, ours in HINTS.items():
+            told = told.replace(theirs, ours)
+        found |= set(re.findall(r"--[a-z][a-z0-9-]*", told))
+    assert "--tp" in found
+    assert found <= options | elsewhere
+
+
+def errors_of(path: Path) -> Iterator[str]:
+    """The texts of what a module raises, without the values in them."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Raise):
+            parts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+            yield "".join(one for one in parts if isinstance(one, str))
 
 
 def test_every_setting_has_a_flag_or_is_a_table() -> None:

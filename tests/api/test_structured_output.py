@@ -27,7 +27,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 from pydantic import BaseModel, Field  # noqa: E402
 
 from lockstep.core.commands import SampleBatch  # noqa: E402
-from lockstep.core.events import EngineRestarted, GrammarReady, TokensForced  # noqa: E402
+from lockstep.core.events import BatchFinished, EngineRestarted, GrammarReady, TokensForced  # noqa: E402
 from lockstep.core.replay import fold  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
 
@@ -254,7 +254,7 @@ BODIES: list[dict[str, Any]] = [
 ] + [{"prompt": "A", "seed": 7, "max_tokens": 60, "regex": "([a-z]{4} ){5}end"}]
 
 
-def answers(url: str, seen: list[str]) -> list[dict[int, str]]:
+def answers(url: str) -> list[dict[int, str]]:
     """The texts of all bodies, streamed at the same time."""
     found: list[dict[int, str]] = [{} for _ in BODIES]
 
@@ -267,7 +267,6 @@ def answers(url: str, seen: list[str]) -> list[dict[int, str]]:
                     assert "error" not in said, said
                     for choice in said["choices"]:
                         found[number][choice["index"]] = found[number].get(choice["index"], "") + choice["text"]
-                        seen.append(choice["text"])
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(len(BODIES))]
     for thread in threads:
@@ -279,58 +278,40 @@ def answers(url: str, seen: list[str]) -> list[dict[int, str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: LiveServer) -> list[dict[int, str]]:
-    return answers(server.url, [])
+    return answers(server.url)
 
 
-def test_jump_forward_changes_no_text_and_its_journal_resumes_and_replays(
-    undisturbed: list[dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("jump", [0, 16])
+def test_killed_in_the_middle_of_an_answer_it_goes_on_and_its_journal_replays_strictly(
+    undisturbed: list[dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: int
 ) -> None:
-    """Killed where forced tokens were written and not sent."""
-    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:1")
-    jumping = ("--set", "jump_forward_tokens=16", "--journal", str(tmp_path / "run"))
-    with serving(tmp_path / "log", *SETTINGS, *jumping) as made:
-        assert answers(made.url, []) == undisturbed
-        assert made.text().count(" s after the end of the one before") == 1
-        assert "recovered 0 requests" not in made.text()
-        figures = httpx2.get(f"{made.url}/metrics").text
-        (forced,) = [line for line in figures.splitlines() if line.startswith("lockstep_forced_tokens_total")]
-        assert float(forced.rpartition(" ")[2]) > 10
-        assert made.end() == 0
-    folded = list(fold(tmp_path / "run"))
-    kinds = [type(event) for event, _ in folded]
-    assert EngineRestarted in kinds[kinds.index(TokensForced) :]
-    assert TokensForced in kinds[kinds.index(EngineRestarted) :]
-
-
-def test_a_killed_engine_goes_on_in_the_middle_of_an_answer(
-    server: LiveServer, undisturbed: list[dict[int, str]]
-) -> None:
+    """Where tokens, with jump-forward forced ones, were written and not sent."""
     for number, texts in enumerate(undisturbed):
         for text in texts.values():
             if "regex" in BODIES[number]:
                 assert re.fullmatch(BODIES[number]["regex"], text)
             else:
                 Kind.model_validate_json(text)
-    seen: list[str] = []
-
-    def kill() -> None:
-        until(lambda: len(seen) > 20, 120)
-        os.kill(server.children()["engine"], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    found = answers(server.url, seen)
-    thread.join()
-    until(lambda: "engine 1 serves" in server.text(), 120)
-    assert "recovered 0 requests" not in server.text()
-    assert found == undisturbed
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:1")
+    settings = ("--set", f"jump_forward_tokens={jump}", "--journal", str(tmp_path / "run"))
+    with serving(tmp_path / "log", *SETTINGS, *settings) as made:
+        assert answers(made.url) == undisturbed
+        assert made.text().count(" s after the end of the one before") == 1
+        assert "recovered 0 requests" not in made.text()
+        figures = httpx2.get(f"{made.url}/metrics").text
+        forced = [line for line in figures.splitlines() if line.startswith("lockstep_forced_tokens_total")]
+        assert [float(line.rpartition(" ")[2]) > 10 for line in forced] == [True] * (jump > 0)
+        assert made.end() == 0
+    kinds = [type(event) for event, _ in fold(tmp_path / "run")]  # raises Divergence
+    tokens = TokensForced if jump else BatchFinished
+    assert EngineRestarted in kinds[kinds.index(tokens) :]
+    assert tokens in kinds[kinds.index(EngineRestarted) :]
 
 
 def test_its_journal_replays_strictly(server: LiveServer, run: Path) -> None:
-    """Over the engine's death as well. The last of this file: it ends the server."""
+    """The last of this file: it ends the server."""
     assert server.end() == 0
     folded = list(fold(run))  # raises Divergence
-    assert any(isinstance(event, EngineRestarted) for event, _ in folded)
     assert any(isinstance(event, GrammarReady) and event.error for event, _ in folded)
     assert any(isinstance(event, GrammarReady) and not event.error for event, _ in folded)
     commands = [command for _, step in folded for command in step.commands]

@@ -25,7 +25,7 @@ from lockstep.api.metrics import Metrics
 from lockstep.api.serve import check
 from lockstep.api.served import RECENT, Recent, Served
 from lockstep.api.settings import read_settings
-from lockstep.api.wire import Gauges
+from lockstep.api.wire import DraftFigures, Gauges
 from lockstep.core.errors import ConfigError
 from tests.support.browser import dom_of, needs_chromium
 from tests.support.live_server import EMULATED, LiveServer, serving, until
@@ -256,6 +256,29 @@ time_to_first_token_seconds_bucket
 inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket queue_time_seconds_bucket
 prompt_tokens_total generation_tokens_total cached_tokens_total num_requests_total num_aborted_requests_total
 num_retracted_reqs_total"""
+
+
+def test_several_engines_show_what_became_of_the_drafts_of_each() -> None:
+    metrics = Metrics(("vllm",))
+    metrics.name_model("m")
+    said = [
+        Gauges(0, 1, 100, 0.1, 0, 0, 0, True, drafts=DraftFigures(*counts), forced_tokens=forced)
+        for counts, forced in (((10, 30, 12, (8, 4)), 5), ((4, 12, 2, (2,)), 0))
+    ]
+    text = metrics.exposition(*said, up=(True, True)).decode()
+
+    def figure(name: str, engine: int, more: str = "") -> float:
+        found = re.search(rf'^{name}{{engine="{engine}",model_name="m"{more}}} (\S+)$', text, re.MULTILINE)
+        assert found is not None, (name, engine)
+        return float(found[1])
+
+    for prefix in ("lockstep_", "vllm:"):
+        assert [figure(f"{prefix}spec_decode_num_drafts_total", one) for one in (0, 1)] == [10, 4]
+        assert [figure(f"{prefix}spec_decode_num_accepted_tokens_total", one) for one in (0, 1)] == [12, 2]
+    by_position = "lockstep_spec_decode_num_accepted_tokens_per_pos_total"
+    assert [figure(by_position, 0, f',position="{at}"') for at in (0, 1)] == [8, 4]
+    assert [figure("lockstep_accepted_length_mean", one) for one in (0, 1)] == [2.2, 1.5]
+    assert [figure("lockstep_forced_tokens_total", one) for one in (0, 1)] == [5, 0]
 
 
 def test_dashboards_of_other_servers_find_their_names() -> None:

@@ -76,7 +76,9 @@ TO_WORKER = [
 ]
 TO_ROUTER = [
     wire.Offer(1, 2, 300, (2**63, 2**64 - 1), "a session", "open", "another"),
+    wire.Offer(1, 3, 300, tenant="alice", label="a label", priority=-5),
     wire.Over(1, 2, 30),
+    wire.Withdraw("a label"),
     wire.SessionOver("a session"),
     wire.Drained(1, True),
     wire.EngineHere(1, 2, 4096, ("a session",), False),
@@ -94,8 +96,8 @@ def test_every_message_is_read_as_what_it_was() -> None:
         assert wire.read_by_worker(wire.encode(other), 3) == other
     for another in TO_ROUTER:
         assert wire.read_by_router(wire.encode(another)) == another
-    answer = wire.Routed(3, 2, 1)
-    assert wire.read_routed(wire.encode(answer), 3) == answer
+    for answer in (wire.Routed(3, 2, 1), wire.Routed(3, 2, -1, refused="queue_full")):
+        assert wire.read_routed(wire.encode(answer), 3) == answer
 
 
 def test_every_message_has_one_handler() -> None:

@@ -11,10 +11,20 @@ HELLO = [{"role": "user", "content": "hi"}]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1}},
     "/v1/chat/completions": {"messages": HELLO, "max_completion_tokens": 2, "n": 2, "stream": False},
-    "/v1/responses": {"input": HELLO, "max_output_tokens": 2, "metadata": {"a": "b"}},
+    "/v1/responses": {"input": HELLO, "max_output_tokens": 2, "metadata": {"a": "b"}, "background": False},
+    "/v1/responses/resp_1/cancel": {},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2, "system": "be brief", "stop_sequences": ["x"]},
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64"},
+    **{
+        path: {"query": "a", "items": ["b", "c"], "label_token_ids": [1, 2], "apply_softmax": True}
+        for path in ("/score", "/v1/score")
+    },
+    **{
+        path: {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    },
+    **{path: {"input": "a"} for path in ("/pooling", "/classify", "/v1/moderations")},
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "top_k": 5}, "rid": "r"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1, 2, 3]},
@@ -57,7 +67,7 @@ def body(draw: random.Random) -> tuple[str, bytes]:
         case 2:
             said = said[:-1] + b', "x": ' + b"[" * 5000 + b"]" * draw.choice((0, 4999, 5000)) + b"}"
         case 3:
-            name = draw.choice(sorted(VALID[path]))
+            name = draw.choice(sorted(VALID[path]) or FIELDS)
             said = said[:-1] + f', "{name}": {json.dumps(draw.choice(NASTY))}'.encode() + b"}"  # a second time
         case _:
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.config import PROFILES, SchedConfig, profile_settings
+from lockstep.core.config import PROFILES, SchedConfig, profile_settings, refuse_simulated_only
 from lockstep.core.errors import ConfigError
 
 
@@ -20,6 +20,8 @@ from lockstep.core.errors import ConfigError
         ),
         ({"chunk_unit": "byte"}, "`chunk_unit` must be page or token, got `byte`"),
         ({"retracted_requeue": "middle"}, "`retracted_requeue` must be tail or front, got `middle`"),
+        ({"encoder_budget_tokens": 0}, "`encoder_budget_tokens` must be a whole number of at least 1, got `0`"),
+        ({"encoder_budget_tokens": None}, "`encoder_budget_tokens` must be a whole number of at least 1, got `None`"),
         ({"prefill_max_requests": 0}, "`prefill_max_requests` must be a whole number of at least 1, got `0`"),
         ({"decode_look_ahead": 0}, "`decode_look_ahead` must be a whole number of at least 1, got `0`"),
         ({"chunk_target_us": 0}, "`chunk_target_us` must be a whole number of at least 1, got `0`"),
@@ -62,6 +64,12 @@ def test_the_lockstep_profile_leaves_the_defaults_only_where_it_was_shown_better
     better = {"batching": "mixed", "reserve": "on_demand", "chunked_prefill_size": 2048}  # docs/profiles.md
     assert profile_settings("lockstep") == better
     assert SchedConfig(**better).batching == "mixed"
+
+
+@pytest.mark.parametrize("name", ["encoder_cache_tokens", "encoder_budget_tokens"])
+def test_runtimes_refuse_what_is_of_media_only(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` is of media, which are simulated only"):
+        refuse_simulated_only(name)
 
 
 def test_a_profile_that_is_none_is_refused() -> None:

@@ -14,6 +14,7 @@ from lockstep.core.errors import ContractError
 from lockstep.core.events import (
     CancelAll,
     CancelMany,
+    ChangeRole,
     CloseSession,
     Control,
     ControlRequested,
@@ -85,6 +86,7 @@ ASKED: tuple[Control, ...] = (
     LoadAdapterControl("law", 1),
     LoadAdapterControl("med", 1, pinned=True),
     UnloadAdapterControl("law"),
+    ChangeRole("decode", 1_000),
 )
 
 

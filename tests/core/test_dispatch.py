@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from lockstep.core.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
 from lockstep.core.errors import ConfigError, ContractError
@@ -105,6 +106,17 @@ def test_a_client_that_leaves_the_line_is_gone() -> None:
     assert told.end(0) == [(2, 0, "policy")]
 
 
+def test_by_priority_the_highest_of_a_tenant_goes_first_and_shares_stay_what_they_are() -> None:
+    told = Told(engines=1, open_max=1, order="priority", waiting_max=6)
+    told.offer("a")
+    for priority in (1, None, 5, 1, 5):
+        told.offer("a", priority=priority)
+    told.offer("b")  # which was given nothing yet
+    assert told.offer("a", priority=0) == [(2, None, "line_full"), (7, None, "waits")]  # who has none goes last
+    order = [told.end(request)[0][0] for request in (0, 6, 3, 5, 1, 4)]
+    assert order == [6, 3, 5, 1, 4, 7]
+
+
 def test_what_an_engine_lost_is_sent_again_first_and_not_for_ever() -> None:
     told = Told(open_max=2, resends_max=1)
     for _ in range(5):
@@ -164,6 +176,7 @@ def test_a_request_that_names_an_engine_that_cannot_take_it_is_over() -> None:
         ({"waiting_max": -1}, "`waiting_max` must be a whole number of at least 0"),
         ({"tenant_weights": {"a": 0.0}}, "`tenant_weights`: that of `a` must be above 0"),
         ({"healthy_after": 0}, "`healthy_after` must be a whole number"),
+        ({"order": "lifo"}, "`order` must be fcfs or priority, got `lifo`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(config: dict[str, object], message: str) -> None:
@@ -197,6 +210,7 @@ def histories(draw: st.DrawFn) -> tuple[DispatchConfig, RouterConfig, tuple[Engi
         tenant_weights=draw(st.sampled_from([{}, {"a": 3.0}, {"a": 0.5, "b": 2.0}])),
         resends_max=draw(st.integers(0, 2)),
         unhealthy_after=1,
+        order=draw(st.sampled_from([UNSET, "fcfs", "priority"])),
     )
     router = RouterConfig(policy=draw(st.sampled_from(ROUTER_POLICIES)), load_floor=1, block_tokens=1)
     shares = tuple(
@@ -250,6 +264,9 @@ def test_every_request_is_in_one_place(
         for tenant, line in dispatcher.lines.items():
             assert line
             assert all(offer.tenant == tenant for offer in line)
+            if config.order == "priority":
+                ranks = [-(10**9) if offer.priority is None else offer.priority for offer in line]
+                assert ranks == sorted(ranks, reverse=True)
     assert dispatcher.digest == again.digest
 
 
@@ -264,6 +281,7 @@ def fact_of(
                 time_us=time_us, request_id=ids, prompt_tokens=number % 90 + 1, tenant=TENANTS[number % 3],
                 session=str(number % 4), prefix=(number % 3,), named=named, room=number,
                 half=("", "prefill", "decode")[number % 3],  # type: ignore[arg-type]
+                priority=(None, 0, 1, -1)[number // 3 % 4],
             )  # fmt: skip
         case "e":
             alive = [request for request, place in where.items() if place != "over"]

@@ -118,3 +118,46 @@ def test_a_failure_leaves_nothing_behind() -> None:
     assert not cache.pins
     assert cache.encoded(DOG) == []
     cache.check()
+
+
+def test_with_a_budget_the_encoder_is_asked_for_the_next_when_it_has_time() -> None:
+    cache = EncoderCache(None, 8)
+    assert asked(cache, 1, cat=4, dog=4, eel=4) == [EncodeMedia(CAT, 4), EncodeMedia(DOG, 4)]
+    assert cache.is_encoding(DOG)
+    assert not cache.is_encoding(EEL), "nothing asked for it: an answer would be a mistake"
+    cache.encoded(DOG)
+    assert served(cache)[1] == [EncodeMedia(EEL, 4)]
+
+
+def test_what_is_larger_than_the_budget_is_encoded_alone() -> None:
+    cache = EncoderCache(None, 4)
+    assert asked(cache, 1, cat=4, dog=9, eel=1) == [EncodeMedia(CAT, 4)]
+    cache.encoded(CAT)
+    assert served(cache)[1] == [EncodeMedia(DOG, 9)]
+    cache.encoded(DOG)
+    assert served(cache)[1] == [EncodeMedia(EEL, 1)]
+
+
+def test_what_is_queued_for_nobody_any_more_is_never_encoded() -> None:
+    cache = EncoderCache(8, 4)
+    asked(cache, 1, cat=4)
+    asked(cache, 2, dog=4)
+    assert asked(cache, 3, eel=4) == []
+    cache.let_go(2)
+    assert served(cache)[1] == [], "the encoder is at cat"
+    cache.encoded(CAT)
+    assert served(cache)[1] == [EncodeMedia(EEL, 4)]
+
+
+def test_what_made_room_is_named_with_the_next_order_even_if_it_was_for_another() -> None:
+    cache = EncoderCache(8, 4)
+    for number, name in enumerate(["cat", "dog"]):
+        asked(cache, number, **{name: 4})
+        cache.encoded(name.encode())
+        cache.let_go(number)
+    asked(cache, 5, fox=4)
+    assert asked(cache, 6, eel=4) == [], "dog makes room, and is not named yet"
+    cache.let_go(6)
+    cache.encoded(b"fox")
+    assert served(cache)[1] == []
+    assert asked(cache, 7, gnu=2) == [EncodeMedia(b"gnu", 2, drop=(DOG,))]

@@ -17,10 +17,18 @@ from lockstep.core import ordering, snapshot
 from lockstep.core.config import SCHEDULE_POLICIES, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, PolicyError
-from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, TokenIds, TokenRuns
+from lockstep.core.events import (
+    BatchFinished,
+    LaneReady,
+    PromptSpan,
+    RequestAdmitted,
+    RequestArrived,
+    TokenIds,
+    TokenRuns,
+)
 from lockstep.core.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingLine
 from tests.support import guide
-from tests.support.driver import run_actions
+from tests.support.driver import Action, run_actions
 
 
 def waiting_engine(count: int, **settings_: object) -> Engine:
@@ -168,7 +176,7 @@ def test_a_restored_engine_orders_alike_without_what_was_remembered() -> None:
 # ---- bypass
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     limit=st.sampled_from([None, 0, 1, 2, 3, 7]),
@@ -204,6 +212,33 @@ def test_nobody_is_passed_by_more_than_the_limit(seed: int, limit: int | None, p
         if policy == "newest-first":
             patch.setitem(POLICIES, "lof", lambda line: range(len(line) - 1, -1, -1))
         run_actions(config, actions, replay=True)
+
+
+def test_who_waits_for_its_encoding_again_is_counted_where_it_stands_in_line() -> None:
+    """A sample is retracted, its image has left the encoder's cache, and another image is in its way until 18 us."""
+    image = PromptSpan(start=1, stop=2, kind="image", digest=bytes(32), encoder_tokens=3)
+    other = PromptSpan(start=1, stop=2, kind="image", digest=bytes(32), encoder_tokens=5)
+    config = SchedConfig(page_size=64, pages=8, retract_every=3, encoder_cache_tokens=8)
+    actions: list[Action] = [
+        ("arrive", 1, 2, 119, {"parallel_samples": 4, "spans": (image,)}),
+        ("encode", False),
+        ("ready",),
+        ("ready",),
+        ("arrive", 1001, 2, 1, {"deadline_in_us": 18, "spans": (other,)}),
+        *[("finish",), ("ready",)] * 2,
+        ("finish",),
+        ("wait", 25),
+        ("ready",),
+    ]
+    driver = run_actions(config, actions, replay=True)
+    assert "retracted (forced)" in driver.marks
+
+
+def test_samples_that_share_a_prompt_in_its_own_batch_join_behind_who_was_admitted_with_it() -> None:
+    config = SchedConfig(page_size=1, pages=150, same_step_sharing=True)
+    actions: list[Action] = [("arrive", 1001, 2, 107, {"parallel_samples": 4}), ("arrive", 1, 1, 0, {})]
+    driver = run_actions(config, actions)
+    assert "samples follow" in driver.marks
 
 
 def test_a_stream_of_newcomers_starves_nobody_and_without_a_limit_does() -> None:

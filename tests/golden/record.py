@@ -25,7 +25,17 @@ if str(ROOT) not in sys.path:
 from lockstep.tools.runs import Walk  # noqa: E402
 from lockstep.tools.strict import DECISIONS  # noqa: E402
 from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
-from tests.support.recorded import record_fleet, record_rank, record_scenario, record_simulation  # noqa: E402
+from tests.support.recorded import (  # noqa: E402
+    record_decode_rank,
+    record_fleet,
+    record_kinds,
+    record_model,
+    record_rank,
+    record_required_call,
+    record_scenario,
+    record_simulation,
+    record_structured_rank,
+)
 
 FOLDER = Path(__file__).parent
 
@@ -34,6 +44,13 @@ CHAT = (
     "output=lognormal:8:0.8,max_total=300"
 )
 JUMPING = f"{CHAT.replace('output=lognormal:8:0.8', 'output=uniform:15:40')},grammars=0.7x3"
+LISTED = "page one is free. page two is free. page three is free. page"
+PROMPTS = [(text, {"max_new_tokens": 8, "ignore_eos": True}) for text in (LISTED, LISTED + " four", "def f(", LISTED)]
+REPEATS = [
+    (LISTED, {"max_new_tokens": 64, "ignore_eos": True}),
+    (LISTED, {"max_new_tokens": 24, "ignore_eos": True, "stop": ("zebra",)}),
+    (LISTED, {"max_new_tokens": 16, "ignore_eos": True, "grammar": ("regex", "( is| free| page){8}")}),
+]
 TIGHT = {"pages": 24, "max_running_requests": 6, "chunked_prefill_size": 64, "schedule_conservativeness": 0.1}
 
 
@@ -92,6 +109,10 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "tiers-write-back": ("written back when evicted, in part", _told("museum/e16_write_back_fails_in_part")),
     "hybrid": ("windows and states: slid, evicted, given back by a retraction", _told("hybrid/retraction")),
     "hybrid-states": ("two that start as copies of one state", _told("hybrid/copy_on_write")),
+    "hybrid-preempted": ("more important ones make room in windows", _told("hybrid/preempted_for_windows")),
+    "hybrid-shared": ("a state shared before it is computed, and its batch fails", _told("hybrid/shared_batch_fails")),
+    "hybrid-drafts": ("a state behind each draft", _told("hybrid/drafts")),
+    "hybrid-several-decodes": ("windows under three decodes in a launch", _told("hybrid/several_decodes")),
     "preemption": ("a more important request makes room for itself", _told("preemption/makes_room")),
     "preemption-fewest": ("as few victims as will do", _told("preemption/fewest_victims")),
     "priority-ageing": ("priorities that age", _told("ordering/priority_with_ageing")),
@@ -105,6 +126,23 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
             folder, JUMPING, grammar_forces="0.5x5", **TIGHT, jump_forward_tokens=8, retract_every=9
         ),
     ),
+    "required-call": ("answers that must be calls, by grammars that come of tool_choice", record_required_call),
+    "fewer-bits": (
+        "a model with weights, rows and KV in fp8: chunks, a prefix found in the cache",
+        partial(record_model, asked=PROMPTS, kind="fp8", kv_cache_dtype="fp8_e4m3", fp8_activations="on",
+                overlap_depth=1, chunked_prefill_size=16),
+    ),
+    "ngram-drafts": (
+        "n-grams of a model's own, and beside them rows with a stop text and under a grammar",
+        partial(record_model, asked=REPEATS, rounds=2, speculative_method="ngram", overlap_depth=1),
+    ),
+    "microbatches": (
+        "a running batch per stage and one more: prompts in chunks that move, retractions, places that are taken",
+        lambda folder: record_simulation(
+            folder, CHAT, pp=2, pp_size=2, pp_async_batch_depth=1, pp_max_micro_batch_size=3, pp_dynamic_chunking=True,
+            retract_every=3, **TIGHT,
+        ),
+    ),
     "grammar-line": ("requests held for their grammars", _told("grammar/order_of_the_line")),
     "structured-output": ("schemas, expressions, grammars and tags, compiled, refused, retracted", _brought),
     "sessions": ("turns that wait for each other", _told("sessions/turns_wait")),
@@ -113,6 +151,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "lora": ("adapters loaded and evicted", _told("lora/least_recently_used_is_evicted")),
     "lora-bypass": ("who waits for an adapter is passed, boundedly", _told("lora/bounded_bypass")),
     "media": ("images, encoded first and shared", _told("media/same_content_is_shared")),
+    "media-budget": ("an encoder with a budget: queued, cancelled, dropped", _told("media/encoder_budget_cancelled")),
     "samples": ("several samples of one prompt", _told("samples/share_their_prompt")),
     "cancel": ("clients that leave at every stage", _told("museum/g5_everybody_leaves_at_once")),
     "pause": ("a pause that gives pages back", _told("control/pause_retract_twice")),
@@ -126,6 +165,16 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "batch-error": ("a batch that fails", _told("decode/batch_error_in_overlap")),
     "handover-prefill": ("prompts for a decode engine: chunks on their way, cancels", partial(record_fleet, name="p0")),
     "data-parallel": ("one of three ranks: rounds, idle batches, prompts that wait, a restart", record_rank),
+    "data-parallel-structured": (
+        "one of two ranks: grammars, forced tokens, drafts of layers that both run, prompts that wait for more",
+        record_structured_rank,
+    ),
+    "handover-decode-rank": ("one of two decode ranks: prebuilt rows in passes of all", record_decode_rank),
+    "handover-kinds-prefill": (
+        "samples, a turn, an adapter, media, a grammar, an embedding; then it becomes a decode engine",
+        partial(record_kinds, name="p0"),
+    ),
+    "handover-kinds-decode": ("the other side of it, which becomes a prefill engine", partial(record_kinds, name="d0")),
     "handover-decode": ("what came of them: prebuilt rows, quarantine, recomputing", partial(record_fleet, name="d0")),
 }  # fmt: skip
 """Name: what it shows, and how it was recorded. Names are never used again for something else."""

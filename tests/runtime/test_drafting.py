@@ -23,7 +23,7 @@ from lockstep.core.events import (  # noqa: E402
     SamplingParams,
 )
 from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
-from lockstep.core.replay import replay  # noqa: E402
+from lockstep.core.replay import fold, replay  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
@@ -277,6 +277,36 @@ def test_rows_with_stop_texts_go_on_token_by_token_beside_the_others(depth: int)
     for number, (answer, (prompt, _), end) in enumerate(zip(answers, asked, ends, strict=True)):
         assert answer.tokens == alone(prompt, 12, stops=(end,) if number % 2 else ())
     assert runtime.host.drafts.right
+
+
+def test_an_llm_drafts_beside_rows_under_grammars_and_with_stop_texts(tmp_path: Path) -> None:
+    """Neither of the two has drafts, each says what it says without, and the journal replays."""
+    pytest.importorskip("llguidance", reason="no grammar backend is installed")
+    listed = "page one is free. page two is free. page three is free. page"
+    each = [Params(max_new_tokens=64, ignore_eos=True)]
+    each += [Params(max_new_tokens=24, ignore_eos=True, stop=(stop,)) for stop in ("zebra", "e")]
+    each += [Params(max_new_tokens=16, ignore_eos=True, grammar=("regex", "( is| free| page){8}"))]
+    with LLM(device="cpu") as llm:
+        expected = llm.generate([listed] * 4, each)
+    with LLM(device="cpu", journal=tmp_path, overlap_depth=1, **NGRAM) as llm:
+        found, drafts = llm.generate([listed] * 4, each), llm.stats().drafts
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
+    assert found[2].finish_reason == "text_stop"
+    assert drafts.right
+    free = {int(step.launched().request_ids[row]) for step, row in _drafted(tmp_path)}
+    assert free == {found[0].request_id}
+
+
+def _drafted(folder: Path) -> list[tuple[Any, int]]:
+    """Steps that launched drafts, and whose."""
+    found = []
+    for _, step in fold(folder):
+        plan = step.launched()
+        if plan is not None and plan.speculation is not None:
+            rows = np.flatnonzero(plan.speculation.drafted()) + plan.extend_rows
+            found += [(step, int(row)) for row in rows]
+    return found
 
 
 def test_counts_are_those_of_the_results() -> None:

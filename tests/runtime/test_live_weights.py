@@ -23,6 +23,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from safetensors.torch import load_file, save, save_file  # noqa: E402
+from torch import distributed as dist  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import ControlRequested, UpdateWeights, WeightsSwapped  # noqa: E402
@@ -32,10 +33,14 @@ from lockstep.host.durable import HostImage  # noqa: E402
 from lockstep.host.keeping import Keeper  # noqa: E402
 from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
-from lockstep.runtime import LLM, Params  # noqa: E402
+from lockstep.runtime import (  # noqa: E402
+    LLM,
+    Params,
+    weights_group,
+)
 from lockstep.runtime.llm import Answer, Asked, demo_folder  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
-from lockstep.runtime.weights_group import WeightsGroup  # noqa: E402
+from lockstep.runtime.weights_group import WeightsGroup, check_backend  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
 from tests.support.small_runtime import SmallRuntime, alone, small_config  # noqa: E402
 from tests.support.weights import other_tensors, other_weights  # noqa: E402
@@ -236,6 +241,50 @@ def test_tensors_come_over_a_group(judges: list[LLM]) -> None:
         left.set()
         judge(judges, llm.generate(PROMPTS, GREEDY), lambda version: 2)
     trainer.join()
+
+
+def test_a_group_over_nccl_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="`backend` is nccl, which goes from GPU to GPU, but this end is on cpu"):
+        WeightsGroup("127.0.0.1", 29500, 0, 2, backend="nccl")
+    with LLM(**CPU, start=False) as llm, pytest.raises(ConfigError, match=r"`backend` is nccl, .* this end is on cpu"):
+        llm.join_group("weights", "127.0.0.1", 29500, 1, 2, "nccl")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"`backend` is nccl, .* has none"):
+        check_backend("nccl", torch.device("cuda"))
+    check_backend("gloo", torch.device("cuda"))
+
+
+def test_a_group_over_nccl_meets_sends_and_receives_as_one_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL itself does is `gpu_check`'s to show; here gloo stands in for it."""
+
+    def stand_in(store: Any, end: WeightsGroup, address: str, timeout: Any) -> Any:
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        gloo._timeout = timeout
+        return dist.ProcessGroupGloo(store, end.rank, end.ranks, gloo)
+
+    monkeypatch.setattr(weights_group, "_nccl_group", stand_in)
+    monkeypatch.setattr(weights_group, "check_backend", lambda backend, device: None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sent, found = [torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)], []
+    cpu = torch.device("cpu")
+
+    def receive() -> None:
+        end = WeightsGroup("127.0.0.1", port, 1, 2, backend="nccl", device=cpu)
+        found.extend(end.receive(tuple(one.shape), one.dtype) for one in sent)
+        end.close()
+
+    engine = threading.Thread(target=receive)
+    engine.start()
+    trainer = WeightsGroup("127.0.0.1", port, 0, 2, backend="nccl", device=cpu)
+    for tensor in sent:
+        trainer.send(tensor.t().contiguous().t())
+    engine.join(60)
+    trainer.close()
+    assert all(torch.equal(one, other) for one, other in zip(found, sent, strict=True))
+    assert len(found) == 2
 
 
 def test_an_engine_that_begins_again_has_the_weights_of_its_journal(

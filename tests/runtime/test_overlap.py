@@ -1,7 +1,12 @@
-"""When a device's batches ended, by the clock of the host; with events that only look like CUDA's."""
+"""When a device's batches ended, by the clock of the host; and uploads whose copies are late.
+
+With events, staging memory and copies that only look like CUDA's, and once more on a GPU where there is one.
+"""
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
+from lockstep.runtime import overlap  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
-from lockstep.runtime.overlap import EventTimes, _Coming  # noqa: E402
+from lockstep.runtime.overlap import CudaLane, EventTimes, _Coming  # noqa: E402
 
 HOURS_US = 3_600_000_000
 
@@ -91,3 +97,85 @@ def test_a_device_that_is_lost_says_so_when_it_is_looked_at() -> None:
     coming: Any = _Coming(EventTimes(host, broken), {}, {}, broken, broken, broken, 0)  # type: ignore[arg-type]
     with pytest.raises(DeviceLost, match=r"does not work any more: CUDA error: unspecified launch failure$"):
         coming.ready()
+
+
+# ------------------------------------------------------------------------------- C14: two launches and a slow copy
+
+
+class SlowCopies:
+    """Pinned memory in which copies to the device wait, and which is given out again, newest first, once none does.
+
+    That is what torch's caching host allocator does with memory that nobody holds any more.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Any, Any]] = []  # block, and where on the device it is to go
+        self.free: list[Any] = []
+        self.blocks = 0
+
+    def empty(self, shape: Any, *, dtype: Any, pin_memory: bool) -> Staging:
+        assert pin_memory, "a copy of pageable memory would wait for the stream"
+        if not self.free:
+            self.blocks += 1
+            self.free.append(torch.empty(shape, dtype=dtype))
+        return Staging(self, self.free.pop())
+
+    def run(self) -> None:
+        """The device gets to its copies."""
+        for block, target in self.waiting:
+            target.copy_(block)
+            self.free.append(block)
+        self.waiting.clear()
+
+
+class Staging:
+    """A tensor in such memory."""
+
+    def __init__(self, copies: SlowCopies, block: Any) -> None:
+        self.copies, self.block = copies, block
+
+    def copy_(self, host: Any) -> None:
+        self.block.copy_(host)
+
+    def to(self, device: Any, *, non_blocking: bool) -> Any:
+        assert non_blocking, "launches would wait for each other"
+        self.copies.waiting.append((self.block, torch.full_like(self.block, -1)))
+        return self.copies.waiting[-1][1]
+
+
+def test_c14_uploads_back_to_back_have_staging_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MS#103: the next launch packed its numbers where the copy of the one before had still to read its own."""
+    copies = SlowCopies()
+    monkeypatch.setattr(overlap, "torch", SimpleNamespace(from_numpy=torch.from_numpy, empty=copies.empty))
+    lane = CudaLane.__new__(CudaLane)
+    lane.device = torch.device("cpu")
+    packed = np.zeros(1000, np.int32)
+    for ahead in (2, 1, 5):
+        arrived = []
+        for number in range(ahead):
+            packed[:] = number
+            arrived.append(lane.upload(packed))
+        packed[:] = 99
+        copies.run()
+        assert [sorted(set(one.tolist())) for one in arrived] == [[number] for number in range(ahead)]
+    assert copies.blocks == 5, "memory of copies that are over is used again"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_c14_uploads_behind_a_busy_device_arrive_as_they_were() -> None:
+    """The same on a GPU, which is kept busy for some 50 ms in front of the copies."""
+    lane = CudaLane(torch.device("cuda"), lambda: time.monotonic_ns() // 1000)
+    packed = np.zeros(1_000_000, np.int32)
+    for _ in range(3):
+        with lane.stream():
+            torch.cuda._sleep(100_000_000)
+            arrived = []
+            for number in range(1, 6):
+                packed[:] = number
+                arrived.append(lane.upload(packed))
+            packed[:] = 99
+            waited = not lane.forward.query()
+        lane.check()
+        assert waited, "the copies were over before the next array was packed: the sleep is too short to show anything"
+        assert [one.unique().tolist() for one in arrived] == [[number] for number in range(1, 6)]

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from lockstep.core.errors import ConfigError
 from lockstep.core.replay import replay
 from lockstep.core.router import RouterConfig
+from lockstep.host.admission_words import admission_word, parse_admission
 from lockstep.host.router_journal import FILE, verify_router
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
     EngineGroup,
-    admission_word,
     assemble_cluster,
-    parse_admission,
     parse_scaling,
     simulate_cluster,
 )
@@ -214,8 +213,8 @@ def test_the_refused_count_as_failed() -> None:
 def test_specs_read_back() -> None:
     text = "open_requests=24,minimum=2,start=60s,cooldown=5min,tolerance=0.2"
     assert parse_scaling(str(parse_scaling(text))) == parse_scaling(text)
-    admission = parse_admission("open=8,waiting=50,share.a=2.5")
-    assert parse_admission(admission_word(admission)) == admission
+    for word in ("open=8,waiting=50,share.a=2.5", "open=8,order=priority", "open=1"):
+        assert admission_word(parse_admission(word)) == word
 
 
 @pytest.mark.parametrize(
@@ -223,12 +222,24 @@ def test_specs_read_back() -> None:
     [
         (parse_scaling, "minimum=2", "`autoscale` names no policy, got `minimum=2`"),
         (parse_scaling, "open_requests=24,start=soon", "`autoscale`: `start` cannot be `soon`"),
-        (parse_scaling, "open_requests=-1", "`autoscale`: `target` must be above 0"),
+        (parse_scaling, "open_requests=-1", "`autoscale`: `open_requests` must be above 0 and finite, got `-1.0`"),
+        (parse_scaling, "arrival_rate=nan", "`autoscale`: `arrival_rate` must be above 0 and finite, got `nan`"),
+        (parse_scaling, "open_tokens=9,minimum=0", "`autoscale`: `minimum` must be a whole number from 1 to 1024"),
+        (parse_scaling, "open_tokens=9,minimum=2000", "`autoscale`: `minimum` must be a whole number from 1 to 1024"),
+        (parse_scaling, "open_tokens=9,interval=0s", "`autoscale`: `interval` must be at least 1 us, got `0`"),
+        (parse_scaling, "open_tokens=9,tolerance=1", "`autoscale`: `tolerance` must be at least 0 and below 1"),
         (parse_scaling, "open_requests=2,open_tokens=9", "`autoscale` has `open_tokens=9`, expected one policy"),
         (parse_scaling, "open_requests", "`autoscale` has `open_requests` without a value"),
         (parse_admission, "waiting=5", "`admission` has no limit, got `waiting=5`"),
-        (parse_admission, "open=0", "`open_max` must be a whole number of at least 1, got `0`"),
+        (
+            parse_admission,
+            "open=0",
+            "`admission`: `open` must be a whole number of at least 1, got `0`\nhint: such as ",
+        ),
+        (parse_admission, "open=1,waiting=-1", "`admission`: `waiting` must be a whole number of at least 0, got `-1`"),
+        (parse_admission, "open=1,share.a.b=nan", "`admission`: `share.a.b` must be above 0 and finite, got `nan`"),
         (parse_admission, "open=many", "`admission`: `open` cannot be `many`"),
+        (parse_admission, "open=2,order=lifo", "`admission`: `order` must be fcfs or priority, got `lifo`"),
         (parse_admission, "open=2,open=3", "`admission` has `open=3` twice"),
     ],
 )
@@ -237,13 +248,34 @@ def test_a_spec_that_cannot_be_read_says_where(parse: Any, text: str, message: s
         parse(text)
 
 
+def test_a_share_of_a_tenant_that_there_is_not_is_refused() -> None:
+    few = "gen:n=2,rate=5"
+    mixed = mix_of((f"flood={few}", f"calm={few}"))
+    many = mix_of(tuple(f"t{number:02}={few}" for number in range(12)))
+    cases = (
+        (few, "open=4,share.x=2", "has a share for `x`, .*: it has no tenants\nhint: leave it out"),
+        (mixed, "open=4,share.calm=2,share.clam=3", "has a share for `clam`, .*: its tenants are calm, flood\n"),
+        (many, "open=4,share.x=2", "its tenants are t00, .*, t09 and 2 more\n"),
+    )
+    for workload, word, message in cases:
+        scenario = ClusterScenario(base=replace(BASE, workload=workload), replicas=2, dispatch=parse_admission(word))
+        with pytest.raises(ConfigError, match=message):
+            assemble_cluster(scenario)
+    assemble_cluster(
+        ClusterScenario(base=replace(BASE, workload=mixed), replicas=2, dispatch=parse_admission("open=4,share.calm=2"))
+    )
+
+
 def test_options_that_do_nothing_here_are_refused() -> None:
     groups = (EngineGroup(count=1, gpu="h100"), EngineGroup(count=1, gpu="h200"))
     for cluster, message in (
         ({"report_interval_us": 5}, "`router_report_interval` is a setting of total_requests and total_tokens"),
         ({"report_delay_us": 5}, "`router_report_delay` needs reports"),
         ({"scaling": parse_scaling(BUSY), "engines": groups}, "`autoscale` is for equal engines"),
-        ({"scaling": parse_scaling("open_requests=4,minimum=3"), "replicas": 2}, "`maximum` must be .* from 3"),
+        (
+            {"scaling": parse_scaling("open_requests=4,minimum=3"), "replicas": 2},
+            "`minimum` is 3, but there are 2 replicas",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             assemble_cluster(ClusterScenario(base=BASE, **cluster))
@@ -253,7 +285,8 @@ def test_the_command_line_says_what_replicas_cost_and_its_command_repeats_it(tmp
     from lockstep.sim.cli import simulate as command
 
     arguments = [
-        *("--model", "qwen3-8b", "--gpu", "h100", "--replicas", "3", "--router", "total_tokens", "--workload", SPEC),
+        *("--model", "qwen3-8b", "--gpu", "h100", "--replicas", "3", "--router", "total_tokens"),
+        *("--workload", f"x={SPEC}"),
         *("--router-report-interval", "50ms", "--router-report-delay", "10ms", "--autoscale", BUSY),
         *("--admission", "open=4,share.x=2", "--no-trace", "--no-intervals", "--no-report", "--no-requests"),
     ]

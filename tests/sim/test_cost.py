@@ -138,6 +138,75 @@ def test_linear_attention_decodes_from_a_fixed_state() -> None:
     assert many - one == pytest.approx(state_us, rel=0.01)
 
 
+def linear_us(shape: BatchShape, gpu: str = "h100", model: str = "qwen3-next-80b-a3b") -> float:
+    """Linear attention of one layer."""
+    spec = load_model(model)
+    return roofline(spec, load_gpu(gpu)).terms_us(shape)["linear_attention"] / spec.linear_layers
+
+
+def prompts(rows: int, tokens: int) -> BatchShape:
+    """So many prompts of so many tokens each."""
+    pairs = rows * tokens * (tokens + 1) // 2
+    return BatchShape(extend_rows=rows, extend_tokens=rows * tokens, extend_pairs=pairs, sampled_rows=rows)
+
+
+def test_a_prompt_through_linear_attention_has_a_latency_and_then_a_rate() -> None:
+    gpu, delta = load_gpu("h100"), load_model("qwen3-next-80b-a3b").delta
+    assert delta is not None
+    latency, chunk = (gpu.measured[f"delta_rule_{name}_us"].value for name in ("latency", "chunk"))
+    assert latency + chunk < linear_us(prompts(1, 1)) < latency + chunk + 3.0  # and one state
+    work_us = delta.value_heads * delta.chunk_flops / (gpu.measured["delta_rule_tflops"].value * 1e6)
+    grown = linear_us(prompts(1, 32_768)) - linear_us(prompts(1, 16_384))
+    assert grown == pytest.approx(16_384 * work_us + 256 * chunk)
+
+
+def test_chunks_of_one_request_follow_one_another() -> None:
+    gpu, model = load_gpu("h100"), load_model("qwen3-next-80b-a3b")
+    assert model.delta is not None
+    one, many = linear_us(prompts(1, 16_384)), linear_us(prompts(16, 1_024))
+    state_us = 2 * model.delta.state_bytes / (gpu.measured["weight_read_gbs"].value * 1e3)
+    assert one - many == pytest.approx((256 - 16) * gpu.measured["delta_rule_chunk_us"].value - 15 * state_us)
+    mixed = replace(prompts(1, 16_384), extend_rows=2, extend_tokens=16_385, extend_pairs=16_384 * 16_385 // 2 + 1)
+    assert linear_us(mixed) > one  # one more prompt does not make the long one shorter
+
+
+def test_little_work_of_the_delta_rule_stays_in_the_cache_of_a_gpu_that_has_one() -> None:
+    gpu = load_gpu("l40s")
+    cached = gpu.measured["delta_rule_cached_token_heads"].value / 32  # tokens
+    chunk_us = gpu.measured["delta_rule_chunk_us"].value
+    assert linear_us(prompts(1, 1_024), "l40s") - linear_us(prompts(1, 512), "l40s") == pytest.approx(8 * chunk_us)
+    beyond = linear_us(prompts(1, 8_192), "l40s") - linear_us(prompts(1, 4_096), "l40s")
+    assert cached < 4_096
+    assert beyond > 3 * 64 * chunk_us
+
+
+def test_launching_latent_attention_bounds_short_prompts_from_below() -> None:
+    model, gpu = load_model("deepseek-v3"), load_gpu("h200")
+    cost, captured = roofline(model, gpu, 8), decode_shape(64, 500)
+    floor = cost.constants["latent_eager_us"].value * model.layers
+    assert floor < cost.batch_us(extend_shape(1)).mean_us == cost.batch_us(extend_shape(64)).mean_us < 1.3 * floor
+    assert cost.batch_us(captured).mean_us < floor  # a CUDA graph needs no launches
+    long = extend_shape(8_192)
+    assert cost.batch_us(long) == roofline(model, gpu, 8, cuda_graph=False).batch_us(long)
+    assert cost.terms_us(long)["launch"] == pytest.approx(10.0)
+
+
+def test_latent_decodes_have_a_latency_and_a_rate_of_their_own() -> None:
+    model, gpu = load_model("deepseek-v3"), load_gpu("h200")
+    one, two = (roofline(model, gpu).terms_us(decode_shape(64, n))["attention_decode"] for n in (10_000, 20_000))
+    flops = 64 * 10_000 * 2 * 128 * (2 * 512 + 64)
+    per_layer = flops / (gpu.measured["latent_decode_tflops"].value * 1e6)
+    assert (two - one) / model.layers == pytest.approx(per_layer)
+    assert (2 * one - two) / model.layers == pytest.approx(gpu.measured["latent_decode_latency_us"].value)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "gpt-oss-120b", "gemma-3-27b"])
+def test_other_models_know_nothing_of_latents_and_states(name: str) -> None:
+    """That their times are what they were is in test_parallel.py, to the last bit."""
+    constants = roofline(load_model(name), load_gpu("h100")).constants
+    assert not [constant for constant in constants if constant.startswith(("latent", "delta"))]
+
+
 def test_experts_touched_saturate() -> None:
     experts = load_model("qwen3-30b-a3b").experts
     assert experts is not None
@@ -162,6 +231,49 @@ def test_low_precision_needs_hardware_for_its_flops() -> None:
         bf16, fp8 = (roofline(model, load_gpu(gpu), weights_dtype=dtype) for dtype in ("bf16", "fp8"))
         assert fp8.batch_us(row).mean_us < 0.8 * bf16.batch_us(row).mean_us
         assert (fp8.batch_us(prompt).mean_us < 0.8 * bf16.batch_us(prompt).mean_us) is gains
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_fp8_weights_that_are_widened_take_the_bytes_of_fp8_and_the_flops_of_bf16(name: str) -> None:
+    model, gpu, prompt, row = load_model(name), load_gpu("h100"), extend_shape(4096), decode_shape(1, 100)
+    plain, rounded = (roofline(model, gpu, weights_dtype=dtype) for dtype in ("bf16", "fp8"))
+    widened = roofline(model, gpu, weights_dtype="fp8", fp8_activations="off")
+    assert roofline(model, gpu, weights_dtype="fp8", fp8_activations="on").batch_us(prompt) == rounded.batch_us(prompt)
+    assert rounded.batch_us(prompt).mean_us < 0.8 * widened.batch_us(prompt).mean_us
+    assert widened.batch_us(prompt).mean_us == pytest.approx(plain.batch_us(prompt).mean_us, rel=0.05)
+    assert widened.batch_us(row).mean_us == pytest.approx(rounded.batch_us(row).mean_us, rel=0.1)
+    assert widened.batch_us(row).mean_us < 0.8 * plain.batch_us(row).mean_us
+    assert widened.describe()["fp8_activations"] == "off"
+    assert "fp8_activations" not in rounded.describe()
+
+
+def test_a_checkpoint_of_fp8_weights_alone_is_priced_as_the_runtime_runs_it(tmp_path: Path) -> None:
+    """By the rule that the runtime asks: what config.json says of activations, and whether the GPU has fp8."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes, **heads}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    for said, expected in ((None, "bf16"), ({"num_bits": 8, "type": "float", "dynamic": True}, "fp8")):
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": said}
+        config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+        folder = tmp_path / expected
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        model = load_model(str(folder))
+        assert model.weights_only is (said is None)
+        for gpu, products in (("h100", expected), ("a100", "bf16")):
+            cost = roofline(model, load_gpu(gpu))
+            assert {cost.precision_of(one) for one in cost.gemm_matrices if one.kind == "linear"} == {products}
+
+
+def test_products_in_fp8_that_cannot_be_are_refused() -> None:
+    model = load_model("qwen3-8b")
+    with pytest.raises(CatalogueError, match="`fp8_activations` is on, but weights are bf16"):
+        roofline(model, load_gpu("h100"), fp8_activations="on")
+    with pytest.raises(CatalogueError, match=r"`fp8_activations` is on, but A100.* has no fp8 tensor cores"):
+        roofline(model, load_gpu("a100"), weights_dtype="fp8", fp8_activations="on")
+    with pytest.raises(CatalogueError, match="`fp8_activations` must be auto, on or off, got `yes`"):
+        roofline(model, load_gpu("h100"), fp8_activations="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gpu", gpu_names())

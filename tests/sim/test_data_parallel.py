@@ -7,37 +7,48 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.commands import Ranks
+from lockstep.core.commands import BatchPlan, Ranks
 from lockstep.core.config import SchedConfig
 from lockstep.core.replay import replay
+from lockstep.core.router import RouterConfig
 from lockstep.host.router_journal import verify_router
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli import simulate
-from lockstep.sim.cluster import ClusterRun, ClusterScenario, assemble_cluster, simulate_cluster, write_cluster_run
+from lockstep.sim.cluster import (
+    ClusterRun,
+    ClusterScenario,
+    EngineGroup,
+    assemble_cluster,
+    simulate_cluster,
+    write_cluster_run,
+)
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
-from lockstep.sim.data_parallel import pass_shape
+from lockstep.sim.data_parallel import Pass, Share, pass_shape
 from lockstep.sim.plan.cli import plan
 from lockstep.sim.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.simulate import Scenario
+from lockstep.sim.speculation import ModelDrafter
 from lockstep.tools.journal import journal
 
 DELAYING: dict[str, Any] = {"prefill_delayer": True}
 
 
 def cluster(workload: str = "gen:n=60,rate=30,input=lognormal:400:0.5,output=lognormal:40:0.5", **more: Any) -> Any:
-    own = {name: more.pop(name) for name in ("replicas", "hop_us") if name in more}
+    of_cluster = ("replicas", "hop_us", "router", "report_interval_us", "report_delay_us")
+    own = {name: more.pop(name) for name in of_cluster if name in more}
     base = {"model": "qwen3-30b-a3b", "gpu": "h200", "tp": 4, "ep": 4, "attention_dp": 4, "profile": "sglang"}
     return ClusterScenario(base=Scenario(workload=workload, rank_schedulers=True, **{**base, **more}), **own)
 
 
-def run(scenario: ClusterScenario, folder: Path | None = None) -> ClusterRun:
-    return simulate_cluster(assemble_cluster(scenario), folder=folder)
+def run(scenario: ClusterScenario, folder: Path | None = None, check_every: int = 0) -> ClusterRun:
+    return simulate_cluster(assemble_cluster(scenario), folder=folder, check_every=check_every)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +136,7 @@ def test_delayer_gathers_prompts_and_says_what_it_did(plain: ClusterRun) -> None
     assert after["extending_rank_share"] > before["extending_rank_share"]
     assert after["graph_share"] > before["graph_share"]
     assert after["release_wait_us_max"] > 0
+    assert 0 < after["ranks_joined"] <= 3 * after["prompts_released"]
     assert delaying.data.summary["latency"]["ttft_us_mean"] > plain.data.summary["latency"]["ttft_us_mean"]
 
 
@@ -170,9 +182,161 @@ def test_closed_loop_goes_on_behind_each_answer() -> None:
     assert made.data.summary["requests"]["completed"] == 30
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_every_overlap_runs(depth: int) -> None:
+    made = run(cluster("gen:n=8,rate=40,output=lognormal:10:0.5", settings={"overlap_depth": depth}))
+    assert made.data.summary["requests"]["completed"] == 8
+
+
 def test_drafts_are_verified_by_all_ranks() -> None:
     made = run(cluster("gen:n=16,rate=40,output=lognormal:30:0.5", settings={"speculative_method": "eagle"}))
     assert made.data.summary["requests"]["completed"] == 16
+    together = made.data.summary["ranks"]
+    assert together["draft_passes"] > 0
+    assert 0 < together["draft_passes_joined_share"] < 1
+
+
+def test_passes_of_a_drafter_cost_what_the_rows_of_all_do() -> None:
+    """Its experts see them all: with one rank's rows each, eight ranks cost more than one, less than eight alone."""
+    drafter = ModelDrafter(MODEL, layers=61)
+    one = [decode_shape(32, 1000), *[BatchShape()] * 7]
+    all_of_them = [decode_shape(32, 1000)] * 8
+    single, together = (
+        drafter.draft_us(pass_shape(MODEL, shapes, agreed(padding="sum_length")), 3) for shapes in (one, all_of_them)
+    )
+    assert single < together < 8 * single
+    assert together == pytest.approx(drafter.draft_us(decode_shape(256, 1000), 3))
+
+
+STRUCTURED = "gen:n=12,rate=60,input=lognormal:200:0.5,output=uniform:20:40,grammars=1.0x3"
+
+
+def test_ranks_sample_under_grammars(tmp_path: Path) -> None:
+    made = run(cluster(STRUCTURED, settings={"pages": 40_000}), tmp_path, check_every=50)
+    write_cluster_run(tmp_path, made)
+    assert made.data.summary["requests"]["completed"] == 12
+    assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()
+    first, *others = [one.data.batches for one in made.engines]
+    assert all(other.started_us.tolist() == first.started_us.tolist() for other in others), "passes begin together"
+    ends = np.max([one.finished_us for one in (first, *others)], axis=0)
+    assert (first.started_us[1:] >= ends[:-1]).all(), "and nobody begins before all have sampled"
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
+@pytest.mark.parametrize(("moved_us", "end_us"), [(None, None), (300, 1_500), (1_400, 1_500), (1_700, 1_800)])
+def test_rank_that_waits_for_its_mask_ends_later(moved_us: int | None, end_us: int | None) -> None:
+    """Of 500 us that begin at 1,000, 100 are sampling; who waits for nothing has its tokens at 1,500."""
+
+    def share(batch_id: int, after: int | None) -> Share:
+        no = np.empty(0, np.int32)
+        made = BatchPlan(
+            batch_id=batch_id, mode="idle", rows=no, request_ids=no.astype(np.int64), starts=no, stops=no,
+            sample_after=after,
+        )  # fmt: skip
+        return Share(made, BatchShape(), 900, 0.0, b"", b"")
+
+    one = Pass([share(7, None), share(4, 3)], took_us=500.0, sampling_us=100.0, started_us=1_000)
+    assert one.end_us(0, {}) == 1_500
+    assert one.end_us(1, {} if moved_us is None else {(1, 4): moved_us}) == end_us
+
+
+def test_ranks_compute_what_grammars_force(tmp_path: Path) -> None:
+    made = run(cluster(STRUCTURED, settings={"jump_forward_tokens": 8}, grammar_forces="0.3x4"), tmp_path)
+    write_cluster_run(tmp_path, made)
+    assert made.data.summary["requests"]["completed"] == 12
+    plain = run(cluster(STRUCTURED))
+    assert made.data.summary["ranks"]["passes"] < 0.9 * plain.data.summary["ranks"]["passes"]
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
+ROUTED = "gen:n=40,rate=60,input=lognormal:300:1,output=lognormal:20:0.8"
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_requests", "least_tokens", "total_tokens"])
+def test_router_in_front_of_ranks_takes_every_policy(policy: Any) -> None:
+    made = run(cluster(ROUTED, router=RouterConfig(policy=policy)))
+    assert made.data.summary["requests"]["completed"] == 40
+    sent = [one.data.summary["requests"]["arrived"] for one in made.engines]
+    assert sum(sent) == 40
+    assert (sent == [10] * 4) == (policy == "round_robin")
+
+
+def test_router_may_know_only_what_ranks_said_a_while_ago(tmp_path: Path) -> None:
+    policy = RouterConfig(policy="total_tokens")
+    fresh = run(cluster(ROUTED, router=policy))
+    stale = cluster(ROUTED, router=policy, report_interval_us=400_000, report_delay_us=20_000)
+    made = run(stale, tmp_path)
+    write_cluster_run(tmp_path, made)
+    assert made.data.summary["requests"]["completed"] == 40
+    sent, knowing = ([one.data.summary["requests"]["arrived"] for one in each.engines] for each in (made, fresh))
+    assert sent != knowing, "the router goes by what it was told"
+    facts = (tmp_path / "router.jsonl").read_text()
+    assert facts.count("LoadReported") % 4 == 0 < facts.count("LoadReported")
+    verify_router(tmp_path)
+
+
+def test_ranks_have_host_memory_each_and_storage_together(tmp_path: Path) -> None:
+    """A conversation that comes to another rank finds in storage what the first one wrote."""
+    tiers = {"host_cache_gb": 0.1, "storage_gb": 10.0, "prefetch_tokens_min": 16}
+    workload = "gen:n=30,rate=20,turns=uniform:2:3,think=lognormal:200ms:1,input=lognormal:600:0.3,output=uniform:4:8"
+    scenario = cluster(
+        workload, tiers=tiers, settings={"pages": 6_000, "page_size": 16}, router=RouterConfig(policy="round_robin")
+    )
+    made = run(scenario, tmp_path)
+    write_cluster_run(tmp_path, made)
+    assert made.data.summary["requests"]["completed"] == made.data.summary["requests"]["arrived"]
+    hosts = [one.setup.config.tiers.host_pages for one in made.engines]  # type: ignore[union-attr]
+    whole = config_of_engine(made.engines[0].setup.config).tiers
+    assert hosts == [hosts[0]] * 4
+    assert whole.host_pages == 4 * hosts[0]  # type: ignore[union-attr]
+    text = "".join(path.read_text() for path in tmp_path.glob("metrics.json"))
+    assert json.loads(text)["cache"]["prompt_tokens_from_storage"] > 0
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_prefill_ranks_hand_over_to_decode_ranks(tmp_path: Path) -> None:
+    """DeepSeek's way: prompts on ranks of one engine, decodes on ranks of another, each with rounds of its own."""
+    group: dict[str, Any] = {"tp": 4, "layout": {"ep": 4, "attention_dp": 4}}
+    engines = tuple(
+        EngineGroup(count=1, gpu="h200", settings={"role": role}, **group) for role in ("prefill", "decode")
+    )
+    base = Scenario(
+        model="qwen3-30b-a3b",
+        gpu="h200",
+        workload="gen:n=24,rate=60,input=lognormal:200:0.5,output=uniform:5:30",
+        rank_schedulers=True,
+        profile="sglang",
+        attention_dp=4,
+        tp=4,
+        ep=4,
+        settings={"pages": 40_000},
+    )
+    made = simulate_cluster(
+        assemble_cluster(ClusterScenario(base=base, engines=engines)), folder=tmp_path, check_every=40
+    )
+    write_cluster_run(tmp_path, made)
+    assert (len(made.engines), made.setup.gpus) == (8, 8)
+    summary = made.data.summary
+    assert summary["requests"]["completed"] == summary["transfers"]["transfers"] == 24
+    assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()
+    prefill, decode = summary["ranks_prefill"], summary["ranks_decode"]
+    assert prefill["passes_extending"] == prefill["passes"]
+    assert (decode["passes_extending"], decode["graph_share"]) == (0, 1.0), "nobody extends who only joins"
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_triggers_of_the_delayer_wait_for_more_prompts() -> None:
+    """Where every rank has prompts most of the time, but few: fewer extends, each with more of them."""
+    workload = "gen:n=80,rate=200,input=lognormal:200:0.3,output=uniform:5:60"
+    settings = {**DELAYING, "max_running_requests": 32}
+    without = run(cluster(workload, settings=settings)).data.summary["ranks"]
+    waiting = run(cluster(workload, settings={**settings, "prefill_delayer_slots": True})).data.summary["ranks"]
+    assert waiting["prompts_by_situation"]["slots"] > 0
+    assert waiting["passes_extending"] < without["passes_extending"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +344,7 @@ def test_drafts_are_verified_by_all_ranks() -> None:
     [
         ("--tp 4", "`attention_dp` is 1"),
         ("--tp 4 --attention-dp 4 --pp 2", "`pp` is 2"),
-        ("--tp 4 --attention-dp 4 --host-cache-gb 8", "`host_cache_gb` is 8"),
+        ("--tp 4 --attention-dp 4 --receive-interval 3", "`receive_interval` is 3"),
         ("--tp 4 --attention-dp 4 --autoscale open_requests=8", "`autoscale` is given"),
         ("--tp 4 --attention-dp 4 --decode-steps-per-launch 2", "ranks agree on every pass"),
         ("--tp 4 --attention-dp 4 --prefill-delayer-max-delay-passes 3", "nothing delays prompts"),

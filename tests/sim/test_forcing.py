@@ -34,6 +34,19 @@ def test_launches_are_saved_and_the_journal_replays(settings: dict[str, Any], tm
         assert one["requests"]["completed"] == 20
 
 
+def test_engines_of_a_cluster_count_what_was_forced_together() -> None:
+    from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+
+    base = Scenario(
+        model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings={"jump_forward_tokens": 16}, grammar_forces="0.5x6"
+    )
+    found = simulate_cluster(assemble_cluster(ClusterScenario(base=base, replicas=2), {}))
+    parts, whole = [one.data.summary["jump_forward"] for one in found.engines], found.metrics()["jump_forward"]
+    assert whole["forced_tokens"] == sum(part["forced_tokens"] for part in parts) > parts[0]["forced_tokens"] > 0
+    assert whole["tokens_per_jump_mean"] == pytest.approx(whole["forced_tokens"] / whole["jumps"], rel=1e-4)
+    assert "speculation" not in found.metrics()
+
+
 def test_how_often_is_read_and_kept_to() -> None:
     always = Forcing.of("1.0x3", seed=1).runs(5)
     assert [always.stop_behind(output) for output in range(8)] == [4, 4, 4, 4, 8, 8, 8, 8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from lockstep.core.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.hybrid_memory import state_copy_us
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
@@ -104,10 +106,35 @@ def test_a_plan_can_search_it() -> None:
         ("gpt-oss-20b", {"swa_full_tokens_ratio": 0.5}, {}, "hint: add --hybrid-memory on"),
         ("gpt-oss-20b", {"hybrid_memory": "on", "swa_full_tokens_ratio": 2.0}, {}, "got `2.0`"),
         ("gpt-oss-20b", {"hybrid_memory": "on"}, {"chunked_prefill_size": None}, "hint: set chunked_prefill_size"),
-        ("gpt-oss-20b", {"hybrid_memory": "on"}, {"same_step_sharing": True}, "does not go with `same_step_sharing`"),
     ],
 )
 def test_what_cannot_be_is_named(model: str, given: dict[str, object], settings: dict[str, object], said: str) -> None:
     with pytest.raises((ConfigError, CapacityError)) as error:
         assemble(Scenario(model=model, gpu="h200", workload=AGAIN, tiers=given, settings=settings), environ={})
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_each_stage_has_room_for_what_its_layers_keep(model: str) -> None:
+    scenario = Scenario(model=model, gpu="h200", pp=3, workload=AGAIN, tiers={"hybrid_memory": "on"})
+    setup = assemble(scenario, environ={})
+    kv = setup.kv
+    assert kv is not None
+    assert len(kv.stages_left_bytes) == 3
+    fullest = 0.0
+    for stage, left in zip(stages_of(setup.model, setup.split), kv.stages_left_bytes, strict=True):
+        each = stage.model.kv_values_per_layer(setup.split) * 2
+        taken = 16 * each * (kv.pages * stage.model.full_layers + kv.window_pages * stage.model.sliding_layers)
+        taken += kv.state_slots * stage.model.state_bytes_per_request(setup.split)
+        assert taken <= left
+        fullest = max(fullest, taken / left)
+    assert fullest > 0.99, "no stage is full"
+
+
+@pytest.mark.parametrize("beside", [{"pp": 2}, {"settings": {"speculative_method": "ngram"}}])
+def test_answers_beside_stages_and_drafts_are_the_same(beside: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"model": "qwen3-next-80b-a3b", "gpu": "h200", "tp": 2, "workload": AGAIN, "seed": 3}
+    plain = simulate(assemble(Scenario(**fields), {}))
+    shares = {"hybrid_memory": "on", "mamba_full_memory_ratio": 0.05}
+    pooled = simulate(assemble(Scenario(**fields, **beside, tiers=shares), {}))
+    assert answers(pooled) == answers(plain)

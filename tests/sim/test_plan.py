@@ -22,6 +22,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep.core.config import refuse_simulated_only
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig
 from lockstep.sim.metrics import Slo
@@ -570,6 +571,14 @@ def test_a_plan_that_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.fixture(scope="module")
+def simplest() -> Candidate:
+    """A candidate that was confirmed, with one replica."""
+    found = planned(question(rate=1.0)).winner
+    assert found is not None
+    return found
+
+
 def test_lockstep_serve_takes_the_emulated_winner() -> None:
     """Whatever a plan prints is a line that runs: settings as that command reads them."""
     serve = pytest.importorskip("lockstep.api.serve", reason="the server is not installed").serve
@@ -580,6 +589,7 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
         "waiting_timeout_us": 30_000_000,
     }
     common = {"tp": 2, "profile": "vllm", "mem_fraction": 0.8, "calibration": "vllm-h100", "kv_dtype": "fp8"}
+    common["fp8_activations"] = "off"
     common["tiers"] = {"host_cache_gb": 50.0}
     planned_one = planned(question(settings=settings, common=common, rate=200.0))
     assert planned_one.winner is not None
@@ -589,6 +599,8 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     assert emulated.lacks == [f"{replicas} replicas behind least_requests", "host_cache_gb 50"]
     assert "--kv-cache-dtype fp8_e4m3" in emulated.line
     assert "--kv-cache-dtype fp8_e4m3" in served.line
+    assert "--fp8-activations off" in emulated.line
+    assert "--fp8-activations off" in served.line
     assert "tp 2" in served.lacks
     assert "--set batching=running_first" in served.line  # of the profile, which only an emulated server knows by name
     words = shlex.split(emulated.line)
@@ -600,6 +612,41 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
     for line in ("schedule_policy = lpm", "isolate_tenants = True", "waiting_timeout_us = 30000000"):
         assert line in lines
     assert "batching = running_first" in lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "lacks"),
+    [
+        ({"pp_size": 2}, {"pp": 2}, ["pp 2", "pp_size 2"]),
+        (
+            {"pp_size": 2, "pp_async_batch_depth": 1, "pp_dynamic_chunking": False},
+            {},
+            ["pp_size 2", "pp_async_batch_depth 1"],
+        ),
+        ({"pp_size": 1}, {}, []),
+        ({"encoder_budget_tokens": 9}, {"media": "image=1:64x64"}, ["encoder_budget_tokens 9", "media image=1:64x64"]),
+        ({"encoder_cache_tokens": None}, {"mm_encoder_tp_mode": "data"}, ["mm_encoder_tp_mode data"]),
+        ({"jump_forward_tokens": 8}, {}, ["jump_forward_tokens 8"]),
+        ({"num_reserved_decode_tokens": 3}, {}, ["num_reserved_decode_tokens 3"]),
+        ({"prefill_delayer": True, "prefill_full_skip_passes": 0}, {}, ["prefill_delayer yes"]),
+    ],
+)
+def test_what_is_simulated_only_is_said_and_not_in_the_line(
+    settings: dict[str, Any], more: dict[str, Any], lacks: list[str], simplest: Candidate
+) -> None:
+    serve = pytest.importorskip("lockstep.api.serve", reason="the server is not installed").serve
+    assert simplest.trial is not None
+    trial = msgspec.structs.replace(simplest.trial, settings={"schedule_policy": "lpm", **settings}, **more)
+    served, emulated = answers.serve_commands(replace(simplest, trial=trial))
+    assert emulated.lacks == lacks
+    words = shlex.split(emulated.line)
+    assert words[words.index("--set") :] == ["--set", "schedule_policy=lpm"]
+    shown = CliRunner().invoke(serve, [*words[2:], "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    real = shlex.split(served.line)
+    for name in (real[at + 1].partition("=")[0] for at, word in enumerate(real) if word == "--set"):
+        refuse_simulated_only(name)
+    assert ("jump_forward_tokens=8" in served.line) == ("jump_forward_tokens" in settings)
 
 
 def test_a_container_has_as_many_processes_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

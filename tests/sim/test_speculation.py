@@ -55,6 +55,14 @@ def test_early_ends_and_clusters_work_with_drafts() -> None:
     base = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=40,rate=20,output=fixed:64", settings=EAGLE)
     both = simulate_cluster(assemble_cluster(ClusterScenario(base=base, replicas=2), {}))
     assert both.data.summary["requests"]["completed"] == 40
+    parts, whole = [one.data.summary["speculation"] for one in both.engines], both.metrics()["speculation"]
+    for name in ("rows_verified", "drafts", "drafts_accepted", "verify_batches"):
+        assert whole[name] == sum(part[name] for part in parts) > max(part[name] for part in parts) > 0, name
+    lengths = [part["accepted_length_mean"] for part in parts]
+    assert min(lengths) <= whole["accepted_length_mean"] <= max(lengths)
+    assert whole["acceptance_by_position"][0] > whole["acceptance_by_position"][2] > 0
+    alone = simulate_cluster(assemble_cluster(ClusterScenario(base=base, replicas=1), {}))
+    assert alone.metrics()["speculation"] == alone.engines[0].data.summary["speculation"]
 
 
 def test_right_drafts_follow_from_request_and_position() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -21,13 +21,10 @@ FOLDER = Path(os.environ.get("LOCKSTEP_DATA", "/nowhere"), "published", "llmserv
 
 @pytest.fixture(scope="module")
 def truth() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rtx4090_truth", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    """As a script has it, which finds what lies beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        return importlib.import_module(SCRIPT.stem)
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="LOCKSTEP_DATA has no published/llmservingsim")

@@ -78,10 +78,9 @@ def test_a_model_of_the_azure_trace_resembles_it(data: Path, seed: int) -> None:
     assert_within(rows_of(trace, model, seed), tolerances)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_model_of_the_agentic_trace_resembles_it(data: Path, seed: int) -> None:
+def test_a_model_of_the_agentic_trace_resembles_it(data: Path) -> None:
     trace, model = fitted(data / AGENTIC, rate=0.1)
-    rows = rows_of(trace, model, seed)
+    rows = rows_of(trace, model, seed=1)
     tolerances = {
         "turns": 0.0, "turns per session": 0.03, "sessions": 0.03, "sessions/s": 0.1, "gap cv": 0.15,
         "dispersion": 0.6,  # of 349 starts, which were drawn for the trace too

@@ -36,7 +36,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
+from lockstep.core.config import DRAFT_SETTINGS, SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdapterEvicted,
@@ -65,6 +65,7 @@ from lockstep.core.events import (
     OpenSession,
     PagesEvicted,
     Pause,
+    PrefillCompleted,
     Profile,
     PromptSpan,
     ReleaseMemory,
@@ -190,7 +191,9 @@ class Driver:
         self.compiling: list[str] = []  # grammars asked for and not answered
         self.invalid_grammars: set[str] = set()
         self.owed: set[int] = set()  # for whom somebody was retracted: their decode comes before any admission
-        self.sat_out = False  # the last batch was an extend without those who decode
+        self.sat_out: set[int] = set()  # microbatches whose last batch was an extend without those who decode
+        self.offered = 0  # launch opportunities
+        self.chunk_in = -1  # the microbatch that computed the newest chunk of the prompt that is split
         self.voided_loads: list[AdapterLoaded] = []  # answers to loads of a device that was lost
         self.evicted_adapters: set[tuple[str, int]] = set()
         self.made_room: dict[int, int] = {}  # by victim: the request it was last preempted for
@@ -284,8 +287,11 @@ class Driver:
         ended = [request_id for request_id in self.stories if request_id not in self.engine.requests]
         self.fold(RequestCancelled(self.now_us, ended[choice % len(ended)] if ended else 10**9))
 
-    def ready(self) -> None:
-        self.fold(LaneReady(self.now_us))
+    def ready(self, *, in_turn: bool = False) -> None:
+        """A slot is free: of the next microbatch, or as time will have it."""
+        self.offered += 1
+        further = 0 if in_turn else self.now_us // 3
+        self.fold(LaneReady(self.now_us, (self.offered + further) % self.engine.config.microbatches))
 
     def finish(self, trouble: str = "", choice: int = 0) -> None:
         """Deliver the oldest batch in flight; with trouble, its execution or one of its tokens went wrong."""
@@ -430,14 +436,14 @@ class Driver:
     def fold(self, event: Observed) -> None:
         """Give the engine one event; hold its Step against the stories."""
         chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
-        line = [request.request_id for request in self.engine.waiting]
+        line, held = [request.request_id for request in self.engine.waiting], list(self.engine.held)
         idle, live = not self.engine.in_flight, dict(self.engine.requests)
         unloading = list(self.engine.memory.adapters.withdrawals) if self.engine.memory.adapters is not None else []
-        followers = dict(self.engine.followers)
+        followers = {leader: [one.request_id for one in them] for leader, them in self.engine.followers.items()}
         step = self.engine.step(event)
         admitted = [event.request_id for event in step.decided if isinstance(event, RequestAdmitted)]
         passed_by = {request_id: self.bypassed.get(request_id, 0) for request_id in admitted}
-        self._count_bypasses(line, step)
+        self._count_bypasses(line, [one for one in held if one not in self._behind_the_pass(followers, step)], step)
         self.steps += 1
         for decided in step.decided:
             if isinstance(decided, RequestQueued):
@@ -484,18 +490,31 @@ class Driver:
         if self.check:
             invariants.check(self.engine)
 
-    def _count_bypasses(self, line: list[int], step: Step) -> None:
-        """L5, counted by other means than the engine's: nobody is passed by more than `bypass_limit` times a wait."""
+    def _behind_the_pass(self, followers: dict[int, list[int]], step: Step) -> list[int]:
+        """Samples whose leader's prompt is shared with what is launched, or was computed: they join behind the pass."""
+        done = [event.request_id for event in step.decided if isinstance(event, PrefillCompleted)]
+        return [follower for leader in done for follower in followers.get(leader, ())]
+
+    def _count_bypasses(self, line: list[int], held: list[int], step: Step) -> None:
+        """L5, counted by other means than the engine's: nobody is passed by more than `bypass_limit` times a wait.
+
+        `held`: who, if held no more, joined the line before anybody left it in this step: an end made that possible.
+        """
         limit = self.engine.config.bypass_limit
+        turns = [event.request_id for event in step.decided if isinstance(event, TurnStarted)]
+        for request_id in held:
+            if request_id in self.engine.requests and request_id not in (*self.engine.held, *turns):
+                self._join(line, request_id)
         for event in step.decided:
             match event:
                 case RequestRetracted(_, request_id) if event.reason != "preempted":  # those join behind the pass
                     front = self.engine.config.retracted_requeue == "front"
                     older = takewhile(lambda other, mine=request_id: other in self.ran and other < mine, line)
                     line.insert(len(list(older)) if front else len(line), request_id)
+                case AdmissionDeferred(_, request_id, "media") if request_id in line:  # its media are gone
+                    line.remove(request_id)
                 case TurnStarted(_, request_id):  # it was held, and joins the line in this very step
-                    younger = [i for i, other in enumerate(line) if other not in self.ran and other > request_id]
-                    line.insert(younger[0] if younger else len(line), request_id)
+                    self._join(line, request_id)
                 case RequestRejected(_, request_id) | RequestFinished(_, request_id) if request_id in line:
                     line.remove(request_id)
                 case RequestAdmitted(_, request_id):
@@ -510,6 +529,11 @@ class Driver:
             passed = self.bypassed.get(request.request_id, 0)
             assert limit is None or passed <= limit, f"L5: {request.name} was passed by {passed} times"
             assert request.bypassed == passed, f"L5: {request.name} counts {request.bypassed}, it was {passed}"
+
+    def _join(self, line: list[int], request_id: int) -> None:
+        """Put a request that is held no more where its arrival puts it."""
+        younger = [i for i, other in enumerate(line) if other not in self.ran and other > request_id]
+        line.insert(younger[0] if younger else len(line), request_id)
 
     def _streamed(self, command: StreamTokens) -> None:
         """S20: in order, no gap, no duplicate, and the very tokens of the request."""
@@ -618,11 +642,13 @@ class Driver:
             going = going[self.engine.positions + 1 < self.engine.cohort.limits]
         left_out = set(going.tolist()) - set(plan.request_ids.tolist())
         if left_out:
-            assert not self.sat_out, f"r{min(left_out)} sat out twice in a row"
+            assert plan.microbatch not in self.sat_out, f"r{min(left_out)} sat out twice in a row"
             alone = any(request.needs_plain_extend for request in self.engine.in_flight[-1].requests)
             assert alone or self.engine.config.batching == "mixed", f"r{min(left_out)} runs first, but sits out"
             self.marks.add("decode sits out beside an extend")
-        self.sat_out = bool(left_out)
+        self.sat_out.discard(plan.microbatch)
+        if left_out:
+            self.sat_out.add(plan.microbatch)
 
     def _hold_to_preemption(self, step: Step, live: dict[int, Request], passed_by: dict[int, int], idle: bool) -> None:
         """S27, B14: victims are less important by more than the threshold, and start again only after whom they made
@@ -632,6 +658,8 @@ class Driver:
         """
         engine, threshold = self.engine, self.engine.config.priority_preemption_threshold
         admitted, limit = list(passed_by), engine.config.bypass_limit
+        plan = step.launched()
+        launched = [] if plan is None else plan.request_ids.tolist()
         urgent = [one for one in admitted if limit is not None and passed_by[one] + len(admitted) > limit]
         for request_id in admitted:
             awaited = engine.requests.get(self.made_room.pop(request_id, -1))
@@ -648,7 +676,8 @@ class Driver:
                     above = importance(live[beneficiary], engine.config) - importance(live[victim], engine.config)
                     assert above > threshold, f"S27: r{victim} for r{beneficiary}"
                     assert victim not in admitted, f"S26: r{victim} started in the step that preempted it"
-                    assert not idle or beneficiary in admitted, f"S8: r{victim} was preempted for nothing"
+                    goes_on = beneficiary in admitted or beneficiary in launched
+                    assert not idle or goes_on, f"S8: r{victim} was preempted for nothing"
                     if beneficiary not in admitted:
                         self.made_room[victim] = beneficiary
                     self.marks.add("preemption across priorities")
@@ -699,6 +728,8 @@ class Driver:
                     self.marks.add("deferred for its adapter")
                 case AdmissionDeferred(reason="load" | "prefetch" as reason):
                     self.marks.add(f"deferred ({reason})")
+                case AdmissionDeferred(reason="microbatch"):
+                    self.marks.add("deferred (microbatch)")
                 case AdmissionDeferred(reason="window" | "state" as reason):
                     self.marks.add(f"deferred ({reason})")
                 case CompanionsEvicted(_, kind):
@@ -722,6 +753,8 @@ class Driver:
             self._mark_hybrid(plan.hybrid)
         if plan is not None and plan.speculation is not None:
             self._mark_drafts(plan, plan.speculation)
+        if plan is not None and self.engine.microbatches is not None:
+            self._mark_microbatch(plan, chunked)
         if plan is not None and (plan.logprob_spans or plan.hidden_spans):
             for span in (*plan.logprob_spans, *plan.hidden_spans):
                 if span.start > int(plan.starts[span.index]):
@@ -739,6 +772,16 @@ class Driver:
             self.marks.add("row leased to work in flight")
         if memory.fenced_pages:
             self.marks.add("duplicate pages fenced")
+
+    def _mark_microbatch(self, plan: BatchPlan, chunked: int | None) -> None:
+        flying = {batch.plan.microbatch for batch in self.engine.in_flight}
+        if len(flying) == self.engine.config.microbatches:
+            self.marks.add("every microbatch in flight")
+        if chunked is not None and chunked in plan.request_ids[: plan.extend_rows].tolist():
+            if plan.microbatch != self.chunk_in:
+                self.marks.add("chunk in another microbatch")
+        if self.engine.prefilling is not None:
+            self.chunk_in = plan.microbatch
 
     def _mark_hybrid(self, changes: HybridChanges) -> None:
         if (changes.state_sources >= 0).any():
@@ -778,7 +821,7 @@ class Driver:
             in_flight = len(self.kv.stream)
             if self.engine.config.grammar_timeout_us is None:  # otherwise they never come, and that ends too
                 self.compiled(0)
-            self.ready()
+            self.ready(in_turn=True)
             if len(self.kv.stream) == in_flight:
                 self.finish()
         assert invariants.is_idle(self.engine), (
@@ -893,6 +936,7 @@ def _beside(rng: random.Random, radix: bool) -> dict[str, Any]:
     return {
         "chunk_unit": own.choice(["page", "page", "token"]),
         "retracted_kv": own.choice(["free", "free", "cache"]) if radix else "free",
+        "encoder_budget_tokens": own.choice([msgspec.UNSET, 1, 4]),
     }
 
 
@@ -904,7 +948,7 @@ def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConf
     if config.decode_steps_per_launch > 1:
         return config
     jumps = random.Random(f"jumps {drawn}")
-    if jumps.random() < 0.4 and not config.shares_passes:
+    if jumps.random() < 0.4:
         config = msgspec.structs.replace(config, jump_forward_tokens=jumps.choice([1, 2, 5, 16]))
     if drawn >= share:
         return config
@@ -914,6 +958,21 @@ def drafting(rng: random.Random, config: SchedConfig, share: float) -> SchedConf
         num_speculative_tokens=own.choice([1, 2, 3, 8]),
         speculative_min_chance=own.choice([msgspec.UNSET, msgspec.UNSET, 0.2, 0.6]),
         speculative_max_batch_size=own.choice([msgspec.UNSET, msgspec.UNSET, msgspec.UNSET, 2]),
+    )
+
+
+def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:
+    """The settings with microbatches, and without what does not go with them."""
+    splits = config.chunked_prefill_size is not None and config.truncation_align_size is None
+    return msgspec.structs.replace(
+        config,
+        **dict.fromkeys((*DRAFT_SETTINGS, "jump_forward_tokens"), msgspec.UNSET),
+        enable_priority_preemption=False,
+        overlap_consecutive_prefills=True,
+        pp_size=rng.choice([2, 2, 3]),
+        pp_async_batch_depth=rng.choice([0, 0, 1]),
+        pp_max_micro_batch_size=rng.choice([msgspec.UNSET, 1, 2, 16]),
+        pp_dynamic_chunking=splits and rng.random() < 0.3,
     )
 
 

@@ -6,55 +6,78 @@ Used by the swarm, and by tests/properties/test_hybrid.py with seeds of its own.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from lockstep.core.config import HybridMemory, SchedConfig
-from tests.support.driver import Action, pressed_actions, pressed_config, random_actions, random_config
+from tests.support.driver import (
+    Action,
+    crowded_actions,
+    crowded_config,
+    pressed_actions,
+    pressed_config,
+    random_actions,
+    random_config,
+)
 from tests.support.tiered import returning
 
+OFF: dict[str, dict[str, Any]] = {
+    "preempts": {"enable_priority_preemption": False},
+    "shares": {"same_step_sharing": False},
+    "steps": {"decode_steps_per_launch": 1},
+    "drafts": {
+        "speculative_method": UNSET,
+        "num_speculative_tokens": UNSET,
+        "speculative_min_chance": UNSET,
+        "speculative_max_batch_size": UNSET,
+        "jump_forward_tokens": UNSET,
+    },
+}
+"""By feature beside pools of their own: what turns it off."""
 
-def hybrid(rng: random.Random, config: SchedConfig) -> SchedConfig:
-    """The same with sliding windows, linear attention or both."""
+
+def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> SchedConfig:
+    """The same with sliding windows, linear attention or both; without `pairs`, and nothing else that is special."""
     chunk = config.chunked_prefill_size or max(config.page_size, 16)
+    own = random.Random()
+    own.setstate(rng.getstate())  # beside the others, which stay what they were
+    pair = own.random()
     config = replace(
         config,
         chunked_prefill_size=max(chunk, config.truncation_align_size or 0),
         max_prefill_tokens=max(config.max_prefill_tokens, config.page_size),
-        same_step_sharing=False,
-        enable_priority_preemption=False,
-        decode_steps_per_launch=1,
-        speculative_method=UNSET,
-        num_speculative_tokens=UNSET,
-        speculative_min_chance=UNSET,
-        speculative_max_batch_size=UNSET,
-        jump_forward_tokens=UNSET,
     )
+    for name, off in OFF.items():
+        if not pairs or random.Random(f"{name} {pair}").random() >= 0.8:
+            config = replace(config, **off)
     kind = rng.choice(["window", "state", "both"])
     tokens = rng.choice([1, 2, 5, 8, 17, 60]) if kind != "state" else 0
     sizes = HybridMemory(window_tokens=tokens, window_pages=1, state_slots=0) if tokens else None
-    least = sizes.row_pages_max(config.page_size, config.overlap_depth) if sizes is not None else 0
+    least = sizes.row_pages_max(config.page_size, config.positions_ahead) if sizes is not None else 0
     least += -(-config.split_tokens // config.page_size)
     return replace(
         config,
         hybrid=HybridMemory(
             window_tokens=tokens,
             window_pages=least + rng.choice([0, 1, rng.randint(0, 30), 200]) if tokens else 0,
-            state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) if kind != "window" else 0,
+            state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) * config.states_per_row if kind != "window" else 0,
             checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
         ),
     )
 
 
-def hybrid_history(rng: random.Random) -> tuple[SchedConfig, list[Action]]:
-    """Settings and actions: prompts that come again, requests that outgrow the pool, or anything at all."""
+def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConfig, list[Action]]:
+    """Settings and actions: prompts that come again or begin alike, requests that outgrow the pool, anything at all."""
     kind = rng.random()
-    if kind < 0.4:
+    if pairs and kind >= 0.7 and random.Random(f"crowded {kind}").random() < 0.4:
+        config, actions = crowded_config(rng), crowded_actions(rng, 200)
+    elif kind < 0.4:
         config, actions = returning(rng)
     elif kind < 0.7:
         config, actions = pressed_config(rng), pressed_actions(rng, 300)
     else:
         config = random_config(rng)
         actions = random_actions(rng, rng.choice([100, 300]), adapters=config.max_loras is not None)
-    return hybrid(rng, config), actions
+    return hybrid(rng, config, pairs=pairs), actions

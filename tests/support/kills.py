@@ -32,6 +32,7 @@ ARGUMENTS = ("--emulate", "qwen3-0.6b@h200", "--answer-tokens", str(MEAN_TOKENS)
 WORDS = Vocabulary(first=FIRST_WORD, count=VOCABULARY - FIRST_WORD, end=END, mean_tokens=MEAN_TOKENS)
 TIMEOUT_S = 120.0  # without a line
 DRAINED_S = 0.05  # what a dead engine had sent has arrived by then
+IN_A_ROW = 10  # kills without a token between them; a starved machine could otherwise get nothing said for minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,19 +209,19 @@ def campaign(
     began_s, back_s, done = time.monotonic(), list[float](), 0
     killed_s: float | None = None
     next_s = began_s + 0.5
-    killed = set[int]()
+    killed, in_a_row = set[int](), 0
     while done < kills and server.process.poll() is None and not tally.faults:
         now_s = time.monotonic()
         if killed_s is not None and tally.heard_s > killed_s + DRAINED_S:
             back_s.append(tally.heard_s - killed_s)
-            killed_s = None
-        if now_s >= next_s:
+            killed_s, in_a_row = None, 0
+        if now_s >= next_s and in_a_row < IN_A_ROW:
             engines = sorted((name, pid) for name, pid in server.children().items() if name.startswith("engine"))
             _, alive = rng.choice(engines) if engines else ("", 0)
             if alive and alive not in killed:
                 os.kill(alive, how)
                 killed.add(alive)
-                done += 1
+                done, in_a_row = done + 1, in_a_row + 1
                 killed_s = killed_s or time.monotonic()  # a kill before it was back counts from the one before
                 next_s = time.monotonic() + rng.uniform(*gap_s)
                 if done % 20 == 0:

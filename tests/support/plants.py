@@ -23,6 +23,7 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Decodes, Engine, Fit, Obstacle
 from lockstep.core.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.memory import Lease, Memory
+from lockstep.core.microbatches import Microbatches
 from lockstep.core.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.requests import Cohort, Int32s, Request
 
@@ -499,10 +500,51 @@ def slot_of_state_leaks() -> Plant:
     return _replaced(StatePool, "let_go", bug)
 
 
+def other_microbatches_not_searched() -> Plant:
+    """Who leaves is looked for in the microbatch whose turn it is, and in no other (SG#29405)."""
+
+    def bug(whose: Original, several: Microbatches, requests: list[Request]) -> list[int]:
+        return [number for number in whose(several, requests) if number == several.at]
+
+    return _replaced(Microbatches, "whose", bug)
+
+
+def chunk_wants_a_place() -> Plant:
+    """The next chunk of a prompt asks for a place although the prompt has one (SG#23006)."""
+    return _replaced(
+        Microbatches, "has_place", lambda original, several, request=None: several.places[several.at] < several.size
+    )
+
+
+def place_kept_by_the_first() -> Plant:
+    """A prompt that moves on keeps its place where it began: microbatches fill with nobody (SG#29405)."""
+
+    def bug(take_place: Original, several: Microbatches, request: Request) -> None:
+        before = several.members.get(request.request_id)
+        take_place(several, request)
+        if before is not None and before != several.at:
+            several.places[before] += 1
+
+    return _replaced(Microbatches, "take_place", bug)
+
+
+def checkpoint_not_passed() -> Plant:
+    """What drafts that were wrong left behind is kept as the state of the right ones (VL#39273)."""
+    return _replaced(StatePool, "verified", lambda original, states, batch: None)
+
+
 FOUND_BY_STORY: dict[str, str] = {
-    "window_of_headroom": "museum/a7_short_resume_at_two_windows",  # it is only slower, or waits for ever where all run
-    "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",  # nothing breaks, it is only slower
-    "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",  # random histories find it, but seldom
+    # Nothing breaks, it is only slower, or waits for ever where all run.
+    "key_from_the_prompt_only": "museum/d7_second_turn_hits_prompt_and_output",
+    "window_of_headroom": "museum/a7_short_resume_at_two_windows",
+    # Random histories find them, but seldom.
+    "checkpoint_not_passed": "hybrid/drafts",
+    "dead_matcher": "grammar/cancelled_before_sampling",
+    "hold_forgotten": "admission/held_prefix_counts_for_those_behind",
+    "lone_decoder_ended": "retraction/last_decoder_and_a_split_prompt",
+    "preempted_for_nothing": "preemption/fewest_victims",
+    "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",
+    "whole_batch_must_fit": "museum/b2_the_rest_must_fit_not_the_whole",
 }
 """The bugs that random histories find seldom or never, and the scenario that tells each from the truth."""
 
@@ -512,11 +554,16 @@ OF_HYBRIDS = frozenset(
 )
 """The bugs that only histories with windows or states can show."""
 
+OF_MICROBATCHES = frozenset("chunk_wants_a_place other_microbatches_not_searched place_kept_by_the_first".split())
+"""The bugs that only histories with several microbatches can show."""
+
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
     for plant in (
         adapter_evicted_in_use,
+        checkpoint_not_passed,
         checkpoint_written_again,
+        chunk_wants_a_place,
         dead_matcher,
         discard_is_a_flag,
         double_free,
@@ -534,7 +581,9 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         lone_decoder_ended,
         no_epoch_check,
         node_keeps_a_view,
+        other_microbatches_not_searched,
         output_cursor_reset,
+        place_kept_by_the_first,
         plan_mutated_after_launch,
         preempted_for_nothing,
         prompt_charged_on_resume,

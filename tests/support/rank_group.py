@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import msgspec
@@ -27,6 +27,7 @@ import numpy as np
 from lockstep.core import invariants, snapshot
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import (
+    CompileGrammar,
     ControlAnswered,
     FinishRequest,
     LaunchBatch,
@@ -39,7 +40,7 @@ from lockstep.core.commands import (
     SwapWeights,
 )
 from lockstep.core.config import CacheTiers, SchedConfig, WritePolicy
-from lockstep.core.data_parallel import Rounds
+from lockstep.core.data_parallel import Rounds, draft_passes_of
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
@@ -49,6 +50,8 @@ from lockstep.core.events import (
     Control,
     ControlRequested,
     EngineRestarted,
+    Grammar,
+    GrammarReady,
     LaneReady,
     Observed,
     Pause,
@@ -65,6 +68,7 @@ from lockstep.core.events import (
     WeightsSwapped,
 )
 from tests.support.driver import drafting
+from tests.support.exchange import seen_by_device
 from tests.support.fleet import random_asked
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
@@ -91,6 +95,9 @@ class Member:
     controls: dict[int, ControlAnswered | None] = field(default_factory=dict)
     orders: list[WeightsSwapped] = field(default_factory=list)  # answers to come
     events: list[tuple[Observed, bytes]] = field(default_factory=list)
+    compiling: list[Grammar] = field(default_factory=list)  # asked for and not answered
+    grammars: dict[int, tuple[str, int | None]] = field(default_factory=dict)  # by request: its name, when it ends
+    invalid: set[str] = field(default_factory=set)  # grammars that do not compile
     late_us: int = 0  # its clock is so much behind the others
 
     @property
@@ -125,6 +132,7 @@ class RankGroup:
         self.sent: dict[int, list[int]] = {}
         self.answers: dict[int, Answer] = {}
         self.cancelled: set[int] = set()
+        self.slow_results = False  # batches are launched behind one another more often than not
         self.marks: Counter[str] = Counter()
         self.steps = 0
 
@@ -137,11 +145,17 @@ class RankGroup:
 
     # --------------------------------------------------------------------------------------------------------- clients
 
-    def arrive(self, rank: int, asked: Asked, **more: Any) -> int:
-        """A request comes to a rank. Returns its id there."""
+    def arrive(self, rank: int, asked: Asked, *, grammar: str = "", ends: int | None = None, **more: Any) -> int:
+        """A request comes to a rank. Returns its id there.
+
+        `grammar`: what it is under, `ends`: outputs behind which that admits nothing.
+        """
         member = self.members[rank]
         member.asked.append(asked)
         self.sent[asked.key] = []
+        if grammar:
+            more["grammar"] = Grammar("regex", grammar, grammar.encode())
+            member.grammars[len(member.asked) - 1] = grammar, ends
         event = RequestArrived(
             time_us=self._now(member),
             request_id=len(member.asked) - 1,
@@ -153,6 +167,8 @@ class RankGroup:
             **more,
         )
         self.fold(member, event)
+        if event.request_id in member.kv.stories:
+            member.kv.stories[event.request_id].grammar_ends = ends
         return event.request_id
 
     def cancel(self, rank: int, request_id: int) -> None:
@@ -191,11 +207,25 @@ class RankGroup:
             return False
         event = member.kv.finished(self._now(member), error=error)
         member.delivered += 1
-        self.fold(member, event)
+        held, launched = member.rounds.held, len(member.launched)
+        step = self.fold(member, event)
+        if (forced := member.kv.tell_forced(self._now(member))) is not None:
+            self.marks["told what is forced between proposal and launch"] += held is not None
+            self.fold(member, forced)
+        assert len(member.launched) == launched, "a result launches nothing"
+        self.marks["sampled once a result was there"] += any(isinstance(one, SampleBatch) for one in step.commands)
         return True
 
     def _is_done(self, number: int) -> bool:
         return all(len(member.launched) > number for member in self.members)
+
+    def compiled(self, member: Member, choice: int = 0, error: str = "") -> None:
+        """A grammar that a rank asked for is compiled, or cannot be."""
+        grammar = member.compiling.pop(choice % len(member.compiling))
+        if error and member.engine.grammars.known[grammar.digest].error is None:
+            member.invalid.add(grammar.source)
+            self.marks["grammar refused"] += 1
+        self.fold(member, GrammarReady(self._now(member), grammar.digest, error))
 
     def clock(self, us: int) -> None:
         """Time passes, and everybody notices."""
@@ -274,12 +304,22 @@ class RankGroup:
                     member.orders.append(WeightsSwapped(self._now(member), version, "", generation))
                 case ProposeBatch():
                     self._proposed(member, command)
+                case CompileGrammar(grammar):
+                    member.compiling.append(grammar)
                 case LaunchBatch(plan):
                     assert plan.ranks is not None, "S29: a batch that nobody agreed upon"
+                    if plan.speculation is not None and plan.speculation.forced_lengths.any():
+                        self.marks[f"computed forced tokens ({plan.mode})"] += 1
+                    self.marks["sampled in the step of its launch"] += command.sample == "deferred" and (
+                        plan.sample_after is None
+                    )
                     self._launched(member, plan.ranks)
                     self.marks[f"ran {plan.mode}{' along' if plan.ranks.extends else ''}"] += 1
                     self.marks[plan.ranks.padding] += 1
                     self.marks["replayed a graph"] += plan.ranks.use_graph
+                    if plan.ranks.draft_passes is not msgspec.UNSET:
+                        joined = plan.ranks.draft_passes > draft_passes_of(plan)
+                        self.marks["ran passes of a drafter for others"] += joined
         for decided in step.decided:
             match decided:
                 case PrefillNegotiated():
@@ -302,16 +342,8 @@ class RankGroup:
         assert known.setdefault(key, value) == value, f"{what} differ in round {key}: {known[key]} and {value}"
 
     def _observe(self, member: Member, event: Observed, step: Step) -> None:
-        """The device hears of a plan when it is proposed, for whoever leaves from then on leaves a plan in flight."""
-        held = member.rounds.held
-        seen = step
-        if isinstance(event, RanksAgreed) or held is not None:
-            own = [one for one in step.commands if not isinstance(one, LaunchBatch) or one.plan.mode == "idle"]
-            if held is not None and held is not member.on_device:
-                own.append(LaunchBatch(held.plan))
-            seen = msgspec.structs.replace(step, commands=own)
-        member.on_device = held
-        assert not any(isinstance(one, SampleBatch) for one in step.commands)
+        seen = seen_by_device(member.kv, member.rounds, member.on_device, event, step)
+        member.on_device = member.rounds.held
         if member.tiers is not None:
             member.tiers.before(event, seen)
         member.kv.observe(event, seen)
@@ -357,7 +389,12 @@ class RankGroup:
         """One thing that can happen, any one, at any rank."""
         rank = rng.randrange(len(self.members))
         tiers = [member for member in self.members if member.tier_moves()]
-        match rng.choice(["ready", "ready", "hear", "hear", "finish", "finish", *["tier"] * bool(tiers)]):
+        compiling = [member for member in self.members if member.compiling]
+        more = [*["tier"] * bool(tiers), *["compiled"] * bool(compiling)]
+        launching = ["ready", "ready", "hear", "hear"] * (3 if self.slow_results else 1)
+        match rng.choice([*launching, "finish", "finish", *more]):
+            case "compiled":
+                self.compiled(rng.choice(compiling), rng.randrange(100))
             case "tier":
                 self.move_tier(rng.choice(tiers), rng)
             case "ready":
@@ -386,6 +423,8 @@ class RankGroup:
             for member in self.members:
                 while member.tier_moves():
                     self.move_tier(member, rng)
+                while member.compiling:
+                    self.compiled(member)
             self.turn()
         else:
             raise AssertionError(f"L1, L11: not at rest after {ROUNDS_MAX} rounds: {self.describe()}")
@@ -411,21 +450,30 @@ class RankGroup:
 
 # ----------------------------------------------------------------------------------------------------- random histories
 
-TROUBLES = ("cancel", "restart", "raise", "error", "clock", "late clock", "pause", "resume", "weights", "straggler")
+TROUBLES = (
+    *("cancel", "restart", "raise", "error", "clock", "late clock", "pause", "resume", "weights", "straggler"),
+    "grammar",
+)
 """What a history may have beside requests; each seed leaves some out, for they hide one another."""
 
 EXPECTED_MARKS = (
     *(f"ended ({reason})" for reason in ("length", "stop", "cancelled", "error")),
     *(f"retracted ({reason})" for reason in ("pages", "forced", "pause", "restart", "weights")),
     *(f"prompts went ahead ({why})" for why in ("all", "along", "idle", "open", "spent", "starved")),
-    *(f"prompts waited ({why})" for why in ("full", "mixed")),
+    *(f"prompts waited ({why})" for why in ("full", "mixed", "slots")),
     *("ran extend along", "ran decode", "ran mixed along", "ran idle", "ran idle along", "ran verify"),
     *("max_length", "sum_length", "replayed a graph"),
+    *(f"computed forced tokens ({mode})" for mode in ("verify", "mixed")),
     "cancelled between proposal and launch",
+    "grammar refused",
     "heard from before a restart",
     "moved between tiers",
     "raised with a round open",
+    "sampled in the step of its launch",
+    "sampled once a result was there",
+    "told what is forced between proposal and launch",
     "waited for results of an extend",
+    "ran passes of a drafter for others",
 )
 """What a campaign must reach, or its histories are too tame."""
 
@@ -441,6 +489,12 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
             "prefill_delayer_max_delay_us": rng.choice([200, 5_000_000]),
             "prefill_delayer_token_usage_low_watermark": rng.choice([None, None, 0.3]),
         }
+        own = random.Random()  # of its own: what else is drawn is as it was without
+        own.setstate(rng.getstate())
+        if own.random() < 0.5:
+            delayer["prefill_delayer_slots"] = True
+        if own.random() < 0.5:
+            delayer["prefill_delayer_queue_min_ratio"] = own.choice([0.5, 1.0])
     config = SchedConfig(
         page_size=page_size,
         pages=rng.choice([24, 32, 64]) // page_size + 2,
@@ -458,7 +512,11 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
         dp_ranks=ranks,
         **delayer,
     )
+    if "prefill_delayer_queue_min_ratio" in delayer:  # a share of few is nobody
+        config = msgspec.structs.replace(config, max_running_requests=6)
     config = drafting(rng, config, 0.2)
+    if config.speculates and config.overlap_depth != 1:
+        config = msgspec.structs.replace(config, speculative_method="mtp")
     if config.radix_cache and rng.random() < 0.5:
         config = msgspec.structs.replace(config, same_step_sharing=True)
     if config.radix_cache and rng.random() < 0.2:
@@ -475,10 +533,20 @@ def run_history(seed: int, steps: int = 600) -> RankGroup:
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.4]
     arrivals = rng.choice([0.02, 0.1])
     skewed = rng.random() < 0.3  # all requests come to one rank
+    structured = random.Random(f"{seed} grammars")  # of its own: what else happens is as it would be without
+    share = structured.choice([0.0, 0.3, 1.0])
+    group.slow_results = structured.random() < 0.5
+    if group.members[0].config.ranks_tell_more and structured.random() < 0.7:
+        arrivals, skewed = structured.choice([0.06, 0.3]), False  # so that all ranks have prompts now and then
     for key in range(steps):
         if rng.random() < arrivals:
             rank = 1 if skewed else rng.randrange(len(group.members))
-            group.arrive(rank, random_asked(rng, key), priority=rng.choice([None, 0, 5, 9]))
+            asked = random_asked(rng, key)
+            under: dict[str, Any] = {}
+            if structured.random() < share:
+                asked = replace(asked, min_new=0)
+                under = {"grammar": f"g{structured.randrange(6)}", "ends": structured.choice([None, 1, 3, 8])}
+            group.arrive(rank, asked, priority=rng.choice([None, 0, 5, 9]), **under)
         elif troubles and rng.random() < 0.08:
             make_trouble(group, rng, rng.choice(troubles))
         else:
@@ -511,6 +579,8 @@ def make_trouble(group: RankGroup, rng: random.Random, trouble: str) -> None:
         case "weights":
             version = 1 + member.engine.maintenance.newest_version(member.engine)
             group.control(member.rank, UpdateWeights(version, "w", rng.choice(["wait", "retract", "in_place"])))
+        case "grammar" if member.compiling:
+            group.compiled(member, rng.randrange(100), "no such word")
         case "straggler":
             others = [other for other in group.members if other is not member]
             for _ in range(20):
@@ -524,9 +594,17 @@ def come_to_rest(group: RankGroup, rng: random.Random) -> None:
         group.control(member.rank, Resume())
     group.settle(rng)
     for member in group.members:
-        for one in member.asked:
+        for number, one in enumerate(member.asked):
             got, wanted = group.answers[one.key], one.answer
-            if got.reason in ("length", "stop"):
+            if got.reason == "bad_request":
+                assert member.grammars[number][0] in member.invalid
+                continue
+            _, ends = member.grammars.get(number, ("", None))
+            if ends is not None and (
+                ends < len(wanted.tokens) or (ends, "length") == (len(wanted.tokens), wanted.reason)
+            ):
+                wanted = Answer("grammar", wanted.tokens[:ends])
+            if got.reason in ("length", "stop", "grammar"):
                 assert got == wanted, f"{one.key} got {got}, wanted {wanted}"
             else:
                 assert got.tokens == wanted.tokens[: len(got.tokens)], f"{one.key} got {got}, wanted {wanted}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.core.config import SchedConfig
+from lockstep.core.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.tools.story import Story
 from lockstep.tools.telling import wait_by_cause
@@ -18,6 +22,49 @@ from tests.support.scenario import Run, parse, play
 from tests.support.served import Asked
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
+
+
+def record_model(
+    folder: Path, asked: list[tuple[str, dict[str, Any]]], kind: str = "", rounds: int = 1, **settings: Any
+) -> Path:
+    """Let the demo model answer on the CPU, and keep the journal of its engine.
+
+    Args:
+        asked: prompts, and what is asked of their answers, as fields of `Params`.
+        rounds: how often all of it is asked; the first time grammars come late, for they are compiled.
+        kind: how its weights are stored, one of `tests.support.quantize.KINDS`; empty: as they are.
+    """
+    from lockstep.runtime import LLM, Params
+    from lockstep.runtime.llm import demo_folder
+    from tests.support.quantize import write
+
+    with TemporaryDirectory() as temporary:
+        model = write(demo_folder(), kind, Path(temporary) / "demo-fp8") if kind else None
+        with LLM(model, device="cpu", journal=folder, max_running_requests=4, **settings) as llm:
+            prompts, params = [prompt for prompt, _ in asked], [Params(**wanted) for _, wanted in asked]
+            answers = [answer for _ in range(rounds) for answer in llm.generate(prompts, params)]
+    if failed := [answer.error for answer in answers if answer.error]:
+        raise SystemExit(failed[0])
+    return folder
+
+
+def record_required_call(folder: Path) -> Path:
+    """Answers that must be calls of tools: grammars that come of `tool_choice`."""
+    from lockstep.api.chat_tools import Tools
+    from lockstep.api.settings import Limits
+
+    weather = {"properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"], "additionalProperties": False}
+    given = [
+        {"type": "function", "function": {"name": "get_weather", "parameters": weather}},
+        {"type": "function", "function": {"name": "get_time"}},
+    ]
+    choices = (Tools(given, "required", parallel=False), Tools(given, "get_weather", named=True), Tools(given))
+    asked: list[tuple[str, dict[str, Any]]] = []
+    for tools in choices:
+        grammar = tools.grammar(Limits()).get("grammar")
+        wanted = {} if grammar is None else {"grammar": (grammar.kind, grammar.source)}
+        asked.append(("What is the weather like?", {"max_new_tokens": 40, **wanted}))
+    return record_model(folder, asked, overlap_depth=1, chunked_prefill_size=16)
 
 
 def record_run(folder: Path, run: Run) -> Path:
@@ -42,7 +89,7 @@ def record_scenario(folder: Path, name: str) -> Path:
 
 
 def record_simulation(
-    folder: Path, workload: str, seed: int = 7, grammar_forces: str | None = None, **settings: Any
+    folder: Path, workload: str, seed: int = 7, grammar_forces: str | None = None, pp: int = 1, **settings: Any
 ) -> Path:
     """Simulate a small model and write the run's journal."""
     from lockstep.sim.simulate import Scenario, assemble, simulate
@@ -54,6 +101,7 @@ def record_simulation(
         seed=seed,
         settings=settings,
         grammar_forces=grammar_forces,
+        pp=pp,
     )
     simulate(assemble(scenario, environ={}), folder=folder)
     return folder
@@ -63,9 +111,18 @@ def waited_by(story: Story) -> Waited:
     """What a story says of waiting until the first token."""
     first_us = story.first_token_us
     before = [wait for i, wait in enumerate(story.waits) if not i or first_us < 0 or wait.start_us < first_us]
-    by_cause = {cause: us for cause, us in wait_by_cause(replace(story, waits=before)).items() if us}
+    until_us = first_us if first_us >= 0 else sys.maxsize  # a decode engine's requests may wait on behind it
+    cut = [
+        replace(wait, spans=[replace(span, stop_us=min(span.stop_us, until_us)) for span in wait.spans])
+        for wait in before
+    ]
+    by_cause = {cause: us for cause, us in wait_by_cause(replace(story, waits=cut)).items() if us > 0}
     admitted = story.waits[0].admitted if story.waits else None
-    retracted = [each for each in story.retractions if first_us < 0 or each.event.time_us < first_us]
+    retracted = [
+        each
+        for each in story.retractions
+        if first_us < 0 or each.event.time_us < first_us or not each.event.output_tokens
+    ]
     return Waited(
         request_id=story.request_id,
         arrived_us=story.arrived_us,
@@ -100,7 +157,66 @@ def record_fleet(folder: Path, name: str) -> Path:
             fleet.link_down("p0", "d0")
         fleet.clock(1_000)
     fleet.settle()
+    return _journal_of(fleet, name, folder)
+
+
+def record_kinds(folder: Path, name: str) -> Path:
+    """The journal of one engine of a fleet whose requests are of every kind, and which then changes its role."""
+    common = {"page_size": 2, "pages": 40, "max_running_requests": 3, "num_reserved_decode_tokens": 4, "max_loras": 1}
+    fleet = Fleet(
+        [SchedConfig(role="prefill", chunked_prefill_size=4, **common)],
+        [SchedConfig(role="decode", transfer_failure="recompute", jump_forward_tokens=3, **common)],
+    )
+    for member in fleet.members:
+        fleet.control(member, LoadAdapterControl("law", 1))
+    fleet.control("d0", OpenSession("s", 60))
+    asked = [Asked(key, tuple(range(100, 107)), 3 + key % 4) for key in range(8)]
+    picture = PromptSpan(1, 4, "image", bytes(32), 5)
+    fleet.arrive(asked[0], samples=[asked[4]])
+    fleet.arrive(asked[1], session="s")
+    fleet.arrive(asked[2], session="s", adapter="law")
+    fleet.arrive(asked[3], grammar=Grammar("regex", "a", b"a"), grammar_ends=5, adapter="law")
+    fleet.arrive(asked[5], spans=(picture,))
+    fleet.arrive_alone(asked[6], "p0", kind="embed")
+    fleet.settle()
+    fleet.control("d0", CloseSession("s"))
+    fleet.arrive(asked[7], spans=(picture,))
+    fleet.settle_until(lambda: bool(fleet.sent[7]))
+    fleet.control("d0", ChangeRole("prefill", 500))
+    fleet.control("p0", ChangeRole("decode", 500))
+    fleet.clock(1_000)
+    fleet.settle()
+    fleet.arrive(Asked(8, tuple(range(100, 107)), 4), "d0", "p0")
+    fleet.settle()
+    return _journal_of(fleet, name, folder)
+
+
+def _journal_of(fleet: Fleet, name: str, folder: Path) -> Path:
     member = fleet.members[name]
+    with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "fleet"})) as journal:
+        for event, digest in member.events:
+            journal.append(event, digest)  # type: ignore[arg-type]
+    return folder
+
+
+def record_decode_rank(folder: Path) -> Path:
+    """The journal of the second of two decode ranks, whose prompts two prefill ranks compute."""
+    common = {"page_size": 2, "pages": 40, "max_running_requests": 3, "num_reserved_decode_tokens": 4}
+    prefill = SchedConfig(role="prefill", chunked_prefill_size=4, **common)
+    decode = SchedConfig(role="decode", transfer_failure="recompute", **common)
+    fleet = Fleet([prefill] * 2, [decode] * 2, ranks=True)
+    for key in range(8):
+        base = 100 * (key % 2 + 1)
+        one = Asked(key, tuple(range(base, base + 5 + key)), 3 + key % 4, stops=(1,) if key == 5 else ())
+        wire = fleet.arrive(one, f"p{key // 2 % 2}", f"d{1 - key % 3 // 2}")
+        fleet.settle_until(partial(_is_received, wire))
+        if key in (1, 4):
+            fleet.cancel(wire, wire.decode.name)
+        if key == 6:
+            fleet.link_down("p1", "d1")
+        fleet.clock(1_000)
+    fleet.settle()
+    member = fleet.members["d1"]
     with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "fleet"})) as journal:
         for event, digest in member.events:
             journal.append(event, digest)  # type: ignore[arg-type]
@@ -135,7 +251,37 @@ def record_rank(folder: Path) -> Path:
             group.turn()
             group.clock(700)
     group.settle()
-    member = group.members[1]
+    return _record_member(folder, group, 1)
+
+
+def record_structured_rank(folder: Path) -> Path:
+    """The journal of the first of two ranks: grammars, forced tokens, drafts of layers that both run, the triggers."""
+    config = SchedConfig(
+        page_size=2,
+        pages=60,
+        max_running_requests=4,
+        dp_ranks=2,
+        speculative_method="mtp",
+        num_speculative_tokens=2,
+        jump_forward_tokens=4,
+        prefill_delayer=True,
+        prefill_delayer_max_delay_passes=3,
+        prefill_delayer_slots=True,
+        prefill_delayer_queue_min_ratio=1.0,
+    )
+    group = RankGroup([config] * 2)
+    rng = random.Random(3)
+    for key in range(18):
+        asked = Asked(key, tuple(range(100 * key, 100 * key + 3 + key % 4)), 6 + key % 9)
+        group.arrive(key % 2, asked, grammar=f"g{key % 3}" if key % 5 < 3 else "", ends=7 if key == 5 else None)
+        for _ in range(14):
+            group.do_something(rng)
+    group.settle()
+    return _record_member(folder, group, 0)
+
+
+def _record_member(folder: Path, group: RankGroup, rank: int) -> Path:
+    member = group.members[rank]
     with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "rank"})) as journal:
         for event, digest in member.events:
             journal.append(event, digest)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Sequences of events and commands written by hand, field by field.
 
-    waits for: speculation                                   or, once the engine has it: config page_size=2 pages=16
-                                                             and for one of several engines: @prefill role=prefill
+    config page_size=2 pages=16                              and for one of several engines: @prefill role=prefill
     # What the sequence shows.
     @decode                                                  the engine of what follows; one of them needs no name
     BatchFinished(time_us=300, batch_id=1, tokens=ids(7, 8), accepted=ids(2))
@@ -30,7 +29,7 @@ from lockstep.core.commands import BatchPlan, LaunchBatch, ProposeBatch, SampleB
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import BatchFinished, Decided, LaneReady, Observed, RanksAgreed, TransferAdvanced
-from tests.support.scenario import RULE, WAITS_FOR, config_of, parse
+from tests.support.scenario import RULE, config_of, parse
 
 CONFIG = "config "
 
@@ -54,7 +53,6 @@ class Exchange:
 
 @dataclass
 class Sequence:
-    waits_for: str  # "" when it can be played
     configs: dict[str, SchedConfig]  # by engine; "" for those without one of their own
     exchanges: list[Exchange]
 
@@ -63,9 +61,8 @@ def read(text: str) -> Sequence:
     """The sequence a file describes. Raises ValueError or TypeError, naming the line, for what is no such value."""
     first, _, rest = text.partition("\n")
     if not is_spelt_out(text):
-        raise ValueError(f"the first line must be `{WAITS_FOR} FEATURE` or `{CONFIG}NAME=VALUE ...`, got `{first}`")
-    waits_for = first.removeprefix(WAITS_FOR).strip() if first.startswith(WAITS_FOR) else ""
-    configs = {"": SchedConfig()} if waits_for else _configs(first.split()[1:])
+        raise ValueError(f"the first line must be `{CONFIG}NAME=VALUE ...`, got `{first}`")
+    configs = _configs(first.split()[1:])
     exchanges = []
     engine = ""
     for block in parse(rest):
@@ -90,7 +87,7 @@ def read(text: str) -> Sequence:
             else:
                 exchange.commands.append(value)
         exchanges.append(exchange)
-    return Sequence(waits_for, configs, exchanges)
+    return Sequence(configs, exchanges)
 
 
 def _configs(words: list[str]) -> dict[str, SchedConfig]:
@@ -108,7 +105,7 @@ def _configs(words: list[str]) -> dict[str, SchedConfig]:
 
 def is_spelt_out(text: str) -> bool:
     """Whether a file is such a sequence; a scenario opens with a comment."""
-    return text.startswith((WAITS_FOR, CONFIG))
+    return text.startswith(CONFIG)
 
 
 def play(sequence: Sequence) -> None:

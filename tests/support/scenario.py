@@ -22,7 +22,7 @@ Commands that are facts (each is one observed event, and `lockstep.core.invarian
                                   samples a, a.1 and a.2; types=0011; hidden=yes; spans=2:5:image:cat:3,... is [2:5)
                                   of an image called cat, 3 encoder tokens
     encoded cat [error|late]      MediaEncoded, that it cannot be, or that it was before the restart
-    step, steps 3                 LaneReady
+    step [1], steps 3             LaneReady; of microbatch 1, or of the one behind that which was offered a slot last
     collect [RESULT]              the oldest batch in flight is delivered
     finish [N] [RESULT]           collect, then step, as a host does; N times
     run [N]                       steps while they launch, then collect, until nothing is left; N rounds at most
@@ -155,7 +155,6 @@ from tests.support.tagged_tiers import answer_to as moved
 
 RULE = "----"
 ROUNDS_MAX = 2000
-WAITS_FOR = "waits for:"
 
 
 Order = SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory
@@ -250,6 +249,7 @@ class Run:
         self.voided: list[tuple[BatchPlan, int]] = []
         self.orders: list[Order] = []  # about weights and memory, not answered yet
         self.newest_plan: BatchPlan | None = None
+        self.microbatch = -1  # that was offered a slot last
         self.started = False
 
     def start(self, config: SchedConfig) -> None:
@@ -336,8 +336,11 @@ class Run:
             raise ScenarioError(f"b{plan.batch_id}, the oldest batch in flight, samples no token for `{name}`")
         return samplers.index(self.ids[name])
 
-    def lane_ready(self) -> Step:
-        return self.fold(LaneReady(self.now_us))
+    def lane_ready(self, microbatch: int | None = None) -> Step:
+        """Offer a slot: of this microbatch, or of the next one."""
+        following = (self.microbatch + 1) % self.config.microbatches
+        self.microbatch = following if microbatch is None else microbatch
+        return self.fold(LaneReady(self.now_us, self.microbatch))
 
     # ---- commands
 
@@ -366,7 +369,7 @@ class Run:
         return self._say(self.fold(event))
 
     def do_step(self, words: list[str]) -> list[str]:
-        return self._say(self.lane_ready())
+        return self._say(self.lane_ready(int(words[0]) if words else None))
 
     def do_steps(self, words: list[str]) -> list[str]:
         return [line for _ in range(int(words[0])) for line in self._say(self.lane_ready())]
@@ -380,7 +383,8 @@ class Run:
             rounds, words = int(words[0]), words[1:]
         lines = []
         for i in range(rounds):
-            collected, stepped = self.collect(result_of(words)), self.lane_ready()
+            microbatch = self.kv.stream[0].plan.microbatch if self.kv.stream else None
+            collected, stepped = self.collect(result_of(words)), self.lane_ready(microbatch)
             lines += self._say(collected, stepped, quiet=i + 1 < rounds)
         return lines
 
@@ -388,9 +392,11 @@ class Run:
         lines = []
         bounded = bool(words)
         for _ in range(int(words[0]) if words else ROUNDS_MAX):
-            steps = [self.lane_ready()]
-            while steps[-1].launched() is not None:
-                steps.append(self.lane_ready())
+            steps, in_vain = [self.lane_ready()], 0
+            while in_vain < self.config.microbatches:
+                in_vain = in_vain + 1 if steps[-1].launched() is None else 0
+                if in_vain < self.config.microbatches:
+                    steps.append(self.lane_ready())
             lines += self._say(*steps, quiet=True)
             if not self.kv.stream:
                 return lines

@@ -2,8 +2,10 @@
 
 A window page has cells like any other page, and a row reads those of the window in front of its new tokens. A slot of
 state holds the prefix id of the last token that went into it, or `ZEROS`; a row's slot must hold that of the token
-right in front of it. So a window page that was evicted, given to somebody else or never written shows as another prefix
-where a batch reads it, and so does a copy of the wrong checkpoint, or of one that was written again.
+right in front of it. A row that verifies drafts writes a state behind each of them, garbage behind one that is wrong,
+and goes on from that behind the last one that was right. So a window page that was evicted, given to somebody else or
+never written shows as another prefix where a batch reads it, and so does a copy of the wrong checkpoint, or of one that
+was written again.
 
 Changes come with the plan and hold from it on; what a plan reads is where it was when the plan was launched.
 """
@@ -16,6 +18,7 @@ from lockstep.core.commands import BatchPlan, HybridChanges
 from lockstep.core.config import HybridMemory
 
 NOTHING, GARBAGE, ZEROS = -1, -2, -3
+AS_IT_IS = -2  # the source of a slot to which nothing is done
 NO_CHANGES = HybridChanges()
 
 
@@ -30,17 +33,19 @@ class Placed:
     windows: dict[int, list[int]] = field(default_factory=dict)  # by row: window page by page index; NOTHING: none
     touched: dict[int, set[int]] = field(default_factory=dict)  # by row: window pages that it reads or writes
     written: dict[int, set[int]] = field(default_factory=dict)  # by row: those that it writes
-    slots: dict[int, int] = field(default_factory=dict)  # by row: its slot of state
-    copies: list[tuple[int, int]] = field(default_factory=list)  # source or NOTHING, target
+    slots: dict[int, list[int]] = field(default_factory=dict)  # by row: its slots of state, the first of them its own
+    used: dict[int, int] = field(default_factory=dict)  # by row: how many of these it writes
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # source or NOTHING, target, row
     checkpoints: dict[int, tuple[int, int]] = field(default_factory=dict)  # by place in the plan: position, slot
 
     @property
     def slots_written(self) -> set[int]:
-        return {*self.slots.values(), *(slot for _, slot in self.checkpoints.values())}
+        mine = (slot for row, slots in self.slots.items() for slot in slots[: self.used[row]])
+        return {*mine, *(slot for _, slot in self.checkpoints.values())}
 
     @property
     def slots_used(self) -> set[int]:
-        return self.slots_written | {source for source, _ in self.copies if source != NOTHING}
+        return self.slots_written | {source for source, _, _ in self.copies if source != NOTHING}
 
 
 class TaggedHybrid:
@@ -59,7 +64,8 @@ class TaggedHybrid:
         self.full_of: dict[int, int] = {}  # by window page
         self.cells = [[NOTHING] * self.page_size for _ in range(self.settings.window_pages)]
         self.states = [NOTHING] * self.settings.state_slots
-        self.slot_of: dict[int, int] = {}  # by row
+        self.slots_of: dict[int, list[int]] = {}  # by row
+        self.stands_in: dict[int, int] = {}  # by row: which of these has its state, as the device knows
         self.placed.clear()
 
     # ---- launch
@@ -78,23 +84,30 @@ class TaggedHybrid:
         for row, slot, source in ((int(a), int(b), int(c)) for a, b, c in starts):
             if not any(taken.row == row for taken in plan.rows_taken):
                 raise HybridError(f"{name} gives row {row} slot {slot}, but nobody takes that row")
-            self.slot_of[row] = slot
-            placed.copies.append((source, slot))
+            if source == AS_IT_IS:
+                self.slots_of[row] = [*self.slots_of[row], slot]
+                continue
+            self.slots_of[row] = [slot]
+            placed.copies.append((source, slot, row))
         kept = zip(changes.checkpoint_index, changes.checkpoint_positions, changes.checkpoint_slots, strict=True)
         placed.checkpoints = {int(i): (int(position), int(slot)) for i, position, slot in kept}
-        for row, start, stop in zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True):
-            self._place(placed, name, row, tables[row], start, stop)
+        spans = zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True)
+        for i, (row, start, stop) in enumerate(spans):
+            drafts = 0
+            if plan.speculation is not None and i >= plan.extend_rows:
+                drafts = int(plan.speculation.drafted()[i - plan.extend_rows])
+            self._place(placed, name, row, tables[row], start, stop, 1 + drafts)
         for i, (position, _) in placed.checkpoints.items():
             if not int(plan.starts[i]) < position <= int(plan.stops[i]):
                 raise HybridError(f"{name} leaves a checkpoint at {position}, where row {plan.rows[i]} does not pass")
         self._check_writers(name, placed, [self.placed[batch] for batch in stream])
         self.placed[plan.batch_id] = placed
 
-    def _place(self, placed: Placed, name: str, row: int, table: list[int], start: int, stop: int) -> None:
+    def _place(self, placed: Placed, name: str, row: int, table: list[int], start: int, stop: int, states: int) -> None:
         if self.settings.state_slots:
-            if row not in self.slot_of:
-                raise HybridError(f"{name} runs row {row}, which has no slot of state")
-            placed.slots[row] = self.slot_of[row]
+            if len(self.slots_of.get(row, ())) < states:
+                raise HybridError(f"{name} runs row {row}, which has slots of state {self.slots_of.get(row)}")
+            placed.slots[row], placed.used[row] = self.slots_of[row], states
         if self.settings.window_tokens:
             windows = [self.window_of.get(page, NOTHING) for page in table]
             first, last = max(start - self.behind, 0) // self.page_size, -(-stop // self.page_size)
@@ -112,12 +125,14 @@ class TaggedHybrid:
                 for other_row, touched in other.touched.items():
                     if other_row != row and (shared := written & touched):
                         raise HybridError(f"{name}: row {row} writes window pages {sorted(shared)} of row {other_row}")
-        mine = [*placed.slots.values(), *(slot for _, slot in placed.checkpoints.values())]
-        sources = {source for source, _ in placed.copies}
+        mine = [slot for row, slots in placed.slots.items() for slot in slots[: placed.used[row]]]
+        mine += [slot for _, slot in placed.checkpoints.values()]
+        sources = {source for source, _, _ in placed.copies}
         if len(set(mine)) != len(mine) or sources & set(mine):
             raise HybridError(f"{name} writes slots {mine}, some twice, or some that it copies: {sorted(sources)}")
         for other in before:
-            theirs = other.slots_used - {slot for row, slot in other.slots.items() if placed.slots.get(row) == slot}
+            own = {slot for row, slots in other.slots.items() if placed.slots.get(row) == slots for slot in slots}
+            theirs = other.slots_used - own
             if shared := placed.slots_written & theirs:
                 raise HybridError(f"{name} writes slots {sorted(shared)}, which a batch in flight uses")
 
@@ -125,8 +140,9 @@ class TaggedHybrid:
 
     def begin(self, plan: BatchPlan) -> None:
         """The batch runs: copy states."""
-        for source, target in self.placed[plan.batch_id].copies:
+        for source, target, row in self.placed[plan.batch_id].copies:
             self.states[target] = ZEROS if source == NOTHING else self.states[source]
+            self.stands_in[row] = 0
 
     def read(self, plan: BatchPlan, row: int, start: int, expected: list[int], live: bool) -> bool:
         """A row has in front of it what it must. `expected`: its prefix ids up to `start`.
@@ -142,7 +158,8 @@ class TaggedHybrid:
                 found.append((cell, expected[position], f"position {position} of its window"))
         if self.settings.state_slots:
             due = expected[start - 1] if start else ZEROS
-            found.append((self.states[placed.slots[row]], due, f"the state at {start} in slot {placed.slots[row]}"))
+            slot = placed.slots[row][self.stands_in[row]]
+            found.append((self.states[slot], due, f"the state at {start} in slot {slot}"))
         for got, due, what in found:
             if got != due:
                 if got == GARBAGE and not live:
@@ -150,14 +167,50 @@ class TaggedHybrid:
                 raise HybridError(f"{name} reads {what}, which holds {got}, not {due}")
         return False
 
-    def write(self, plan: BatchPlan, index: int, row: int, start: int, ids: list[int]) -> None:
-        """A row computed positions from `start` on: prefix ids, or garbage."""
+    def write(
+        self, plan: BatchPlan, index: int, row: int, start: int, ids: list[int], right: int | None = None
+    ) -> None:
+        """A row computed positions from `start` on: prefix ids, or garbage. `right`: of a row that verified drafts,
+        how many were.
+        """
         placed = self.placed[plan.batch_id]
         if self.settings.window_tokens:
             for position, prefix_id in enumerate(ids, start):
                 self.cells[placed.windows[row][position // self.page_size]][position % self.page_size] = prefix_id
         if self.settings.state_slots:
-            self.states[placed.slots[row]] = ids[-1]
+            self._write_states(placed, row, ids, right)
             if index in placed.checkpoints:
                 position, slot = placed.checkpoints[index]
-                self.states[slot] = ids[position - 1 - start]
+                passed = 0 <= position - 1 - start < len(ids)
+                self.states[slot] = ids[position - 1 - start] if passed else GARBAGE
+
+    def _write_states(self, placed: Placed, row: int, ids: list[int], right: int | None) -> None:
+        slots = placed.slots[row]
+        if placed.used[row] == 1:  # what a grammar forces is right, and its states need no place of their own
+            self.states[slots[0]], self.stands_in[row] = ids[-1], 0
+            return
+        assert right is not None
+        for slot, state in zip(slots, ids, strict=False):
+            self.states[slot] = state
+        self.stands_in[row] = right
+
+    def narrow(self, batch_id: int, row: int, start: int, stop: int) -> None:
+        """A result says that a row of a batch behind it begins at `start` at least, and stops at `stop` at most."""
+        placed = self.placed[batch_id]
+        if self.settings.window_tokens:
+            first, last = max(start - self.behind, 0) // self.page_size, -(-stop // self.page_size)
+            placed.touched[row] &= set(placed.windows[row][first:last])
+            placed.written[row] &= set(placed.windows[row][start // self.page_size : last])
+
+    def spoil(self, plan: BatchPlan, index: int, row: int, start: int, stop: int) -> None:
+        """A batch failed: what a row of it, or of a batch behind it, left is garbage."""
+        placed = self.placed[plan.batch_id]
+        if self.settings.window_tokens:
+            for position in range(start, stop):
+                self.cells[placed.windows[row][position // self.page_size]][position % self.page_size] = GARBAGE
+        if self.settings.state_slots:
+            for slot in placed.slots[row]:
+                self.states[slot] = GARBAGE
+            self.stands_in[row] = 0
+            if index in placed.checkpoints:
+                self.states[placed.checkpoints[index][1]] = GARBAGE

@@ -441,10 +441,18 @@ class TaggedKv:
             launched.most = {int(plan.rows[i]): int(plan.stops[i]) for i in launched.drafts}
         self.stream.append(launched)
         self.launched.append(launched)
-        if len(self.stream) > self.config.overlap_depth + 1:
-            raise KvError(f"{len(self.stream)} batches on the stream at overlap depth {self.config.overlap_depth}")
+        mine = [launched for launched in self.stream if launched.plan.microbatch == plan.microbatch]
+        if len(mine) > self.config.overlap_depth + 1:
+            raise KvError(f"{len(mine)} batches on the stream at overlap depth {self.config.overlap_depth}")
         if self.eager:
             self._run_ahead()
+
+    def agreed(self, plan: BatchPlan, *, deferred: bool) -> None:
+        """A plan that is on the stream since a rank proposed it is launched: it may sample, or waits for matchers."""
+        launched = next(one for one in self.stream if one.plan.batch_id == plan.batch_id)
+        if deferred and plan.sample_after is not None:
+            self._check_sample_after(plan)
+        launched.may_sample = not deferred
 
     def advance(self, command: SampleBatch) -> None:
         """Move matchers by tokens they have not seen, and let the batch sample."""
@@ -542,9 +550,15 @@ class TaggedKv:
             raise KvError(f"b{plan.batch_id}: {forced} is forced of r{row.request_id} behind {start}, it says {tokens}")
         if not row.failed:
             row.failed = self._check_reads(plan, row, table, start)
+            if self.hybrid is not None and not row.failed:
+                expected = self._prefix_ids(row, story, start)
+                row.failed = self.hybrid.read(plan, int(plan.rows[i]), start, expected, row.live)
         launched.fed_back[i] = tokens
         ids = [GARBAGE] * (right + 1) if row.failed else self._prefix_ids(row, story, row.stands)[start : row.stands]
-        self._write(table, start, ids + [GARBAGE] * (drafts - right))
+        ids += [GARBAGE] * (drafts - right)
+        self._write(table, start, ids)
+        if self.hybrid is not None:
+            self.hybrid.write(plan, i, int(plan.rows[i]), start, ids, right)
 
     def _write(self, table: list[int], start: int, prefix_ids: list[int]) -> None:
         """Fill the cells of a row from position `start` on."""
@@ -629,6 +643,9 @@ class TaggedKv:
                 if index in behind.most:
                     behind.most[index] -= wrong
                     behind.pages[index] = set(behind.tables[index][: -(-behind.most[index] // page_size)])
+                    if self.hybrid is not None:
+                        at_least = delivered.starts[i] + accepted
+                        self.hybrid.narrow(behind.plan.batch_id, index, at_least, behind.most[index])
 
     def check_plans_unchanged(self) -> None:
         """Every plan still is what it was when it was launched. Call at the end of a run."""
@@ -664,7 +681,8 @@ class TaggedKv:
         after = [
             launched.plan.batch_id
             for launched in self.stream
-            if matched & set(launched.plan.rows[launched.plan.sample_rows].tolist())
+            if launched.plan.batch_id < plan.batch_id
+            and matched & set(launched.plan.rows[launched.plan.sample_rows].tolist())
         ]
         if not after or after[-1] != plan.sample_after:
             raise KvError(f"b{plan.batch_id} waits for b{plan.sample_after}; its rows are sampled by {after}")
@@ -878,6 +896,8 @@ class TaggedKv:
                         start = launched.starts.get(i, start)
                         stop = start + launched.accepted[i] if i in launched.accepted else stop
                         self._write(launched.tables[row], start, [GARBAGE] * (stop - start))
+                        if self.hybrid is not None:
+                            self.hybrid.spoil(behind, i, row, start, stop)
 
     def _newest(self, plan: BatchPlan, row: Row, position: int) -> int:
         if row.newest is None or row.newest[0] != position:

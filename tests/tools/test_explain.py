@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep.core.dispatch import DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
 from lockstep.core.render import Names
+from lockstep.core.router import EngineShare, RequestEnded, RequestOffered, RouterConfig
+from lockstep.host.router_journal import RouterJournal, set_aside
 from lockstep.tools.explain import explain, measured, told
+from lockstep.tools.journal import journal
 from lockstep.tools.runs import find_request
 from lockstep.tools.story import Chronicle, Story
 from lockstep.tools.telling import sentences, story_text
 from lockstep.tools.timeline import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
 from tests.support.recorded import SCENARIOS, record_rank, record_simulation, record_story
-from tests.support.scenario import Run, parse, play
+from tests.support.scenario import Run, digest_of, parse, play
 
 
 def run_explain(*arguments: object) -> Result:
@@ -150,6 +155,38 @@ def test_grammar_session_adapter_sample_and_pause_are_told(tmp_path: Path) -> No
         "finish\nrun\n",
     )
     assert causes(story_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
+
+
+def test_media_are_told_content_by_content(tmp_path: Path) -> None:
+    folder = record_story(
+        tmp_path,
+        """# b needs cat, which is being encoded for a, and dog, which waits for the encoder; c finds both.
+config page_size=2 pages=64 overlap_depth=0 encoder_budget_tokens=4
+
+add a prompt=1..8 max_new=1 spans=2:5:image:cat:4
+at 2ms
+add b prompt=11..18 max_new=1 spans=1:3:image:cat:4,4:6:video:dog:4
+at 5ms
+encoded cat
+at 9ms
+encoded dog
+run
+at 20ms
+add c prompt=21..28 max_new=1 spans=1:3:image:cat:4,4:6:video:dog:4
+run
+""",
+    )
+    cat, dog = digest_of("cat").hex()[:8], digest_of("dog").hex()[:8]
+    b, chronicle, text = story_of(folder, "b")
+    assert causes(b)[0] == ("media", -1, 2, 9)
+    assert "7 ms: its media were being encoded" in text
+    assert f"image {cat}, 4 tokens: encoded from 0.000 s, for another, to 0.005 s" in text
+    assert f"video {dog}, 4 tokens: encoded from 0.005 s to 0.009 s" in text
+    encoder = next(lane for lane in lanes(b, chronicle) if lane.name == "encoder: its media")
+    assert encoder.bars == [(2000, 5000), (5000, 9000)]
+    c, chronicle, text = story_of(folder, "c")
+    assert f"image {cat}, 4 tokens: encoded already" in text
+    assert all(lane.name != "encoder: its media" for lane in lanes(c, chronicle))
 
 
 def test_retraction_is_told_with_those_who_grew(tmp_path: Path) -> None:
@@ -296,6 +333,65 @@ def test_nothing_asked_unknown_request_and_cluster_are_refused_with_a_hint(crowd
     (tmp_path / "engines/1/journal").symlink_to(crowd / "journal")
     assert "is the name of a request of each of the engines 0, 1" in run_explain(tmp_path, "--request", "r0").stderr
     assert run_explain(tmp_path / "nothing", "--step", 0).exit_code == 2
+
+
+def test_who_left_the_routers_line_never_reached_an_engine(crowd: Path, tmp_path: Path) -> None:
+    for engine in ("0", "1"):
+        (tmp_path / "engines" / engine).mkdir(parents=True)
+        (tmp_path / "engines" / engine / "journal").symlink_to(crowd / "journal")
+
+    def hint() -> str:
+        result = run_explain(tmp_path, "--request", "left")
+        assert (result.exit_code, result.stdout) == (2, "")
+        return result.stderr
+
+    def record(*, ends: int) -> None:
+        """Two run, two more may wait, of five that come; who waits longest ends, and then one that ran."""
+        shares = (EngineShare(), EngineShare())
+        config, line = RouterConfig(), DispatchConfig(open_max=1, waiting_max=2)
+        router = Dispatcher(line, config, shares)
+        facts: list[Any] = [RequestOffered(time_us=n, request_id=n, prompt_tokens=10) for n in range(5)]
+        facts += [RequestEnded(time_us=9, request_id=n) for n in (2, 0)[:ends]]
+        with RouterJournal(tmp_path, config, shares, line) as journal:
+            for fact in facts:
+                decided = router.step(fact)
+                journal.append_decided(fact, decided, router.digest)
+
+    assert "60 requests arrived" in hint()
+    record(ends=0)
+    assert "1 request was cancelled or turned away in the router's line and never reached an engine" in hint()
+    set_aside(tmp_path, 10**6)
+    record(ends=2)
+    assert "3 requests were cancelled or turned away in the router's line" in hint()  # of both files
+    assert "got `left`" in hint()
+    with (tmp_path / "router.jsonl").open("a") as file:
+        file.write('{"fact":')  # a server that runs
+    assert "3 requests were cancelled" in hint()
+
+
+def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
+    """A journal may have such labels: those who write none into it now may have done so before."""
+    label = "c\x1b[31m\x07\x7f\x9b2J"
+    seen = "c\\x1b[31m\\x07\\x7f\\x9b2J"
+    folder = record_story(tmp_path, QUEUE.replace("add c ", f"add {label} "))
+    page = tmp_path / "page.html"
+    for asked in (("--request", "r2"), ("--request", label), ("--slowest", "ttft", 3), ("--step", 3)):
+        for more in ((), ("--json",)):
+            said = run_explain(folder, *asked, *more)
+            assert said.exit_code == 0, said.output
+            assert not [one for one in said.stdout if one in label[1:] and not one.isprintable()]
+            if not more:
+                assert seen in said.stdout
+    assert (
+        json.loads(run_explain(folder, "--request", "r2", "--json").stdout)["label"] == label
+    )  # machines get all of it
+    assert f"behind {seen}, which could not start" in run_explain(folder, "--request", "d").stdout
+    run_explain(folder, "--request", "r2", "--html", page)
+    assert label not in page.read_text()
+    for kind in ((), ("--jsonl",)):
+        dumped = CliRunner().invoke(journal, ["dump", str(folder), *kind])
+        assert dumped.exit_code == 0
+        assert all(one.isprintable() or one == "\n" for one in dumped.stdout)
 
 
 def test_lanes_name_what_ran_without_it(crowd: Path) -> None:

@@ -160,7 +160,8 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
     assert "`--to` must be the URL" in run_live(gen, "--to", "ftp://x").stderr
     assert "`--speed` must be" in run_live(gen, "--to", server, "--speed", 0).stderr
     assert "no such file" in run_live(tmp_path / "nothing", "--to", server).stderr
-    assert "`--timeout` must be" in run_live(gen, "--to", server, "--timeout", 0).stderr
+    for wrong in (0, "nan", "inf"):
+        assert "`--timeout` must be" in run_live(gen, "--to", server, "--timeout", wrong).stderr
     with pytest.raises(ConfigError, match="cannot be"):
         Target.parse("http://x:99999999")
     assert Target.parse("https://host/base/v1/") == Target("host", 443, "/base", True)

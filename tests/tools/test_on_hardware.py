@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.commands import BatchPlan, Mode
+from lockstep.core.journal import read_journal
 from lockstep.core.replay import fold
 from lockstep.sim.batch_times import BatchTime, Measured, line_of, of_journal, outliers, predict, read_batch_times
 from lockstep.sim.calibrate_cli import calibrate
@@ -116,6 +117,40 @@ def test_the_table_names_kinds_sizes_and_what_ran(run: Path) -> None:
     assert any(line.startswith("extend ") for line in lines)
     assert lines[-2].startswith("ran     demo on cpu: float32, attention by reference")
     assert lines[-1] == "by      demo on cpu-core, not calibrated"
+
+
+def test_a_run_under_grammars_says_the_same_again_and_so_does_one_with_kv_in_fp8(tmp_path: Path) -> None:
+    """A journal of the runtime itself, deferred sampling and drafts among it: greedy answers are those of the run."""
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
+    pytest.importorskip("llguidance", reason="no library of grammars is installed")
+    from lockstep.host.recorded import RecordedAnswer, run_recorded
+    from lockstep.runtime import LLM, Params
+    from lockstep.runtime.recorded import make_runner
+    from lockstep.tools.on_hardware import _extent
+
+    grammars = [("regex", r"[0-9]{3}-[0-9]{4}"), None, ("json_schema", '{"enum": ["yes", "no", "perhaps"]}')]
+    each = [Params(max_new_tokens=12, ignore_eos=True, grammar=one) for one in grammars]
+    settings = {"overlap_depth": 1, "chunked_prefill_size": 16, "kv_cache_dtype": "fp8_e4m3"}
+    with LLM(device="cpu", journal=tmp_path / "run", **settings) as llm:
+        said = [one.token_ids for one in llm.generate(["def f(", "The list is", "Return "], each)]
+    result = on_hardware(tmp_path / "run", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert "KV in fp8" in json.loads(result.stdout)["notes"]
+    config = read_journal(tmp_path / "run").header.config
+    runner = make_runner(_extent(tmp_path / "run", None), config, device="cpu", kv_cache_dtype="fp8_e4m3")
+    found: list[RecordedAnswer] = []
+    assert list(run_recorded(tmp_path / "run", runner.made.executor, runner.made.model.settings.vocab, found.append))
+    assert [one.tokens for one in sorted(found, key=lambda one: one.request_id)] == said
+
+
+def test_grammars_of_a_simulation_allow_everything(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the GPU runtime is not installed")
+    run = record_simulation(tmp_path, WORKLOAD.format(n=6) + ",grammars=0.7x2", **SETTINGS)
+    result = on_hardware(run, "--device", "cpu", "--kv-cache-dtype", "fp8_e4m3", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["batches"] > 1
+    assert "KV in fp8" in told["notes"]
 
 
 def test_ctrl_c_ends_it_with_what_there_is(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.support.recorded import waited_by
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 BUSY = (
-    "gen:n=120,rate=300,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
+    "gen:n=80,rate=300,turns=uniform:1:3,think=lognormal:50ms:1,shared_prefix=64x3,input=lognormal:120:0.8,"
     "output=lognormal:30:0.8,max_total=900"
 )
 TIGHT = {"pages": 70, "max_running_requests": 8, "chunked_prefill_size": 128}

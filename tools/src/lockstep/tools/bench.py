@@ -115,10 +115,9 @@ def serve(
         )
         from lockstep.tools.bench_run import measure, write_run
         from lockstep.tools.http_stream import HttpError, Target
-        from lockstep.tools.live import Sender
+        from lockstep.tools.live import Sender, check_timeout
 
-        if timeout_s <= 0:
-            raise ConfigError(f"`--timeout` must be above 0 seconds, got `{timeout_s}`")
+        check_timeout(timeout_s)
         target = Target.parse(url)
         scenario = Scenario(
             model=model or "", gpu="", workload=mix_of(workloads), slos=tuple(map(Slo.parse, slos)), **options
@@ -222,7 +221,7 @@ def _asking(
 ) -> Asking:
     from lockstep.tools.live import WORDS, Asking, TokenIds
 
-    vocabulary = vocab or server.vocabulary
+    vocabulary = server.vocabulary if vocab is None else vocab
     if chat and prompts == "ids":
         raise ConfigError("`--prompts` ids cannot be messages of a chat\nhint: leave out --chat, or give words")
     if prompts == "ids" and vocabulary is None:

@@ -36,7 +36,7 @@ from lockstep.core.journal import (
     read_journal,
 )
 from lockstep.core.replay import Divergence, event_line, replay
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, engine_runs, print_json
+from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, engine_runs, json_line, print_json
 
 EXIT_TORN = 1
 
@@ -203,7 +203,7 @@ def _json_line(record: Record) -> str:
             content |= {"kind": "end", "reason": reason}
         case _:
             raise AssertionError(record)
-    return msgspec.json.encode(content).decode()
+    return json_line(content)
 
 
 def _event_json(event: msgspec.Struct) -> dict[str, object]:

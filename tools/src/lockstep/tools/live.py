@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,7 @@ def live(
     with refusals():
         if not 1e-3 <= speed <= 1e3:
             raise ConfigError(f"`--speed` must be from 0.001 to 1000, got `{speed}`\nhint: 2 halves every gap")
-        if timeout_s <= 0:
-            raise ConfigError(f"`--timeout` must be above 0 seconds, got `{timeout_s}`")
+        check_timeout(timeout_s)
         if out is not None and out.exists() and not overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
         turns = _turns(trace, rate=rate, time_window=time_window, limit=limit, seed=seed)
@@ -156,6 +156,12 @@ def live(
         sys.exit(EXIT_INTERRUPTED)
     if not found["answered"]:
         sys.exit(EXIT_FAILED)
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ConfigError unless these are seconds that an answer may take."""
+    if not 0.0 < timeout_s < inf:
+        raise ConfigError(f"`--timeout` must be seconds above 0, got `{timeout_s}`\nhint: 600 is the default")
 
 
 def _turns(trace: str, *, seed: int, rate: float | None, time_window: str | None, limit: int | None) -> Turns:

@@ -68,6 +68,16 @@ class Predictor:
 @click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3"]), help="Of KV.  [default: as the journal's run had it]"
+)
+@click.option(
+    "--fp8-activations",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    show_default=True,
+    help="Round what meets fp8 weights to fp8, too.",
+)
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
 @click.option("--cuda-graphs", type=click.Choice(["auto", "on", "off", "eager"]), default="auto", show_default=True)
 @click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
@@ -86,6 +96,8 @@ def on_hardware(
     model: Path | None,
     device: str,
     dtype: str,
+    kv_cache_dtype: str | None,
+    fp8_activations: Any,
     attention_backend: str,
     cuda_graphs: Any,
     random_weights: int | None,
@@ -121,6 +133,8 @@ def on_hardware(
             model=model,
             device=device,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype or str(header.host.get("kv_cache_dtype", "auto")),
+            fp8_activations=fp8_activations,
             attention_backend=attention_backend,
             cuda_graphs=cuda_graphs,
             random_weights_seed=random_weights,
@@ -159,7 +173,15 @@ def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibratio
             "hint: --gpu NAME or FILE says what it is like"
         ) from error
     spec = load_model(str(runner.folder) if runner.model != "demo" else "demo")
-    base = base_cost_model(spec, card)
+    model = runner.made.model
+    stored = model.settings.quantization
+    widens = stored is not None and stored.layout == "fp8" and not model.activations
+    base = base_cost_model(
+        spec,
+        card,
+        kv_dtype="bf16" if model.kv_scales is None else "fp8",
+        fp8_activations="off" if widens else "auto",
+    )
     return Predictor(calibration.cost_model(base), spec.name, card.name, calibration)
 
 

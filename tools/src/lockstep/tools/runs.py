@@ -20,13 +20,16 @@ from lockstep.core.commands import Step
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived, RequestId
 from lockstep.core.journal import JournalError, JournalHeader, read_journal
-from lockstep.core.render import Names
+from lockstep.core.render import CONTROLS, Names
 from lockstep.core.replay import Divergence, engine_at_start, fold
 from lockstep.core.support import sample_label, samples_asked
+from lockstep.host.router_journal import never_sent
 from lockstep.sim.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
 EXIT_DIVERGED = 3
+
+JSON_CONTROLS = {code: f"\\u{code:04x}" for code in CONTROLS}
 
 RUN = click.argument("run", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -120,6 +123,16 @@ def run_of_request(run: Path, name: str) -> Path:
             f"`--request` {name} is the name of a request of each of the engines {names}\n"
             f"hint: name one, such as {found[0]}"
         )
+    refused = 0
+    with suppress(JournalError):
+        refused = never_sent(run)
+    if refused:
+        left = f"{refused:,} request{' was' if refused == 1 else 's were'} cancelled or turned away"
+        raise ConfigError(
+            f"`--request` must be the id or the label of a request that reached an engine of this run, got `{name}`\n"
+            f"hint: {left} in the router's line and never reached an engine: router.jsonl has how long each waited, "
+            "by a number of the router's own"
+        )
     find_request(engines[0], name)  # which says what a name can be
     raise AssertionError(name)
 
@@ -177,4 +190,9 @@ def divergences() -> Iterator[None]:
 
 def print_json(content: object) -> None:
     """One JSON object on stdout."""
-    click.echo(msgspec.json.encode(content).decode())
+    click.echo(json_line(content))
+
+
+def json_line(content: object) -> str:
+    """JSON that a terminal can be shown: it escapes C0 by itself, and here DEL and C1 as well."""
+    return msgspec.json.encode(content).decode().translate(JSON_CONTROLS)

@@ -23,12 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.core.commands import BatchPlan, FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.commands import BatchPlan, EncodeMedia, FinishRequest, RejectRequest, Step, StreamTokens
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdmissionDeferred,
     BatchFinished,
     BatchId,
+    MediaEncoded,
     Observed,
     PrefillCompleted,
     RequestAdmitted,
@@ -135,6 +136,15 @@ class Message(NamedTuple):
     tokens: int
 
 
+@dataclass
+class Encoding:
+    """What an encoder made, or was asked to make, of one content."""
+
+    digest: bytes
+    asked_us: int
+    done_us: int = -1
+
+
 class Retraction(NamedTuple):
     """A retraction, its step, and those whose new pages that step's plan opened."""
 
@@ -160,6 +170,7 @@ class Story:
     running_then: int = 0
     queued: RequestQueued | None = None
     turn: TurnStarted | None = None
+    media: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # kind and encoder tokens, by digest
     waits: list[Wait] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     completed: list[tuple[int, PrefillCompleted]] = field(default_factory=list)
@@ -225,6 +236,7 @@ class Chronicle:
         self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
         self.delivered: list[Batch] = []
         self.ends: list[Ended] = []
+        self.encodings: dict[bytes, list[Encoding]] = {}  # of each content, in order
         self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request that waits
         self._last_us = 0
 
@@ -245,6 +257,8 @@ class Chronicle:
                     batch.delivered_us = event.time_us
                     self.delivered_us.append(event.time_us)
                     self.delivered.append(batch)
+            case MediaEncoded() if event.digest in self.encodings:
+                self.encodings[event.digest][-1].done_us = event.time_us
         plan = step.launched()
         before = dict(self._open) if step.decided else self._open  # whoever ends in this step is sent its last tokens
         for decided in step.decided:
@@ -254,6 +268,9 @@ class Chronicle:
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._send(event.time_us, command, before)
+            elif type(command) is EncodeMedia:
+                encoding = Encoding(command.digest, event.time_us)
+                self.encodings.setdefault(command.digest, []).append(encoding)
             elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
                 self._end(number, event.time_us, self.stories[command.request_id])
         if self._open:
@@ -263,6 +280,15 @@ class Chronicle:
     def complete(self) -> bool:
         """Whether everybody asked for has come and ended."""
         return not self._open and len(self.stories) == len(self.wanted)
+
+    def encodings_of(self, story: Story, wait: Wait) -> list[tuple[str, int, Encoding]]:
+        """Kind, tokens and encoding of each content that a wait was for: the newest asked for by its end."""
+        found = []
+        for digest, (kind, tokens) in story.media.items():
+            asked = [one for one in self.encodings.get(digest, ()) if wait.stop_us < 0 or one.asked_us <= wait.stop_us]
+            if asked:
+                found.append((kind, tokens, asked[-1]))
+        return found
 
     def close(self) -> Chronicle:
         """The journal has ended: so has what was still going on in it."""
@@ -293,6 +319,7 @@ class Chronicle:
                     stream=event.stream,
                     arrived_us=event.time_us,
                     arrived_step=number,
+                    media={s.digest: (s.kind, s.encoder_tokens) for s in event.spans if s.encoder_tokens},
                     waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.held),
                     running_then=engine.active,
                 )
@@ -348,7 +375,7 @@ class Chronicle:
         wait.spans[-1].stop_us = time_us
         wait.spans = [span for span in wait.spans if span.stop_us > span.start_us] or wait.spans[-1:]
         last = wait.spans[-1]
-        if last.cause.reason in ("kv_budget", "pages", "rows", "running_limit", "adapter"):
+        if last.cause.reason in ("kv_budget", "pages", "rows", "running_limit", "microbatch", "adapter"):
             first = bisect_right(self.ends, last.start_us, key=lambda ended: ended.time_us)
             wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
 

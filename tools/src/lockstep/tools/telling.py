@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import RequestId
-from lockstep.core.render import Names
+from lockstep.core.render import Names, shown
 from lockstep.sim.report.text import count, duration
 from lockstep.tools.story import NOBODY, Batch, Cause, Chronicle, Ended, Message, Retraction, Span, Story, Wait, Work
 
 NAMED = 4  # requests that a sentence names before it counts
 CHUNKS_NAMED = 3
+MEDIA_TOLD = 4  # of a wait, before the rest is counted
 GAPS_TOLD = 3
 SPANS_TOLD = 5  # of one wait, before those alike are added up
 
@@ -24,6 +25,7 @@ Metric = Literal["ttft", "tpot", "e2e", "itl"]
 
 OBSTACLES = {
     "running_limit": "max_running_requests{limit} ran already",
+    "microbatch": "no place in the microbatch{limit} that was launched was free",
     "rows": "no row of the request table{limit} was free",
     "kv_budget": "its KV did not fit beside what ran",
     "prefill_budget": "the extend was full",
@@ -54,6 +56,7 @@ OWN_AFFAIRS = ("prefix", "sample", "session")
 
 SHORT = {
     "running_limit": "running limit",
+    "microbatch": "places in microbatches",
     "rows": "rows",
     "kv_budget": "KV budget",
     "prefill_budget": "prefill budget",
@@ -178,7 +181,7 @@ def sentences(story: Story, chronicle: Chronicle, names: Names, config: SchedCon
     """The story in order of time."""
     told, first_told = [_arrival(story)], False
     for stay, wait in enumerate(story.waits):
-        told.append(_waited(wait, names, config, again=stay > 0))
+        told.append(_waited(wait, names, config, again=stay > 0, media=_media(story, wait, chronicle)))
         if wait.admitted is None:
             break
         works = [work for work in story.works if work.stay == stay]
@@ -210,15 +213,31 @@ def _arrival(story: Story) -> Sentence:
     if story.turn is not None:
         turn = story.turn
         more.append(
-            f"a turn of session {turn.session}, which kept {turn.kept_tokens:,} tokens: {turn.prompt_tokens:,} in all"
+            f"a turn of session {shown(turn.session)}, which kept {turn.kept_tokens:,} tokens: "
+            f"{turn.prompt_tokens:,} in all"
         )
     for name, value in (("tenant", story.tenant), ("adapter", story.adapter), ("priority", story.priority)):
         if value not in ("", None):
-            more.append(f"{name} {value}")
+            more.append(f"{name} {shown(str(value))}")
     return Sentence(story.arrived_us, "arrived", text, tuple(more))
 
 
-def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool) -> Sentence:
+def _media(story: Story, wait: Wait, chronicle: Chronicle) -> list[str]:
+    """What the encoder had to do for a wait, content by content."""
+    lines = []
+    for kind, tokens, one in chronicle.encodings_of(story, wait):
+        name = f"{kind} {one.digest.hex()[:8]}, {count(tokens, 'token')}"
+        if 0 <= one.done_us <= wait.start_us:
+            lines.append(f"{name}: encoded already")
+        elif one.done_us < 0:
+            lines.append(f"{name}: the encoder was asked for it at {clock(one.asked_us)} and did not answer")
+        else:
+            whose = ", for another," if one.asked_us < wait.start_us else ""
+            lines.append(f"{name}: encoded from {clock(one.asked_us)}{whose} to {clock(one.done_us)}")
+    return lines if len(lines) <= MEDIA_TOLD else [*lines[:MEDIA_TOLD], f"and {len(lines) - MEDIA_TOLD:,} more media"]
+
+
+def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool, media: Sequence[str]) -> Sentence:
     what = "waited again for" if again else "waited"
     admitted = wait.admitted
     if wait.took_us == 0 and admitted is not None:
@@ -228,6 +247,7 @@ def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool) -> Se
     else:
         text = f"{what} {duration(wait.took_us)} and was never admitted"
     more = _causes(wait.spans, names) if wait.took_us or admitted is None else []
+    more += media
     if wait.made_room:
         more.append(_room(wait.made_room, names))
     if wait.bypassed:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.core.config import SchedConfig
-from lockstep.core.render import Names
+from lockstep.core.render import Names, shown
 from lockstep.sim.report.page import still_page
 from lockstep.sim.report.text import duration
 from lockstep.tools.story import Chronicle, Story
@@ -55,6 +55,14 @@ def lanes(story: Story, chronicle: Chronicle) -> list[Lane]:
             if span.stop_us > span.start_us:
                 by_cause.setdefault(cause_key(span.cause), []).append((span.start_us, span.stop_us))
     found = [Lane("wait", f"waits: {name}", bars) for name, bars in by_cause.items()]
+    encoded = [
+        (max(one.asked_us, story.arrived_us), _until(one.done_us, story))
+        for wait in story.waits
+        for _, _, one in chronicle.encodings_of(story, wait)
+        if one.done_us < 0 or one.done_us > wait.start_us
+    ]
+    if encoded:
+        found.append(Lane("prefill", "encoder: its media", sorted(set(encoded))))
     chunks = [(w.batch.launched_us, _until(w.batch.delivered_us, story)) for w in story.works if w.extends]
     if chunks:
         found.append(Lane("prefill", "prefill", chunks))
@@ -144,7 +152,7 @@ def _merged(bars: Sequence[tuple[int, int]], near_us: float) -> list[tuple[int, 
 
 def headline_name(story: Story) -> str:
     """Its label or its id."""
-    return story.label or f"r{story.request_id}"
+    return shown(story.label) or f"r{story.request_id}"
 
 
 def write_page(

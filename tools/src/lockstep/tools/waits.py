@@ -114,7 +114,7 @@ class WaitFold:
         self._waiting: dict[RequestId, _Open] = {}
         self._apart: dict[RequestId, _Open] = {}  # of the waiting, those with a cause of their own
         self._asked: list[RequestId] = []  # whose place among the waiting may be another after this step
-        self._silent: dict[RequestId, _Open] = {}  # admitted, and no token has gone out
+        self._silent: dict[RequestId, _Open] = {}  # no token has gone out
         self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request
         self._special: set[RequestId] = set()  # who was given one of OWN_REASONS
         self._line = _Line()
@@ -154,14 +154,18 @@ class WaitFold:
         while others and engine.waiting[others - 1].request_id >= event.request_id:
             others -= 1  # itself and its other samples stand at the end
         for sample in range(samples_asked(event)):
-            self._open[event.request_id + sample] = _Open(event.time_us, others + len(engine.held))
+            one = _Open(event.time_us, others + len(engine.held))
+            self._open[event.request_id + sample] = self._silent[event.request_id + sample] = one
 
     def _hear(self, now_us: int, sent: StreamTokens) -> None:
         ids = sent.request_ids.tolist()
         for request_id in self._silent.keys() & ids:
             at = ids.index(request_id)
             if sent.offsets[at] + sent.token_counts[at] > 0:
-                self._silent.pop(request_id).first_token_us = now_us
+                one = self._silent.pop(request_id)
+                self._settle(request_id, one, now_us)  # of a decode engine: it may wait for its place still
+                one.bypassed += one.passed
+                one.first_token_us, one.passed = now_us, 0
 
     def _learn(self, step: Step, engine: Engine) -> None:
         passed_by = False
@@ -200,8 +204,6 @@ class WaitFold:
             one.queue_us = decided.time_us - one.began_us
             one.cached_tokens = decided.cached_tokens
         self._stop_waiting(decided.request_id, decided.time_us)
-        if one.first_token_us < 0:
-            self._silent[decided.request_id] = one
 
     def _end(self, request_id: RequestId, now_us: int) -> None:
         if request_id not in self._open:

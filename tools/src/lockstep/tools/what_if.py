@@ -26,13 +26,14 @@ from lockstep.core.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
+from lockstep.core.render import shown
 from lockstep.core.router import RequestRouted, RouterConfig
+from lockstep.host.admission_words import parse_admission
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli import given_settings, progress_bar, refusals, scheduler_options
 from lockstep.sim.cluster import (
     ClusterScenario,
     assemble_cluster,
-    parse_admission,
     parse_engines,
     parse_scaling,
     simulate_cluster,
@@ -207,7 +208,8 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
 
     header = read_journal(engine_journal(run)).header
     model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
-    settings = msgspec.structs.asdict(header.config)  # all of them: what is left out would be the profile's
+    given_there = msgspec.structs.asdict(header.config)  # all of them: what is left out would be the profile's
+    settings = {name: value for name, value in given_there.items() if value is not msgspec.UNSET}
     del settings["schedule_policy_version"]
     workload = journal_workload(run)
     scenario = Scenario(
@@ -347,7 +349,7 @@ def felt(
         [int(first.requests["request_id"][rows[at]]) for at in chosen],
         [int(other.requests["request_id"][others[at]]) for at in chosen],
     )
-    labels = [str(first.requests["label"][rows[at]]) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
+    labels = [shown(str(first.requests["label"][rows[at]])) or f"r{ids[0][place]}" for place, at in enumerate(chosen)]
     waits = waits_of_first.of(ids[0]), waits_of_other.of(ids[1])
     routes = waits_of_first.routes(ids[0]), waits_of_other.routes(ids[1])
     both = [

@@ -55,7 +55,7 @@ LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 class Route:
     """One route."""
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     access: Access
     handler: Handler
@@ -77,6 +77,10 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
     Route("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
     Route("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
+    Route("GET", "/v1/responses/{response_id}", "user", responses_api.response),
+    Route("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
+    Route("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
+    Route("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
     Route("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
     Route(
         *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -143,9 +143,13 @@ class Ticket:
 
     def failed(self, message: str) -> None:
         """No engine will ever answer."""
+        self.refused("engine", message)
+
+    def refused(self, reason: str, message: str, *, rejected: bool = False) -> None:
+        """Nothing more comes, for a reason as engines have it."""
         for sample, reply in enumerate(self.replies):
             if reply.ended is None:
-                reply.end(Ended(self.number, sample, "engine", error=message))
+                reply.end(Ended(self.number, sample, reason, error=message, rejected=rejected))
 
 
 def make_ticket(
@@ -280,6 +284,12 @@ class Bridge:
         if not self.gone and not self.restarting:  # what is not asked for again is cancelled
             self._send(Cancel(self.worker, ticket.number))
 
+    def end_all(self, message: str) -> None:
+        """Nothing more comes of what is open, and clients are told so."""
+        for ticket in list(self.tickets.values()):
+            ticket.failed(message)
+            self.cancel(ticket)
+
     async def ask(self, control: Control) -> Answered:
         """Ask for something other than tokens. Raises EngineUnavailable."""
         return await self._answer(lambda number: Ask(self.worker, number, control))
@@ -292,9 +302,12 @@ class Bridge:
         """The first rows of a tensor. Raises EngineUnavailable."""
         return await self._answer(lambda number: ReadWeights(self.worker, number, name, rows))
 
-    async def join_group(self, name: str, address: str, port: int, rank: int, ranks: int) -> Answered:
+    async def join_group(
+        self, name: str, address: str, port: int, rank: int, ranks: int, backend: Literal["gloo", "nccl"] = "gloo"
+    ) -> Answered:
         """Meet a trainer that will send weights. Raises EngineUnavailable."""
-        return await self._answer(lambda number: JoinGroup(self.worker, number, name, address, port, rank, ranks))
+        place = (name, address, port, rank, ranks, backend)
+        return await self._answer(lambda number: JoinGroup(self.worker, number, *place))
 
     async def leave_group(self, name: str) -> Answered:
         """Leave it. Raises EngineUnavailable."""

@@ -20,6 +20,7 @@ from lockstep.core.commands import FinishRequest
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import CancelMany, RequestArrived, RequestId
 from lockstep.core.journal import JournalError
+from lockstep.core.render import shown
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import RuntimeHost, Sink, Untold
 from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
@@ -101,7 +102,7 @@ class Claims:
             return None
         samples = range(first, first + len(have))
         if not self._guilty.isdisjoint(samples):
-            log.error("%s: %s", request.label or request.origin, POISON)
+            log.error("%s: %s", shown(request.label) or request.origin, POISON)
             raise Lost(POISON, "error")
         request = msgspec.structs.replace(request, request_id=first)
         going = [(sample, had) for sample, had in zip(samples, have, strict=True) if had != OVER]

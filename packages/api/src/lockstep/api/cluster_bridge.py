@@ -9,6 +9,7 @@ goes to `engines`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from lockstep.api.bridge import Bridge, EngineUnavailable, Ticket, make_ticket
-from lockstep.api.routing import session_key
+from lockstep.api.routing import label_key, session_key
 from lockstep.api.sockets import engine_folder, reader_options, router_address, worker_address, writer
 from lockstep.api.wire import (
     About,
@@ -30,12 +31,16 @@ from lockstep.api.wire import (
     Routed,
     SessionOver,
     ToRouter,
+    Withdraw,
     encode,
     read_routed,
 )
+from lockstep.core.dispatch import DispatchConfig
 from lockstep.core.events import RequestArrived
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.router import RouterConfig, prefix_keys
+
+FULL = "so many requests wait at the router that no more are taken"
 
 
 class ClusterBridge:
@@ -44,10 +49,18 @@ class ClusterBridge:
     Args:
         folder: of the server's sockets.
         tenants_apart: whether tenants share no prefixes.
+        admission: of requests that wait at the router; None: none do.
     """
 
     def __init__(
-        self, folder: Path, worker: int, engines: int, router: RouterConfig, *, tenants_apart: bool = False
+        self,
+        folder: Path,
+        worker: int,
+        engines: int,
+        router: RouterConfig,
+        *,
+        tenants_apart: bool = False,
+        admission: DispatchConfig | None = None,
     ) -> None:
         self.worker = worker
         self.welcome: Callable[[About], object] | None = None  # told when all engines are there
@@ -55,9 +68,10 @@ class ClusterBridge:
         self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
         for one in self.engines:
             one.stands, one.over = self._look, self._over
-        self._router, self._tenants_apart = router, tenants_apart
+        self._router, self._tenants_apart, self._admission = router, tenants_apart, admission
         self._unrouted: dict[int, Ticket] = {}  # by the number of their offer
         self._numbers: dict[Ticket, int] = {}  # of all that are open, by how the router knows them
+        self._late: dict[int, asyncio.TimerHandle] = {}  # by number: ends those whose time is up
         self._asked: dict[int, asyncio.Future[Routed]] = {}  # about sessions
         self._next_number = 0
         self._known: list[About] = []  # of the engines left, from which
@@ -178,11 +192,17 @@ class ClusterBridge:
         number = self._numbers.get(ticket)
         if number is None:
             return
-        if self._unrouted.pop(number, None) is not None:
+        if self._taken(number) is not None:
             ticket.cancelled()
             self._over(ticket)
         else:
             self.engines[ticket.engine].cancel(ticket)
+
+    def end_all(self, message: str) -> None:
+        """Nothing more comes of what is open, and clients are told so."""
+        for ticket in list(self._numbers):
+            ticket.failed(message)
+            self.cancel(ticket)
 
     def cancel_label(self, label: str, tenant: str) -> None:
         """Cancel whatever a tenant calls so, on every engine. Raises EngineUnavailable where one cannot be asked."""
@@ -190,6 +210,8 @@ class ClusterBridge:
             request = ticket.submit.request
             if (request.label, request.tenant) == (label, tenant):
                 self.cancel(ticket)
+        if self._admission is not None and label:
+            self._send(Withdraw(label_key(label, tenant)))
         missed = ""
         for one in self.left:
             try:
@@ -247,9 +269,33 @@ class ClusterBridge:
                 space += f"\0{request.adapter}"
             prefix = prefix_keys(ids, self._router.block_tokens, space)
         key = session_key(ticket.session) if ticket.session else ""
-        self._send(Offer(self.worker, number, ticket.waiting_tokens, prefix, key))
+        offer = Offer(self.worker, number, ticket.waiting_tokens, prefix, key)
+        if self._admission is not None:
+            label = label_key(request.label, request.tenant)
+            offer = msgspec.structs.replace(offer, tenant=request.tenant, label=label, priority=request.priority)
+        self._send(offer)
         self._unrouted[number] = ticket
         self._numbers[ticket] = number
+        due = [ns / 1e9 for ns in (ticket.submit.start_by_ns, ticket.submit.finish_by_ns) if ns is not None]
+        if due:
+            loop = asyncio.get_running_loop()
+            self._late[number] = loop.call_later(max(0.0, min(due) - time.monotonic()), self._end_late, number)
+
+    def _taken(self, number: int) -> Ticket | None:
+        """A ticket that does not wait for the router any more; None if it did not."""
+        late = self._late.pop(number, None)
+        if late is not None:
+            late.cancel()
+        return self._unrouted.pop(number, None)
+
+    def _end_late(self, number: int) -> None:
+        """The time of one that waits for the router is up."""
+        ticket = self._taken(number)
+        if ticket is not None:
+            start_by_ns = ticket.submit.start_by_ns
+            began = start_by_ns is None or time.monotonic() < start_by_ns / 1e9
+            ticket.refused("timeout" if began else "deadline", "" if began else "not begun in time", rejected=not began)
+            self._over(ticket)
 
     def _routed(self, message: Routed) -> None:
         """The router says who takes something."""
@@ -258,8 +304,15 @@ class ClusterBridge:
             if not asked.done():
                 asked.set_result(message)
             return
-        ticket = self._unrouted.pop(message.number, None)
+        ticket = self._taken(message.number)
         if ticket is None:  # its client left meanwhile, and the router has been told
+            return
+        if message.engine < 0:
+            del self._numbers[ticket]
+            if message.refused == "cancelled":
+                ticket.cancelled()
+            else:
+                ticket.refused(message.refused, FULL, rejected=True)
             return
         one = self.engines[message.engine]
         if one.gone:  # the router did not know that yet

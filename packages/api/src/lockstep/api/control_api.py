@@ -276,7 +276,8 @@ async def join_group(server: Server, call: Call[JoinGroupBody]) -> Response:
 
     def join(engine: Bridge) -> Awaitable[Answered]:
         rank = body.rank_offset + engine.number
-        return engine.join_group(body.group_name, body.master_address, body.master_port, rank, body.world_size)
+        place = (body.group_name, body.master_address, body.master_port, rank, body.world_size)
+        return engine.join_group(*place, body.backend)
 
     return _answer(await _of_each(server, call, join))
 

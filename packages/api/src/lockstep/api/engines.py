@@ -48,6 +48,7 @@ class EngineUnit:
 
     Args:
         memory: what takes how much of the device, as a table for people.
+        weights: how they are stored, and what they are multiplied with, for people; empty where not quantised.
         drift: how far predictions of batches were off so far; nothing without a calibration.
         start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
         close: ends it.
@@ -66,6 +67,7 @@ class EngineUnit:
     read_weights: Callable[[str, int], WeightsRead] | None = None
     group: Callable[[JoinGroup | LeaveGroup], None] | None = None
     keeper: Keeper | None = None
+    weights: str = ""
     adapters: AdapterDesk | None = None
 
 
@@ -145,6 +147,14 @@ def check_names(settings: ServeSettings) -> None:
     text_of(settings)
 
 
+HINTS = {
+    ", or a smaller --weights-dtype": ", or weights in fewer bits: a folder whose config.json has quantization_config",
+    " and choose --weights-dtype": "",
+    ", or --weights-dtype fp8 on an H100": ", or a folder whose config.json has quantization_config fp8, on an H100",
+}
+"""What hints of the simulator say of options that `lockstep serve` does not have, and what they say here."""
+
+
 @contextmanager
 def _config_errors(setting: str = "emulate") -> Iterator[None]:
     """What the simulator cannot find or fit is a setting that cannot be."""
@@ -155,7 +165,10 @@ def _config_errors(setting: str = "emulate") -> Iterator[None]:
     try:
         yield
     except (CalibrationError, CapacityError, CatalogueError) as error:
-        raise ConfigError(f"`{setting}`: {error}") from error
+        told = str(error)
+        for theirs, ours in HINTS.items():
+            told = told.replace(theirs, ours)
+        raise ConfigError(f"`{setting}`: {told}") from error
 
 
 def text_of(settings: ServeSettings) -> Texts | None:
@@ -224,6 +237,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     folder = model_folder(settings)
     try:
         from lockstep.runtime import LLM
+        from lockstep.runtime.assembly import weights_of
     except ImportError as error:
         raise ConfigError(
             f"a model needs the package lockstep-runtime with torch: {error}\n"
@@ -240,6 +254,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
+        fp8_activations=settings.fp8_activations,
         attention_backend=settings.attention_backend,
         numerics=settings.numerics,
         random_weights_seed=settings.random_weights,
@@ -286,7 +301,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     def group(message: JoinGroup | LeaveGroup) -> None:
         """Join or leave a trainer's group. Raises ConfigError."""
         if isinstance(message, JoinGroup):
-            llm.join_group(message.name, message.address, message.port, message.rank, message.ranks)
+            place = (message.name, message.address, message.port, message.rank, message.ranks)
+            llm.join_group(*place, message.backend)
         else:
             llm.leave_group(message.name)
 
@@ -294,6 +310,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         host=llm.host,
         about=about,
         memory=llm.memory.table(),
+        weights=weights_of(llm.model),
         start=llm.start,
         close=llm.close,
         keeper=keeper,
@@ -384,7 +401,8 @@ def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
                 "hint: lockstep calibrate --from RUN makes one of a journal of this server"
             )
         model = load_model(name if name == "demo" else str(folder))
-        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, kv_dtype=_kv_dtype(settings)))
+        kinds: dict[str, Any] = {"kv_dtype": _kv_dtype(settings), "fp8_activations": settings.fp8_activations}
+        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, **kinds))
     log.info("batches are predicted by the calibration %s", calibration.title)
     for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1):
         log.warning("%s", doubt)
@@ -440,10 +458,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         profile=settings.profile,
         settings=scheduler,
         kv_dtype=_kv_dtype(settings),
+        fp8_activations=settings.fp8_activations,
     )
     config, kv = configure(scenario, model, gpu)
     calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
-    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, kv_dtype=scenario.kv_dtype))
+    kinds: dict[str, Any] = {"kv_dtype": scenario.kv_dtype, "fp8_activations": scenario.fp8_activations}
+    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, **kinds))
     clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)
     named = choose_backend(settings.grammar_backend)
     hands = None

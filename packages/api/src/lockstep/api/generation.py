@@ -407,6 +407,10 @@ class Generation:
             if ended is not None and (error := self._failure(ended)) is not None:
                 raise error
 
+    async def began(self) -> None:
+        """Wait for the first that comes."""
+        await self._changed.wait()
+
     def cancel(self) -> None:
         """Nobody wants the rest. To be called however it ended; where all of it came, nothing happens."""
         for ticket in self._tickets:

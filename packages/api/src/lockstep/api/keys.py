@@ -98,6 +98,11 @@ class Keys:
         self._known = [(_digest(one.key), one.tenant, one.admin) for one in keys]
         self._allowed = {one.tenant: one.allowance for one in keys if one.allowance != UNLIMITED}
 
+    @property
+    def tenants(self) -> set[str]:
+        """Whom the keys stand for."""
+        return {tenant for _, tenant, _ in self._known}
+
     def allowance(self, tenant: str) -> Allowance:
         """What a tenant may use."""
         return self._allowed.get(tenant, UNLIMITED)

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from errno import EADDRINUSE
+from errno import EACCES, EADDRINUSE, EADDRNOTAVAIL, EPERM
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -224,11 +224,13 @@ class Launcher:
         run = None if settings.journal is None else Path(settings.journal)
         if run is not None:
             run.mkdir(mode=0o700, parents=True, exist_ok=True)
-        config = settings.router_config()
+        config, admission = settings.router_config(), settings.admission_config()
 
         self._router = RouterThread(
             self.folder,
-            lambda answer: Dispatcher(settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes),
+            lambda answer: Dispatcher(
+                settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
+            ),
             lambda error: self._happened.put(RouterFailed(error)),
         )
         self._to_router = writer(self._context, router_address(self.folder))
@@ -363,14 +365,25 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that takes connections. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise ConfigError(
+            f"`host`: {host} is not known: {why}\nhint: 127.0.0.1, or an address of this machine"
+        ) from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
+        listener.close()
+        hint = "another server may be there; --port 0 takes a free one"
+        if error.errno == EADDRNOTAVAIL:
+            hint = "the address must be one of this machine; 127.0.0.1 is"
+        elif error.errno in (EACCES, EPERM):
+            hint = "ports below 1024 are the system's; --port 8000"
         raise ConfigError(
-            f"`port`: {host}:{port} cannot be listened on: {error.strerror or error}\n"
-            "hint: another server may be there; --port 0 takes a free one"
+            f"`port`: {host}:{port} cannot be listened on: {error.strerror or error}\nhint: {hint}"
         ) from error
     return listener
 

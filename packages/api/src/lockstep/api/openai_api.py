@@ -123,7 +123,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         server,
         body,
         call.tenant,
-        f"cmpl-{secrets.token_hex(16)}",
+        label_of(body, "cmpl"),
         max_tokens=max_tokens,
         samples=drawn,
         tops=0 if body.logprobs is None and drawn > samples else body.logprobs,
@@ -177,7 +177,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         server,
         body,
         call.tenant,
-        f"chatcmpl-{secrets.token_hex(16)}",
+        label_of(body, "chatcmpl"),
         max_tokens=body.max_tokens if completion is None else completion,
         max_tokens_field="max_tokens" if completion is None else "max_completion_tokens",
         samples=samples,
@@ -308,6 +308,13 @@ def check_prompt_logprobs(body: OpenAI, about: About, limits: Limits) -> None:
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", about, limits)
     if body.stream:
         raise ApiError(400, "`prompt_logprobs` are known at the end, so not in a `stream`", "prompt_logprobs")
+
+
+def label_of(body: OpenAI, kind: str) -> str:
+    """What an answer is called, by the client if it likes. Raises ApiError."""
+    if body.rid and body.request_id:
+        raise ApiError(400, "`rid` and `request_id` both say what the request is called; give one of them", "rid")
+    return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
 
 
 def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:

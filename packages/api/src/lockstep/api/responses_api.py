@@ -1,4 +1,5 @@
-"""POST /v1/responses: OpenAI's newer endpoint, for text. Nothing is stored, so a conversation is sent whole each time.
+"""/v1/responses: OpenAI's newer endpoint, for text. Answers are stored for a while (`stored_responses`): they can be
+had again, and `previous_response_id` goes on from one. With `background` the answer is made while nobody waits for it.
 
 Events of a stream, each with a `sequence_number`:
 
@@ -12,14 +13,17 @@ Events of a stream, each with a `sequence_number`:
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import Any, Literal
 
 from starlette.responses import Response
 
+from lockstep.api.bridge import EngineUnavailable
 from lockstep.api.chat_tools import (
     Block,
     Blocks,
@@ -32,14 +36,35 @@ from lockstep.api.chat_tools import (
     template_options,
 )
 from lockstep.api.errors import ApiError, failure
-from lockstep.api.generation import Choice, Generation, Prompt, Wanted, check_sampling, finish_reason, seed_of
+from lockstep.api.generation import (
+    Choice,
+    Generation,
+    Prompt,
+    Wanted,
+    check_sampling,
+    finish_reason,
+    seed_of,
+    unavailable,
+)
 from lockstep.api.http import JsonResponse, named_event, unless_left
 from lockstep.api.openai_api import conversation, shaped, streamed
 from lockstep.api.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.server import Call, Server
+from lockstep.api.stored_responses import Stored, StoredResponses
 from lockstep.api.structured_output import grammar_asked
 
+log = logging.getLogger("lockstep.worker")
+
 TEXTS = ("input_text", "output_text", "text")
+NONE_STORED = "this server stores no answers (--stored-responses 0)"
+ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
+"""Of the input of an answer, in one list: as OpenAI has it."""
+
+CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
+"""How long an answer that is cancelled may take to end with what came of it; later it has ended with nothing."""
+
+Keep = Callable[[dict[str, Any]], object]
+"""Told what became of an answer."""
 
 
 async def responses(server: Server, call: Call[ResponseBody]) -> Response:
@@ -55,7 +80,9 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
             message = f"`{asked.field}` and `tool_choice` both say what the answer must be; give one of them"
             raise ApiError(400, message, asked.field)
         obliged = {"grammar": asked.grammar, "grammar_field": asked.field}
-    prompt = await _prompt(server, body, tools)
+    kept = _kept(server, body)
+    before = _before(server, call)
+    prompt = await _prompt(server, body, tools, before)
     wanted = Wanted(
         sampling=body,
         max_tokens=body.max_output_tokens,
@@ -71,17 +98,189 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         **obliged,
     )
     generation = server.generate(call, wanted, [prompt])
-    shape = ResponseShape(
-        body, name, wanted.label, reading_of(server.formats, tools, prompt.text, grammar=wanted.grammar)
-    )
+    reading = reading_of(server.formats, tools, prompt.text, grammar=wanted.grammar)
+    shape = ResponseShape(body, name, wanted.label, reading, kept=kept)
+    if body.background:
+        return await _begun(server, call, generation, shape, before)
+
+    def keep(said: dict[str, Any]) -> None:
+        if kept and server.responses is not None:
+            said["store"] = not server.responses.put(call.tenant, said, _items(body, before), over=True)
+
     if body.stream:
-        return await streamed(server, call, generation, _stream(generation, shape))
+        return await streamed(server, call, generation, _stream(generation, shape, keep))
     try:
-        ((choice, text),) = await unless_left(call.request, generation.whole())
-        blocks = await shaped(lambda: blocks_of(shape.reading.whole(0, text)), len(text))
-        return JsonResponse(shape.ended(generation, choice, blocks))
+        said = await unless_left(call.request, _whole(generation, shape))
+        keep(said)
+        return JsonResponse(said)
     finally:
         generation.cancel()
+
+
+async def _whole(generation: Generation, shape: ResponseShape) -> dict[str, Any]:
+    ((choice, text),) = await generation.whole()
+    blocks = await shaped(lambda: blocks_of(shape.reading.whole(0, text)), len(text))
+    return shape.ended(generation, choice, blocks)
+
+
+# ----------------------------------------------------------------------------------------------------- stored answers
+
+
+def _kept(server: Server, body: ResponseBody) -> bool:
+    """Whether the answer is stored: OpenAI's default is that it is. Raises ApiError for what needs that and has not."""
+    if server.responses is None:
+        for name in ("store", "background", "previous_response_id"):
+            if getattr(body, name):
+                raise ApiError(400, f"`{name}`: {NONE_STORED}; leave it out, and send the whole conversation", name)
+        return False
+    if body.background and body.store is False:
+        raise ApiError(400, "`background` answers are fetched later, so `store` must not be false", "background")
+    if body.background and body.stream:
+        message = "`background` and `stream` do not go together here: fetch the answer, or leave one of them out"
+        raise ApiError(400, message, "background")
+    return body.store is not False
+
+
+def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
+    """The conversation that an input goes on from, as items. Raises ApiError."""
+    name = call.body.previous_response_id
+    if not name:
+        return []
+    stored = None if server.responses is None else server.responses.get(call.tenant, name)
+    if stored is None:
+        message = f"`previous_response_id`: there is no response {name[:80]!r} here, or not any more"
+        raise ApiError(400, message, "previous_response_id")
+    if stored.said["status"] not in ("completed", "incomplete"):
+        message = f"`previous_response_id`: response {name[:80]!r} is {stored.said['status']}; only an answer goes on"
+        raise ApiError(400, message, "previous_response_id")
+    return [*stored.input, *stored.said["output"]]
+
+
+def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All that led to an answer, as items with ids."""
+    given: list[dict[str, Any]]
+    if isinstance(body.input, str):
+        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    else:
+        given = [{"type": one.type, **one.model_dump(exclude_unset=True)} for one in body.input]
+    return [*before, *({"id": f"item_{secrets.token_hex(24)}", **one} for one in given)]
+
+
+async def _begun(
+    server: Server,
+    call: Call[ResponseBody],
+    generation: Generation,
+    shape: ResponseShape,
+    before: list[dict[str, Any]],
+) -> Response:
+    """Answer that it is under way, and go on with it. Raises ApiError where it was refused, or cannot be stored."""
+    store = server.responses
+    assert store is not None
+    try:
+        await unless_left(call.request, generation.accepted())
+        said = shape.response("queued")
+        if why := store.put(call.tenant, said, _items(call.body, before), over=False):
+            raise ApiError(503, f"`background`: the answer could not be stored: {why}", "background")
+    except BaseException:
+        generation.cancel()
+        raise
+    task = asyncio.ensure_future(_in_background(store, call.tenant, generation, shape))
+    server.background.add(task)
+    task.add_done_callback(server.background.discard)
+    return JsonResponse(said)
+
+
+async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
+    """Make an answer that nobody waits for."""
+    try:
+        await generation.began()
+        store.change(tenant, shape.response("in_progress"), over=False)
+        said = await _whole(generation, shape)
+        store.change(tenant, said, over=True)
+    except ApiError as error:
+        store.change(tenant, shape.failed(error.message), over=True)
+    except Exception:  # of one request; the others go on
+        log.exception("a response in the background failed")
+        store.change(tenant, shape.failed("the server failed; its log says how"), over=True)
+    finally:
+        generation.cancel()
+
+
+def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stored]:
+    """The answer that a path names. Raises ApiError, 404."""
+    name = str(call.request.path_params["response_id"])
+    if server.responses is None:
+        raise ApiError(404, NONE_STORED)
+    stored = server.responses.get(call.tenant, name)
+    if stored is None:
+        raise ApiError(404, f"there is no response {name[:80]!r} here, or not any more")
+    return server.responses, name, stored
+
+
+async def response(server: Server, call: Call[None]) -> Response:
+    """An answer that was stored, as far as it came."""
+    asked = call.request.query_params
+    if asked.get("stream", "false").lower() not in ("false", "0", ""):
+        raise ApiError(400, "`stream`: a stored response comes whole; ask again until it is over", "stream")
+    return JsonResponse(_found(server, call)[2].said)
+
+
+async def delete_response(server: Server, call: Call[None]) -> Response:
+    """Forget an answer; one that is under way is cancelled."""
+    store, name, stored = _found(server, call)
+    if not stored.over:
+        _cancel(server, call, name)
+    store.remove(call.tenant, name)
+    return JsonResponse({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(server: Server, call: Call[None]) -> Response:
+    """End an answer that is made in the background, with what came of it; one that has ended stays as it is."""
+    store, name, stored = _found(server, call)
+    if not stored.said["background"]:
+        raise ApiError(400, f"response {name[:80]!r} is not made in the background; close its connection to end it")
+    if stored.over:
+        return JsonResponse(stored.said)
+    _cancel(server, call, name)
+    until_s = time.monotonic() + CANCELLED_WITHIN_S
+    while not stored.over and time.monotonic() < until_s:  # the worker that made it, which may be another, stores it
+        await asyncio.sleep(CANCELLED_LOOK_S)
+        stored = _found(server, call)[2]
+    if not stored.over:
+        store.change(call.tenant, stored.said | {"status": "cancelled"}, over=True)
+        stored = _found(server, call)[2]
+    return JsonResponse(stored.said)
+
+
+def _cancel(server: Server, call: Call[None], name: str) -> None:
+    try:
+        server.bridge.cancel_label(name, call.tenant)
+    except EngineUnavailable as error:
+        raise unavailable(error) from error
+
+
+async def input_items(server: Server, call: Call[None]) -> Response:
+    """What led to an answer, newest first or, with `order` asc, as it was said; `after` an item, `limit` of them."""
+    items = _found(server, call)[2].input
+    asked = call.request.query_params
+    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(ITEMS_LISTED))
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"`order` must be asc or desc, got {order[:40]!r}", "order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_LISTED_MAX):
+        raise ApiError(400, f"`limit` must be 1 to {ITEMS_LISTED_MAX}, got {limit[:40]!r}", "limit")
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        at = [number for number, one in enumerate(items) if one.get("id") == after]
+        if not at:
+            raise ApiError(400, f"`after` must be the id of an item, got {after[:80]!r}", "after")
+        items = items[at[0] + 1 :]
+    shown = items[: int(limit)]
+    ends = {"first_id": shown[0].get("id"), "last_id": shown[-1].get("id")} if shown else {}
+    return JsonResponse({"object": "list", "data": shown, "has_more": len(items) > len(shown), **ends})
+
+
+# ------------------------------------------------------------------------------------------------------- what is asked
 
 
 def _tools(body: ResponseBody) -> Tools:
@@ -97,22 +296,25 @@ def _tools(body: ResponseBody) -> Tools:
     return chosen(nested, body.tool_choice, parallel=body.parallel_tool_calls)
 
 
-async def _prompt(server: Server, body: ResponseBody, tools: Tools) -> Prompt:
+async def _prompt(server: Server, body: ResponseBody, tools: Tools, before: list[dict[str, Any]]) -> Prompt:
     messages = []
     if body.instructions:
         messages.append(ChatMessage(role="system", content=body.instructions))
-    if isinstance(body.input, str):
-        messages.append(ChatMessage(role="user", content=body.input))
-    else:
-        messages += _messages(body.input)
+    given = body.input
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    messages += _messages([*map(InputItem.model_validate, before), *items], len(before))
     template = None if server.text is None else server.text.chat_template
     effort = None if body.reasoning is None else body.reasoning.effort
     options = template_options(body.chat_template_kwargs, effort, template, "reasoning.effort")
     return await conversation(server, messages, tools.shown, field="input", options=options)
 
 
-def _messages(items: Sequence[InputItem]) -> list[ChatMessage]:
-    """Messages for the template: thoughts and calls of one turn belong to one message. Raises ApiError."""
+def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
+    """Messages for the template: thoughts and calls of one turn belong to one message. Raises ApiError.
+
+    Args:
+        before: so many of them come from an answer before, and are not among those that the client numbers.
+    """
     messages: list[ChatMessage] = []
     turn: dict[str, Any] = {}  # of the assistant, that is not over
 
@@ -121,7 +323,7 @@ def _messages(items: Sequence[InputItem]) -> list[ChatMessage]:
             messages.append(ChatMessage(role="assistant", **{"content": None, **turn}))
             turn.clear()
 
-    for i, item in enumerate(items):
+    for i, item in enumerate(items, -before):
         match item.type:
             case "reasoning":
                 if turn.keys() - {"reasoning_content"}:
@@ -183,7 +385,10 @@ def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str
     return "\n".join(texts)
 
 
-async def _stream(generation: Generation, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
+# ------------------------------------------------------------------------------------------------------- what is said
+
+
+async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> AsyncGenerator[bytes, None]:
     """Events, up to the last."""
     numbers = count()
 
@@ -200,7 +405,8 @@ async def _stream(generation: Generation, shape: ResponseShape) -> AsyncGenerato
         for piece in new:
             ended = piece.ended
             if ended is not None and (error := failure(ended)) is not None:
-                failed = shape.response("failed") | {"error": {"code": "server_error", "message": error.message}}
+                failed = shape.failed(error.message)
+                keep(failed)
                 yield told("failed", response=failed)
                 return
             if ended is not None:
@@ -210,14 +416,15 @@ async def _stream(generation: Generation, shape: ResponseShape) -> AsyncGenerato
                     yield told(kind, **fields)
             if ended is not None:
                 whole = shape.ended(generation, piece.choice, blocks.all)
+                keep(whole)
                 yield told(whole["status"], response=whole)
 
 
 class ResponseShape:
     """How responses look."""
 
-    def __init__(self, body: ResponseBody, model: str, label: str, reading: Reading) -> None:
-        self._body, self._model, self._label, self.reading = body, model, label, reading
+    def __init__(self, body: ResponseBody, model: str, label: str, reading: Reading, *, kept: bool = False) -> None:
+        self._body, self._model, self._label, self.reading, self._kept = body, model, label, reading, kept
         self._created = time.time()
         self.cut = False  # before it was over
 
@@ -229,7 +436,7 @@ class ResponseShape:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "background": False,
+            "background": bool(body.background),
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -238,9 +445,9 @@ class ResponseShape:
             "model": self._model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self._kept,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"} if body.text is None else body.text.format or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
@@ -250,6 +457,10 @@ class ResponseShape:
             "usage": None,
             "user": body.user,
         }
+
+    def failed(self, message: str) -> dict[str, Any]:
+        """One that came to nothing."""
+        return self.response("failed") | {"error": {"code": "server_error", "message": message}}
 
     def ended(self, generation: Generation, choice: Choice, blocks: Sequence[Block]) -> dict[str, Any]:
         """One that is."""

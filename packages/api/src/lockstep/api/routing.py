@@ -11,6 +11,10 @@ and with that everything does.
 An engine that died comes back with its requests, which its journal has: until then it is `recovering`, gets nothing
 new, and its requests go on counting. Sessions are an engine's own: whoever has one open takes its turns, whatever the
 policy says, and says which it has whenever it begins.
+
+With `--admission` requests wait in a line in front of the router, which is `lockstep.core.dispatch`: what the line
+decides, about whomever, is told to the worker that offered it. What a worker was told is never taken back, so nothing
+is sent again when an engine is lost: who had tokens of it would get others.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -36,9 +41,11 @@ from lockstep.api.wire import (
     RouterMessage,
     SessionOver,
     StopRouter,
+    Withdraw,
     WorkerLost,
     read_by_router,
 )
+from lockstep.core import dispatch
 from lockstep.core.router import (
     EngineChanged,
     EngineShare,
@@ -56,6 +63,28 @@ JOURNAL_SHARE = 16
 """A router's file is begun anew when it has this part of the bytes that a journal may have."""
 
 
+REFUSED = {"line_full": "queue_full"}
+"""Why an answer never came to be, as engines say it, by why a line turned a request away."""
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A request that is not over."""
+
+    message: Offer
+    fact: RequestOffered
+    fresh: bool  # of a session that was not known
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.message.worker, self.message.number
+
+
+def label_key(label: str, tenant: str) -> str:
+    """What a router calls a label of a tenant."""
+    return session_key(f"{tenant}\0{label}") if label else ""
+
+
 def session_key(name: str) -> str:
     """What a router calls a session: it needs to know whether two are the same, and not what clients call them."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -68,6 +97,7 @@ class Dispatcher:
         engines: how many there are. Requests are answered once each of them was there.
         answer: tells a worker.
         run: where its journal goes; None: nowhere.
+        admission: of the line in front of the router; None: nobody waits.
     """
 
     def __init__(
@@ -78,10 +108,13 @@ class Dispatcher:
         *,
         run: Path | None = None,
         bytes_max: int = 2**30,
+        admission: dispatch.DispatchConfig | None = None,
         clock_us: Callable[[], int] = lambda: time.monotonic_ns() // 1000,
     ) -> None:
         self._config, self._answer, self._run, self._bytes_max = config, answer, run, bytes_max
         self._clock_us, self._began_us = clock_us, clock_us()
+        self._admission = admission
+        self.line: dispatch.Dispatcher | None = None  # in front of it, where there is one
         self.router: Router | None = None  # once every engine was there
         self._here: dict[int, EngineHere] = {}  # by engine, its newest life
         self._next_life = dict.fromkeys(range(engines), 0)  # what is said by a life before this is passed over
@@ -90,11 +123,16 @@ class Dispatcher:
         self._sessions: dict[str, int] = {}  # that are open, the one heard of last at the end
         self._pending: dict[tuple[int, int], Offer] = {}  # that nobody can take now, in the order they came
         self._open: dict[tuple[int, int], tuple[int, RequestOffered]] = {}  # by worker and number: whose, and as what
+        self._waiting: dict[tuple[int, int], int] = {}  # in the line: under which id
+        self._offers: dict[int, _Offered] = {}  # by id, of both
         self._next_id = 0
 
     def handle(self, message: RouterMessage) -> None:
         """Take a message in."""
         HANDLERS[type(message)](self, message)
+        if isinstance(message, Over) and self._journal.size_bytes > self._bytes_max // JOURNAL_SHARE:
+            assert self.router is not None
+            self._begin(list(self.router.state))
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -110,24 +148,32 @@ class Dispatcher:
         if message.what == "close":
             self._answer(Routed(message.worker, message.number, known or 0, known is None))
             return
-        only = known if known is not None else self._sessions.get(message.parent, self._who_refuses())
-        routed = self._route(message, only)
-        if routed is None or routed.engine is None:
+        who_refuses = self._who_refuses()
+        only = known if known is not None else self._sessions.get(message.parent, who_refuses)
+        if self.router is None:
             self._pending[message.worker, message.number] = message
-            return
-        if message.what == "open":
-            del self._open[message.worker, message.number]
-            self._fact(RequestEnded(time_us=self._now_us(), request_id=routed.request_id))
-            self._keep_session(message.session, routed.engine)
-        self._answer(Routed(message.worker, message.number, routed.engine, known is None))
+        elif self.line is not None and who_refuses is not None:  # it need not wait for that
+            self._answer(Routed(message.worker, message.number, who_refuses if only is None else only, known is None))
+        else:
+            self._offer(message, only, fresh=known is None)
 
     def over(self, message: Over) -> None:
         """A request is none any more."""
-        self._pending.pop((message.worker, message.number), None)
-        opened = self._open.pop((message.worker, message.number), None)
-        if opened is not None:
-            request_id, output_tokens = opened[1].request_id, message.output_tokens
-            self._fact(RequestEnded(time_us=self._now_us(), request_id=request_id, output_tokens=output_tokens))
+        key = message.worker, message.number
+        self._pending.pop(key, None)
+        opened, waits = self._open.pop(key, None), self._waiting.pop(key, None)
+        request_id = waits if opened is None else opened[1].request_id
+        if request_id is not None:
+            self._offers.pop(request_id, None)
+            self._fact(RequestEnded(time_us=self._now_us(), request_id=request_id, output_tokens=message.output_tokens))
+
+    def withdraw(self, message: Withdraw) -> None:
+        """Nobody wants what waits under this label."""
+        named = [key for key, offer in self._pending.items() if offer.label == message.label]
+        named += [key for key, number in self._waiting.items() if self._offers[number].message.label == message.label]
+        for key in named:
+            self.over(Over(*key, 0))
+            self._answer(Routed(*key, -1, refused="cancelled"))
 
     def session_over(self, message: SessionOver) -> None:
         """A session is open nowhere."""
@@ -162,14 +208,21 @@ class Dispatcher:
             return
         self._lost.add(message.engine)
         self._sessions = {key: whose for key, whose in self._sessions.items() if whose != message.engine}
-        self._open = {key: opened for key, opened in self._open.items() if opened[0] != message.engine}
+        gone = [key for key, opened in self._open.items() if opened[0] == message.engine]
+        if self.line is not None:  # workers end what it had, so nothing is to be sent again
+            self._state(message.engine, "recovering")
+        for key in gone:
+            if self.line is not None:
+                self.over(Over(*key, 0))
+            else:
+                del self._offers[self._open.pop(key)[1].request_id]
         self._state(message.engine, "down")
         if self.router is None:
             self._begin_if_all_are_known()
 
     def worker_lost(self, message: WorkerLost) -> None:
         """A worker ended: nobody waits for what it had offered."""
-        for key in [key for key in (*self._open, *self._pending) if key[0] == message.worker]:
+        for key in [key for key in (*self._open, *self._pending, *self._waiting) if key[0] == message.worker]:
             self.over(Over(*key, 0))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -194,21 +247,35 @@ class Dispatcher:
         """Make a router, with what is open. What one before it remembered of prompts begins anew."""
         tokens = [here.cache_tokens if (here := self._here.get(engine)) else 0 for engine in self._next_life]
         shares = tuple(EngineShare(cache_tokens=one) for one in tokens)
-        self.router = Router(self._config, shares)
+        if self._admission is None:
+            self.router = Router(self._config, shares)
+        else:
+            self.line = dispatch.Dispatcher(self._admission, self._config, shares)
+            self.router = self.line.router
         self._began_us = self._clock_us()
         if self._run is not None:
             self._journal.close()
             set_aside(self._run, self._bytes_max // 2)
-            self._journal = RouterJournal(self._run, self._config, shares, live=True)
+            self._journal = RouterJournal(self._run, self._config, shares, self._admission, live=True)
         for engine, state in enumerate(states):
             if state != "up":
                 self._fact(EngineChanged(time_us=self._now_us(), engine=engine, state=state))
+        offers, self._offers = self._offers, {}
+        waiting, self._waiting = list(self._waiting.values()), {}
         for key, (engine, offered) in list(self._open.items()):
             again = RequestOffered(
-                time_us=self._now_us(), request_id=self._id(), prompt_tokens=offered.prompt_tokens, only=engine
+                time_us=self._now_us(),
+                request_id=self._id(),
+                prompt_tokens=offered.prompt_tokens,
+                only=engine,
+                tenant=offered.tenant,
             )
-            self._fact(again)
             self._open[key] = engine, again
+            self._offers[again.request_id] = _Offered(offers[offered.request_id].message, again, False)
+            self._fact(again)
+        for number in waiting:
+            one = offers[number]
+            self._offer(one.message, one.fact.only, fresh=one.fresh)
         self._again()
 
     def _who_refuses(self) -> int | None:
@@ -222,9 +289,9 @@ class Dispatcher:
         self._next_id += 1
         return self._next_id - 1
 
-    def _route(self, message: Offer, only: int | None) -> RequestRouted | None:
-        if self.router is None:
-            return None
+    def _offer(self, message: Offer, only: int | None, *, fresh: bool) -> None:
+        """Put a request, or a session that is to be opened, to the router, and do what follows."""
+        line = self.line is not None
         offered = RequestOffered(
             time_us=self._now_us(),
             request_id=self._id(),
@@ -232,25 +299,58 @@ class Dispatcher:
             prefix=message.prefix,
             session=message.session,
             only=only,
+            tenant=message.tenant if line else "",
+            priority=message.priority if line else None,
         )
-        routed = self._fact(offered)
-        assert routed is not None
-        if routed.engine is not None:
-            self._open[message.worker, message.number] = routed.engine, offered
-        return routed
+        self._offers[offered.request_id] = _Offered(message, offered, fresh)
+        self._fact(offered)
 
-    def _fact(self, fact: RouterFact) -> RequestRouted | None:
+    def _fact(self, fact: RouterFact) -> None:
+        """Tell the router a fact, write it down, and do what it decided."""
         assert self.router is not None
-        routed = self.router.step(fact)
-        self._journal.append(fact, routed, self.router.digest)
-        if self._journal.size_bytes > self._bytes_max // JOURNAL_SHARE and isinstance(fact, RequestEnded):
-            self._begin(list(self.router.state))
-        return routed
+        if self.line is not None:
+            decided = self.line.step(fact)
+            self._journal.append_decided(fact, decided, self.line.digest)
+        else:
+            routed = self.router.step(fact)
+            self._journal.append(fact, routed, self.router.digest)
+            decided = () if routed is None else (routed,)
+        for one in decided:
+            self._do(one)
+
+    def _do(self, routed: RequestRouted) -> None:
+        """Say what was decided about a request to who offered it."""
+        one = self._offers.get(routed.request_id)
+        if one is None or one.key in self._open:  # which was told already, by a router before this one
+            return
+        message, key = one.message, one.key
+        if routed.reason == "waits":
+            self._waiting[key] = routed.request_id
+            return
+        self._waiting.pop(key, None)
+        if routed.engine is None:
+            del self._offers[routed.request_id]
+            if routed.reason in REFUSED:
+                self._answer(Routed(*key, -1, refused=REFUSED[routed.reason]))
+            else:
+                self._pending[key] = message
+            return
+        self._open[key] = routed.engine, one.fact
+        if message.what == "open":
+            del self._open[key], self._offers[routed.request_id]
+            self._fact(RequestEnded(time_us=self._now_us(), request_id=routed.request_id))
+            self._keep_session(message.session, routed.engine)
+        self._answer(Routed(*key, routed.engine, one.fresh))
 
     def _state(self, engine: int, state: EngineState) -> None:
         if self.router is not None and self.router.state[engine] != state:
             self._fact(EngineChanged(time_us=self._now_us(), engine=engine, state=state))
             self._again()
+            who_refuses = self._who_refuses() if self.line is not None else None
+            if who_refuses is not None:  # so nobody waits for what does not come
+                for key in list(self._waiting):
+                    self.over(Over(*key, 0))
+                    self._answer(Routed(*key, who_refuses))
 
     def _again(self) -> None:
         """Offer again what nobody could take."""
@@ -267,6 +367,7 @@ class Dispatcher:
 HANDLERS: dict[type[RouterMessage], Callable[[Dispatcher, Any], None]] = {
     Offer: Dispatcher.offer,
     Over: Dispatcher.over,
+    Withdraw: Dispatcher.withdraw,
     SessionOver: Dispatcher.session_over,
     Drained: Dispatcher.drained,
     EngineHere: Dispatcher.engine_here,

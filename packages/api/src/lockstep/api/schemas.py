@@ -9,12 +9,25 @@ from __future__ import annotations
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from lockstep.core.render import CONTROLS
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=2**27)]
 Name = Annotated[str, Field(max_length=256)]
+
+
+def _check_label(value: str) -> str:
+    """What a client calls its request: people read it in logs and on terminals, which obey control characters."""
+    for at, character in enumerate(value):
+        if ord(character) in CONTROLS:
+            raise ValueError(f"Character {at} is a control character, {CONTROLS[ord(character)]}; leave it out")
+    return value
+
+
+Label = Annotated[Name, AfterValidator(_check_label)]
 
 ITEMS_MAX = 2**14
 """Of a list of objects: messages, parts of one, tools. Each costs a microsecond or more."""
@@ -118,12 +131,11 @@ NOTHING = (None, False, "", 0)
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
 WHY = {
     "serialized_named_tensors": PICKLED,
-    "previous_response_id": "goes on from a stored answer, and this server stores none; send the whole conversation",
     "custom_logit_processor": "is a program, and none are taken from clients; `logit_processors` names an operator's",
     "logits_processors": "are programs, and none are taken from clients; `logit_processors` names an operator's",
-    "conversation": "names a stored conversation, and this server stores none; send the whole conversation",
+    "conversation": "names a stored conversation, and this server has none; `previous_response_id` names an answer",
     "response_format": "is of chat completions; a response has the same as `text.format`",
-    "store": "asks to keep the answer, and this server stores none; leave it out",
+    "abort_all": "is an operator's: /abort_all on --admin-socket",
 }
 """What is said of a known field that is not served, beside its name."""
 
@@ -216,6 +228,8 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     return_token_ids: bool | None = None
     cache_salt: Name | None = None
     prompt_logprobs: Count | None = None
+    rid: Label | None = None  # SGLang's: what the answer is called, and may be cancelled by
+    request_id: Label | None = None  # vLLM's: the same, behind `cmpl-` or `chatcmpl-`
     lora_path: Name | None = None  # the name of an adapter, as SGLang has it; `model` may be one as well
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -349,7 +363,7 @@ class GenerateBody(Timed):
     top_logprobs_num: Count = 0
     stream: bool = False
     priority: Int64 | None = None
-    rid: Name | None = None
+    rid: Label | None = None
     session_params: SessionParams | None = None
     lora_path: Name | None = None  # the name of an adapter
 
@@ -478,22 +492,22 @@ class ResponseBody(Sampling, Timed):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     stream: bool | None = None
+    store: bool | None = None  # false: it cannot be had again
+    background: bool | None = None  # it is answered at once, and fetched later
+    previous_response_id: Name | None = None  # of a stored answer, which this goes on from
     metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
     cache_salt: Name | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "background": (),
         "context_management": (),
         "conversation": (),
         "include": (["reasoning.encrypted_content"],),  # there is no reasoning to encrypt
         "max_tool_calls": (),
         "moderation": (),
-        "previous_response_id": (),
         "prompt": (),
         "response_format": ({"type": "text"},),
-        "store": (),
         "top_logprobs": (),
         "truncation": ("disabled",),
     }
@@ -596,7 +610,9 @@ class DetokenizeBody(Body):
 class AbortBody(Body):
     """POST /abort_request"""
 
-    rid: Name
+    rid: Label
+
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"abort_all": ()}
 
 
 # -------------------------------------------------------------------------------------------------- sessions, operators
@@ -690,7 +706,7 @@ class JoinGroupBody(Body):
     rank_offset: Annotated[int, Field(ge=1, lt=2**15)] = 1
     world_size: Annotated[int, Field(ge=2, lt=2**15)]
     group_name: Name = "weights"
-    backend: Literal["gloo"] = "gloo"
+    backend: Literal["gloo", "nccl"] = "gloo"
 
 
 class LeaveGroupBody(Body):

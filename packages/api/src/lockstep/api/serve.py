@@ -20,6 +20,9 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.router import ROUTER_POLICIES
 from lockstep.host.adapters import named_folders
 
+log = logging.getLogger("lockstep.serve")
+
+TENANTS_NAMED = 8
 DEFAULTS = ServeSettings()
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -46,6 +49,7 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("usage_dir", click.Path(), "Where to keep what tenants used, beyond the server's end.", metavar="DIR")
 @_option("admin_socket", click.Path(), "A Unix socket for an operator's routes; without it there are none.")
 @_option("strict", bool, "Refuse unknown fields.", is_flag=True)
+@_option("stored_responses", int, "Answers of /v1/responses that a tenant can have again; 0: none.")
 @_option("metrics_compat", click.Choice(["vllm", "sglang"]), "Figures under their names, too.", multiple=True)
 @_option("journal", click.Path(), "Record every fact and decision there.", metavar="DIR")
 @_option("journal_content", click.Choice(["full", "digests"]), "Digests of what is said cannot be gone on from.")
@@ -64,6 +68,11 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("device", str, "auto, cpu, cuda, cuda:1, ...")
 @_option("dtype", str, "auto, bfloat16, float16, float32")
 @_option("kv_cache_dtype", click.Choice(["auto", "fp8_e4m3"]), "Of KV; auto: that of the model.")
+@_option(
+    "fp8_activations",
+    click.Choice(["auto", "on", "off"]),
+    "Round what meets fp8 weights to fp8; auto: as the checkpoint says, where the GPU can.",
+)
 @_option("attention_backend", str, "auto, flashinfer, triton, reference")
 @_option("numerics", click.Choice(["fast", "invariant"]), "Whether a batch may change what its requests get.")
 @_option("mem_fraction", float, "Of a GPU's memory, all together.")
@@ -74,6 +83,7 @@ def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) ->
 @_option("router_load_floor", int, "prefix_affinity: open requests up to which no engine counts as loaded.")
 @_option("router_block_tokens", int, "prefix_affinity: prompts are compared in blocks of so many tokens.")
 @_option("router_sessions_max", int, "Sessions that the router remembers.")
+@_option("admission", str, "Requests wait at the router: open=64,share.a=2; docs/routing.md.", metavar="SPEC")
 @_option("cuda_graphs", click.Choice(["auto", "on", "off", "eager"]), "Whether decodes replay CUDA graphs.")
 @_option("cuda_graph_max_batch", int, "Rows of the largest graph.")
 @_option("draft_model", str, "Folder of a small model whose guesses are verified.", metavar="DIR")
@@ -130,7 +140,7 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
     try_folders(settings, make=True)
     launcher = Launcher(settings)
     url = launcher.url
-    logging.getLogger("lockstep.serve").info("starting: %s answers 503 until it is ready", url)
+    log.info("starting: %s answers 503 until it is ready", url)
     return launcher.run(ready=lambda: click.echo(f"serving at {url}"))
 
 
@@ -143,7 +153,14 @@ def check(settings: ServeSettings) -> None:
     check_names(settings)
     check_journal(settings)
     if settings.api_keys is not None:
-        read_keys(Path(settings.api_keys))
+        keys = read_keys(Path(settings.api_keys))
+        admission = settings.admission_config()
+        if unknown := sorted(set(() if admission is None else admission.tenant_weights) - keys.tenants):
+            log.warning(
+                "`admission` has shares of %s, and no key of %s is such a tenant's: those are of %s; "
+                "they count once there is one",
+                *(_named(unknown), settings.api_keys, _named(sorted(keys.tenants))),
+            )
     if settings.otlp_endpoint is not None:
         check_endpoint(settings.otlp_endpoint)
 
@@ -196,18 +213,26 @@ def describe(settings: ServeSettings) -> str:
         f"model      {model} ({about.kind}) on {where}",
         f"chats      calls of tools are read as {calls}, thoughts as {thoughts}",
         f"context    {about.request_tokens_max:,} tokens, prompt and output together",
+        *([f"weights    {unit.weights}"] if unit.weights else []),
         f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"
         + (f", and {settings.admin_socket} for an operator" if settings.admin_socket else ""),
         f"keys       {settings.api_keys or 'none: whoever reaches it may use it'}",
         f"processes  {_count(settings.dp, 'engine')}, {_count(settings.api_workers, 'API worker')}",
         *([f"router     {settings.router}"] if settings.dp > 1 else []),
+        *([f"admission  {settings.admission}"] if settings.admission is not None else []),
         f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
         f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
         "scheduler",
         *(f"  {name} = {value}" for name, value in about.settings.items()),
     ]
     return os.linesep.join(lines)
+
+
+def _named(tenants: list[str]) -> str:
+    """The first few."""
+    shown = ", ".join(f"`{one}`" for one in tenants[:TENANTS_NAMED])
+    return shown + (f" and {len(tenants) - TENANTS_NAMED} more" if len(tenants) > TENANTS_NAMED else "")
 
 
 def _count(number: int, noun: str) -> str:

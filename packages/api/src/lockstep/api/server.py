@@ -23,6 +23,7 @@ from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Body
 from lockstep.api.served import Recent, Watcher
 from lockstep.api.settings import Limits, ServeSettings
+from lockstep.api.stored_responses import StoredResponses
 from lockstep.api.token_names import TokenNames
 from lockstep.api.usage import Usage
 from lockstep.api.wire import About
@@ -57,6 +58,8 @@ class Server:
     keys: Keys | None
     metrics: Metrics
     usage: Usage | None = None
+    responses: StoredResponses | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)  # answers that nobody waits for
     watchers: list[Watcher] = field(default_factory=list)  # told of every request that was answered
     told: list[Callable[[], object]] = field(default_factory=list)  # once, when the engine is there
     recent: Recent = field(default_factory=Recent)

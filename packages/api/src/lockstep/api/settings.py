@@ -17,8 +17,10 @@ import msgspec
 from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.api.logs import LogFormat
 from lockstep.core.config import SchedConfig, refuse_simulated_only
+from lockstep.core.dispatch import DispatchConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig, RouterPolicy
+from lockstep.host.admission_words import parse_admission
 
 LOOPBACK = ("localhost",)
 OF_A_MODEL = (
@@ -35,7 +37,10 @@ AT_MOST = {
     "answer_tokens": 2**31 - 1,
     "max_lora_rank": 512,
 }
-ROUTER_SETTINGS = ("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max")
+ROUTER_SETTINGS = (
+    *("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max"),
+    "admission",
+)
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,11 +68,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     body_s: float = 60.0  # from there to the end of the body
     session_tokens_max: int = 2**20
     session_idle_s: float = 3600.0  # the longest that a session may wait for its next turn
+    responses_bytes_max: int = 64 * 2**20  # of stored answers of one tenant, with what led to them
+    response_kept_s: float = 86_400.0  # that one stays stored, from its end
 
     def __post_init__(self) -> None:
         for one in msgspec.structs.fields(Limits):
-            if not getattr(self, one.name) > 0:
-                raise ConfigError(f"`limits.{one.name}` must be above 0, got `{getattr(self, one.name)}`")
+            if not 0 < getattr(self, one.name) < 2**53:
+                raise ConfigError(f"`limits.{one.name}` must be above 0, and finite, got `{getattr(self, one.name)}`")
 
 
 class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,11 +95,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     router_load_floor: int = 8
     router_block_tokens: int = 256
     router_sessions_max: int = 100_000
+    admission: str | None = None  # open=64,...: requests wait at the router, in a line with shares of tenants
 
     # the model
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # of keys and values in pages; emulated, too
+    fp8_activations: Literal["auto", "on", "off"] = "auto"  # rounded to fp8 where weights are fp8; emulated, too
     attention_backend: str = "auto"
     numerics: Literal["fast", "invariant"] = "fast"
     mem_fraction: float = 0.9
@@ -130,6 +139,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     usage_dir: str | None = None  # where it is kept what tenants used; None: as long as the server runs
     admin_socket: str | None = None  # a Unix socket for the routes of an operator; None: there are none
     strict: bool = False
+    stored_responses: int = 1000  # of /v1/responses, by tenant, until the server ends; 0: none
     metrics_compat: tuple[str, ...] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
@@ -157,7 +167,13 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if self.emulate is not None and "@" not in self.emulate:
             raise ConfigError(f"`emulate` must be MODEL@GPU, got `{self.emulate}`\nhint: qwen3-8b@h200")
         least_values = (("api_workers", 1), ("tp", 1), ("dp", 1), ("port", 0), ("answer_tokens", 0), ("seed", 0))
-        more = (("max_lora_rank", 1), ("restarts", 0), ("journal_bytes", 2**20), ("grammar_compile_mb", 1))
+        more = (
+            ("max_lora_rank", 1),
+            ("restarts", 0),
+            ("journal_bytes", 2**20),
+            ("grammar_compile_mb", 1),
+            ("stored_responses", 0),
+        )
         for name, least in (*least_values, *more):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{name}` must be at least {least}, got `{getattr(self, name)}`")
@@ -178,6 +194,9 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ):
             if getattr(self, name) == "":
                 raise ConfigError(f"`{name}` is empty\nhint: give a path, or drop it")
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, str) and "\0" in value:
+                raise ConfigError(f"`{name}` has a zero character, got {value!r}\nhint: leave it out")
         for name, path in self.lora.items():
             if not name or not path or "\0" in name:
                 raise ConfigError(f"`lora` needs NAME=PATH, got `{name}={path}`")
@@ -193,6 +212,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if self.dp == 1 and getattr(self, name) != defaults[name]:
                 raise ConfigError(f"`{name}` is for several engines\nhint: give dp, or drop it")
         self.router_config()
+        self._check_admission()
         if not 1e-6 <= self.speed <= 1e6:
             raise ConfigError(f"`speed` must be above 0, from 1e-6 to 1e6, got `{self.speed}`")
         for name in ("slow_reader_s", "stalled_s", "restart_window_s", "snapshot_s", "grammar_compile_s"):
@@ -280,6 +300,22 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
         except ConfigError as error:  # which names fields of RouterConfig
             raise ConfigError(re.sub(r"^`(?!router)", "`router_", str(error))) from error
+
+    def _check_admission(self) -> None:
+        admission = self.admission_config()
+        if admission is None:
+            return
+        if admission.tenant_weights and self.api_keys is None:
+            raise ConfigError("`admission` has shares, but without api_keys there are no tenants\nhint: give api_keys")
+        if admission.order == "priority" and self.set.get("schedule_low_priority_values_first"):
+            raise ConfigError(
+                "`admission` has order=priority, the highest first, but `schedule_low_priority_values_first` is true\n"
+                "hint: drop one of them"
+            )
+
+    def admission_config(self) -> DispatchConfig | None:
+        """Who waits at the router; None: nobody does. Raises ConfigError."""
+        return None if self.admission is None else parse_admission(self.admission)
 
     def of_engine(self, engine: int) -> ServeSettings:
         """Those of one engine of several: what it writes goes into a folder of its own."""

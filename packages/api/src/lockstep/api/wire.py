@@ -127,6 +127,7 @@ class JoinGroup(ToEngine, frozen=True):
     port: int
     rank: int
     ranks: int
+    backend: Literal["gloo", "nccl"] = "gloo"
 
 
 class LeaveGroup(ToEngine, frozen=True):
@@ -199,6 +200,9 @@ class Offer(ToRouter, frozen=True):
     session: str = ""
     what: Literal["request", "open", "close"] = "request"  # a request; a session that is to be opened, or closed
     parent: str = ""  # a session that is to be continued in another one
+    tenant: str = ""  # where requests wait at the router: whose it is,
+    label: str = ""  # by what it may be cancelled, hashed with the tenant,
+    priority: int | None = None  # and how it stands among those of its tenant
 
 
 class Over(ToRouter, frozen=True):
@@ -207,6 +211,12 @@ class Over(ToRouter, frozen=True):
     worker: int
     number: int
     output_tokens: int
+
+
+class Withdraw(ToRouter, frozen=True):
+    """From a worker: whatever waits under this label is not wanted any more, whichever worker offered it."""
+
+    label: str
 
 
 class SessionOver(ToRouter, frozen=True):
@@ -249,7 +259,7 @@ class StopRouter(ToRouter, frozen=True):
     """From the launcher: end."""
 
 
-RouterMessage = Offer | Over | SessionOver | Drained | EngineHere | EngineLost | WorkerLost | StopRouter
+RouterMessage = Offer | Over | Withdraw | SessionOver | Drained | EngineHere | EngineLost | WorkerLost | StopRouter
 
 
 # ---------------------------------------------------------------------------------------------------------- to a worker
@@ -422,11 +432,15 @@ class EngineGone(ToWorker, frozen=True):
 
 
 class Routed(ToWorker, frozen=True):
-    """From the router: this engine takes it. `fresh`: it was asked about a session that it did not know."""
+    """From the router: this engine takes it. `fresh`: it was asked about a session that it did not know.
+
+    Engine -1: nobody does, because of what is `refused`, a reason of RejectRequest, or "cancelled".
+    """
 
     number: int
     engine: int
     fresh: bool = False
+    refused: str = ""
 
 
 WorkerMessage = Welcome | StepAnswers | Answered | AdaptersKnown | EngineRestarting | EngineGone

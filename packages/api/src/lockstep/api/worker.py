@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,14 @@ from lockstep.api.protocol import bounded_by
 from lockstep.api.server import Server
 from lockstep.api.settings import ServeSettings
 from lockstep.api.spans import Spans
+from lockstep.api.stored_responses import StoredResponses
 from lockstep.api.usage import Usage
 from lockstep.core.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")
+
+STOPS = "the server stops"
+LAST_WORD_S = 2  # for clients to be told so, who were given their time
 
 
 class HttpServer(uvicorn.Server):
@@ -51,12 +57,19 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     bridge: Engines = Bridge(folder, number)
     if settings.dp > 1:
         bridge = ClusterBridge(
-            folder, number, settings.dp, settings.router_config(), tenants_apart=settings.tenants_apart
+            *(folder, number, settings.dp, settings.router_config()),
+            tenants_apart=settings.tenants_apart,
+            admission=settings.admission_config(),
         )
     usage = (
         None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )
-    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage)
+    limits, most = settings.limits, settings.stored_responses
+    responses = None
+    if most:
+        bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
+        responses = StoredResponses(folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
+    server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses)
     server.told.append(lambda: children.say_ready(folder, number))
     log.info("calls of tools are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else Spans(settings.otlp_endpoint, lambda: server.models()[0])
@@ -66,12 +79,15 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     if admin is not None:
         servers.append((_http(make_app(server, ADMIN_ROUTES), settings), socket.socket(fileno=admin)))
 
+    loop = asyncio.get_running_loop()
+
     def stop() -> None:
         server.draining = True
         for one, _ in servers:
             one.should_exit = True
+        loop.call_later(settings.shutdown_s, bridge.end_all, STOPS)
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
     reading = asyncio.create_task(bridge.run())
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
@@ -81,8 +97,14 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             reading.result()
     finally:
         await serving
+        left = [task for one, _ in servers for task in one.server_state.tasks] + list(server.background)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         reading.cancel()
         bridge.close()
+        if responses is not None:
+            responses.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
 
@@ -98,7 +120,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=round(settings.shutdown_s),
+            timeout_graceful_shutdown=ceil(settings.shutdown_s) + LAST_WORD_S,
         )
     )
 
@@ -113,6 +135,8 @@ def main(arguments: list[str]) -> int:
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         return 1
+    finally:
+        gc.freeze()  # the process ends, and what is left of it need not be looked through
     return 0
 
 

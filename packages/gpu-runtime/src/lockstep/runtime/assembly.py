@@ -23,6 +23,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import SamplingParams
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import HostClock
+from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.attention import Choice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.canary import Canary
@@ -165,9 +166,10 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             random_weights_seed=settings.random_weights_seed,
             parallel=None if ranks is None else ranks.parallel(),
             kv_fp8=settings.kv_cache_dtype == "fp8_e4m3",
+            fp8_activations=settings.fp8_activations,
         )
-        if (stored := model.settings.quantization) is not None:
-            log.info("weights as stored: %s; rows in %s", stored, str(model.dtype).removeprefix("torch."))
+        if model.settings.quantization is not None:
+            log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
     pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
@@ -223,7 +225,8 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
 def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: torch.device) -> Decoder:
     """The model that drafts. Raises ConfigError if it has other tokens."""
     with explained("the draft model's weights", device, "a smaller draft model, or none"):
-        draft = build_model(Path(folder), _dtype(settings.dtype, device), device)
+        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # on is of the model itself
+        draft = build_model(Path(folder), _dtype(settings.dtype, device), device, fp8_activations=rounds)
     if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
         raise ConfigError(
             f"`draft_model` {folder} has {draft.settings.vocab:,} tokens, the model {model.settings.vocab:,}\n"
@@ -334,6 +337,14 @@ def make_executor(
         )
 
 
+def weights_of(model: Decoder) -> str:
+    """In words how matrices are stored, and what they are multiplied with; empty where they are not quantised."""
+    if model.settings.quantization is None:
+        return ""
+    rows = f"fp8, {model.activations}" if model.activations else str(model.dtype).removeprefix("torch.")
+    return f"{model.settings.quantization}; multiplied with rows in {rows}"
+
+
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
     """A pool for the model's KV."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
@@ -425,7 +436,8 @@ def _sized(
         page_bytes += NgramDrafter.bytes_of(page_size)
     choice, sizes = pick(without_pages)
     if ranks is not None:
-        ranks.compare(f"{choice.name} with {len(sizes)} graphs")
+        rounded = f", rows in fp8, {model.activations}" if model.activations else ""
+        ranks.compare(f"{choice.name} with {len(sizes)} graphs{rounded}")
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),

@@ -92,6 +92,9 @@ FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__datacla
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
 @click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3")
+@click.option(
+    "--fp8-activations", default="auto", show_default=True, help="auto, on, off: round what meets fp8 weights, too"
+)
 @click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
 @click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
 @click.option("--tp", default=1, show_default=True, help="GPUs that share one copy of the model (tensor parallelism).")
@@ -153,6 +156,7 @@ def generate(
     device: str,
     dtype: str,
     kv_cache_dtype: str,
+    fp8_activations: Any,
     attention_backend: str,
     numerics: Numerics,
     tp: int,
@@ -215,6 +219,7 @@ def generate(
             device=device,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            fp8_activations=fp8_activations,
             attention_backend=attention_backend,
             numerics=numerics,
             tensor_parallel=tp,

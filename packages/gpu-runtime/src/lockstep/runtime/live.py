@@ -30,7 +30,7 @@ from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRe
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.models import Decoder, ModelSettings, read_settings
-from lockstep.runtime.weights_group import Received, WeightsGroup
+from lockstep.runtime.weights_group import Backend, Received, WeightsGroup, check_backend
 
 SHARED_MEMORY = Path("/dev/shm")  # where POSIX shared memory has its names on Linux
 MAY_DIFFER = frozenset({"dtype", "end_tokens", "context_tokens"})  # settings that are fixed when an engine begins
@@ -97,13 +97,14 @@ class LiveModel:
         with opened as tensors:
             yield tensors
 
-    def join_group(self, name: str, address: str, port: int, rank: int, ranks: int) -> None:
+    def join_group(self, name: str, address: str, port: int, rank: int, ranks: int, backend: Backend = "gloo") -> None:
         """Meet a trainer, for weights that it sends. Raises ConfigError."""
+        check_backend(backend, self.model.device)
         if self.model.parallel.ranks > 1:
             raise ConfigError("an engine of several ranks joins no group\nhint: update it from a folder")
         if name in self._groups:
             raise ConfigError(f"this engine is in the group {name!r} already\nhint: leave it first")
-        self._groups[name] = WeightsGroup(address, port, rank, ranks, name)
+        self._groups[name] = WeightsGroup(address, port, rank, ranks, name, backend=backend, device=self.model.device)
 
     def leave_group(self, name: str) -> None:
         """Raises ConfigError for a group that it is not in."""

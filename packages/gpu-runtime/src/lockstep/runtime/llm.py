@@ -64,6 +64,7 @@ from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
 from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.quantization import Fp8Activations
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -88,6 +89,7 @@ from lockstep.runtime.lora.shelf import AdapterShelf, LocalAdapters
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
+from lockstep.runtime.quantized.activations import check_fp8_activations, choose_activations
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadAdapters, LeadModel, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
@@ -97,6 +99,7 @@ from lockstep.runtime.sampling import (
 )
 from lockstep.runtime.sampling.processors import Arguments
 from lockstep.runtime.warmup import warm_up as run_warm_up
+from lockstep.runtime.weights_group import Backend
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -205,6 +208,8 @@ class LLM:
         dtype: of weights and KV: bfloat16, float16, float32; auto takes that of the folder, on the CPU float32. Of
             quantised weights (docs/runtime.md) that of what they are multiplied with.
         kv_cache_dtype: auto, that of the model; fp8_e4m3, with scales of the folder or 1: half the bytes or fewer.
+        fp8_activations: whether rows are rounded to fp8 where they meet fp8 weights: auto (as the checkpoint says,
+            where the GPU multiplies fp8 by fp8), on, off.
         attention_backend, numerics: see `attention.choose`.
         random_weights_seed: fill the model with small random values; only the folder's config.json is read.
         mem_fraction: of a GPU's memory; what weights, activations and graphs leave of it is for KV.
@@ -242,6 +247,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+        fp8_activations: Fp8Activations = "auto",
         attention_backend: str = "auto",
         numerics: Numerics = "fast",
         random_weights_seed: int | None = None,
@@ -279,6 +285,7 @@ class LLM:
             _check_whole(name, value, optional=name not in ("tensor_parallel", "seed", "max_lora_rank"))
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(KV_CACHE_DTYPES)}, got `{kv_cache_dtype}`")
+        check_fp8_activations(fp8_activations)
         watchdog.check_timeout(batch_timeout_s)
         if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
             raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
@@ -318,6 +325,7 @@ class LLM:
             sched=sched,
             draft_model=None if draft_model is None else str(Path(draft_model).resolve()),
             kv_cache_dtype=kv_cache_dtype,
+            fp8_activations=fp8_activations,
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
         self.seed = seed
@@ -327,6 +335,8 @@ class LLM:
         self.group: RankGroup | None = None
         self._journal: JournalWriter | DurableJournal | None = None
         with ExitStack() as undo:
+            if fp8_activations == "on":  # before ranks are started
+                choose_activations(fp8_activations, read_settings(folder).quantization, where)
             if tensor_parallel != 1:
                 check_split(read_settings(folder), tensor_parallel)
                 read_settings(folder, tensor_parallel)
@@ -355,6 +365,8 @@ class LLM:
                     host["logit_processors"] = packages
                 if kv_cache_dtype != "auto":
                     host["kv_cache_dtype"] = kv_cache_dtype
+                if self.model.activations:
+                    host["fp8_activations"] = self.model.activations
                 header = JournalHeader(config=self.config, seed=seed, host=host)
                 if keeper is not None:
                     engine, self._journal = keeper.begin(header)
@@ -593,9 +605,9 @@ class LLM:
         """The first rows of a tensor, by the name it has in a checkpoint. Raises ConfigError."""
         return self._live.read(name, rows)
 
-    def join_group(self, name: str, address: str, port: int, rank: int, ranks: int) -> None:
+    def join_group(self, name: str, address: str, port: int, rank: int, ranks: int, backend: Backend = "gloo") -> None:
         """Meet a trainer: `weights_group`. Raises ConfigError."""
-        self._live.join_group(name, address, port, rank, ranks)
+        self._live.join_group(name, address, port, rank, ranks, backend)
 
     def leave_group(self, name: str) -> None:
         """Raises ConfigError for a group that it is not in."""

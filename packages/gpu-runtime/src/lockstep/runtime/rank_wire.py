@@ -25,6 +25,7 @@ from lockstep.core.commands import BatchPlan
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import BatchId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
+from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.graphs import GraphMode
@@ -57,6 +58,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sched: dict[str, Any]  # of SchedConfig, as given
     draft_model: str | None = None
     kv_cache_dtype: str = "auto"
+    fp8_activations: Fp8Activations = "auto"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

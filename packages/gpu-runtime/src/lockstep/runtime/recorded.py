@@ -15,14 +15,18 @@ import torch
 from lockstep.core.commands import BatchPlan
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
+from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers, choose_backend, make_backend
 from lockstep.host.loop import HostClock
-from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name
+from lockstep.host.quantization import Fp8Activations
+from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name, weights_of
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder, model_name
 from lockstep.runtime.memory import MIB, free_bytes_of
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.models.config_reader import DTYPES
+from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.pooling import choose_pooling
+from lockstep.runtime.quantized.fp8 import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 
@@ -67,6 +71,8 @@ def make_runner(
     attention_backend: str = "auto",
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto",
     random_weights_seed: int | None = None,
+    kv_cache_dtype: str = "auto",
+    fp8_activations: Fp8Activations = "auto",
 ) -> PlansRunner:
     """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
 
@@ -90,6 +96,8 @@ def make_runner(
     pages = max(extent.pages, -(-min(config.request_tokens_max, settings.context_tokens) // config.page_size))
     pages = min(pages, config.pages)
     wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else settings.dtype)
+    if kv_cache_dtype == "fp8_e4m3":
+        wanted = FP8
     page_bytes = KvPool.bytes_per_page(settings.layers, config.page_size, settings.kv_heads, settings.head_dim, wanted)
     free_bytes = free_bytes_of(where)
     if free_bytes is not None and (pages + 1) * page_bytes > free_bytes:
@@ -117,14 +125,31 @@ def make_runner(
             debug=False,
             max_lora_rank=LORA_RANK,
             sched=sched,
+            kv_cache_dtype=kv_cache_dtype,
+            fp8_activations=fp8_activations,
         ),
         where,
         clock,
     )
+    grammars = choose_backend("auto") if (folder / "tokenizer.json").is_file() else ""
+    made.executor.matchers = _matchers(grammars, folder, settings)
     if made.model.settings.generates:
         warm_up(made.executor, made.config, clock, made.model.settings.vocab)
     notes = (
         f"{str(made.model.dtype).removeprefix('torch.')}, attention by {made.attention_backend}, "
         f"torch {torch.__version__}" + (f", {torch.get_num_threads()} threads" if where.type == "cpu" else ""),
+        *([f"weights {weights_of(made.model)}"] if made.model.settings.quantization else []),
+        *(["KV in fp8"] if made.model.kv_scales is not None else []),
     )
     return PlansRunner(made, name, folder, device_name(where), notes)
+
+
+def _matchers(backend: str, folder: Path, settings: ModelSettings) -> GrammarMatchers:
+    """Grammars of the journal with this model's tokenizer. What is none here, as a simulator's, allows every token."""
+
+    def library() -> GrammarBackend:
+        if not backend:
+            raise ConfigError("no library of grammars is installed, or the folder has no tokenizer.json")
+        return make_backend(backend, folder / "tokenizer.json", settings.vocab, settings.end_tokens)
+
+    return GrammarMatchers(CompiledGrammars(library), settings.vocab, settings.end_tokens, lenient=True)

@@ -1,4 +1,7 @@
-"""A group of a trainer and engines, over which the trainer, rank 0, sends new weights: gloo, by way of CPU memory.
+"""A group of a trainer and engines, over which the trainer, rank 0, sends new weights.
+
+By gloo they go by way of CPU memory, and by NCCL, with a GPU at every end, from GPU to GPU. An engine keeps what came
+in CPU memory, tensor by tensor, until all of it is there: its GPU has no room for its weights twice.
 
     trainer                                             engine (docs/features.md, "Live weights")
     group = WeightsGroup("127.0.0.1", 29500, 0, 2)      POST /init_weights_update_group: comes back when all have met
@@ -10,9 +13,10 @@ Torch's global process group is neither used nor touched, on neither side.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +26,9 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 from lockstep.core.errors import ConfigError
 from lockstep.runtime.checkpoint import DTYPES, Stored
 
+Backend = Literal["gloo", "nccl"]
 NAME = "weights"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TIMEOUT_S = 120.0  # for all to meet, and for one tensor
 BY_NAME = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors have them
 
@@ -33,13 +39,25 @@ class WeightsGroup:
     Args:
         address, port: where rank 0 is found; it opens the port.
         ranks: of all, rank 0 included.
+        backend: of all the same. device: of this end, which NCCL needs to be a GPU that no other end has.
     Raises: ConfigError if they do not meet.
     """
 
     def __init__(
-        self, address: str, port: int, rank: int, ranks: int, name: str = NAME, timeout_s: float = TIMEOUT_S
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        ranks: int,
+        name: str = NAME,
+        timeout_s: float = TIMEOUT_S,
+        *,
+        backend: Backend = "gloo",
+        device: torch.device | None = None,
     ) -> None:
         self.rank, self.ranks, self.name = rank, ranks, name
+        self.device = torch.device("cpu") if backend == "gloo" or device is None else device
+        check_backend(backend, self.device)
         timeout = timedelta(seconds=timeout_s)
         self._options = BroadcastOptions()
         self._options.rootRank, self._options.timeout = 0, timeout
@@ -48,9 +66,11 @@ class WeightsGroup:
 
         def meet() -> None:
             store = TCPStore(address, port, ranks, rank == 0, timeout)
+            if backend == "nccl":
+                self._store, self._group = store, _nccl_group(PrefixStore(name, store), self, address, timeout)
+                return
             gloo = dist.ProcessGroupGloo._Options()
-            loopback = address in ("127.0.0.1", "localhost", "::1")
-            if loopback:
+            if address in LOOPBACK:
                 gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             else:
                 gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
@@ -62,19 +82,27 @@ class WeightsGroup:
 
     def send(self, tensor: Tensor) -> None:
         """To all engines, from rank 0. Raises ConfigError."""
-        whole = tensor.detach().cpu().contiguous()
-        self._attempt("to send a tensor", lambda: self._group.broadcast([whole], self._options).wait())
+        whole = tensor.detach().to(self.device).contiguous()
+        self._attempt("to send a tensor", lambda: self._broadcast(whole))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What rank 0 sends next. Raises ConfigError."""
-        tensor = torch.empty(shape, dtype=dtype)
-        self._attempt("to receive a tensor", lambda: self._group.broadcast([tensor], self._options).wait())
-        return tensor
+        """What rank 0 sends next, in CPU memory. Raises ConfigError."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._attempt("to receive a tensor", lambda: self._broadcast(tensor))
+        return tensor.cpu()
 
     def close(self) -> None:
         """Leave."""
+        if self.device.type == "cuda" and self._group is not None:
+            self._group.abort()
         self._group = None
         self._store = None
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Until it is over: what NCCL calls done is only on the stream."""
+        self._group.broadcast([tensor], self._options).wait()
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
 
     def _attempt(self, what: str, run: Callable[[], object]) -> None:
         try:
@@ -82,6 +110,27 @@ class WeightsGroup:
         except RuntimeError as error:
             said = str(error).strip().partition("\n")[0][:300]
             raise ConfigError(f"the {self.ranks} ranks of the group {self.name!r} failed {what}: {said}") from error
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raise ConfigError where a group cannot go by this backend from here."""
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        why = f"this end is on {device.type}" if device.type != "cuda" else f"torch {torch.__version__} has none"
+        raise ConfigError(f"`backend` is nccl, which goes from GPU to GPU, but {why}\nhint: gloo, at every end")
+
+
+def _nccl_group(store: PrefixStore, end: WeightsGroup, address: str, timeout: timedelta) -> Any:
+    """As `Collectives` meets. Returns once all ends are there."""
+    if address in LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
+    # 2: let go of kernels that wait for a lost end, but do not end this process; whoever asked is told first.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, end.rank, end.ranks, options)
+    group._set_sequence_number_for_group()
+    group.eager_connect_single_device(end.device)
+    return group
 
 
 class Received:

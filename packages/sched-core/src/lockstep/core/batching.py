@@ -70,6 +70,16 @@ class InFlight:
         """Tokens that each sampler gets at least: one, and those that are forced. int32 [samplers]"""
         return self.samplers.ones if self.forced is None else self.forced + ONE
 
+    @property
+    def starts(self) -> Int32s:
+        """Where its rows start, the most that results leave open: exact for who is in no batch before it. [rows]"""
+        if not self.verifies:
+            return self.plan.starts
+        starts = self.plan.starts.copy()
+        verifying = self.plan.sample_rows >= self.plan.extend_rows
+        starts[self.plan.sample_rows[verifying]] = self.sampled_at[verifying] - ONE
+        return starts
+
     def forced_of(self, sampler: int) -> list[int]:
         """The tokens that are forced of a sampler."""
         if self.forced is None or not self.forced[sampler]:

@@ -6,10 +6,11 @@ touches no tensors: a recorded sequence of plans runs on a device with no schedu
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from lockstep.core.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams, Wish
@@ -70,13 +71,18 @@ class HybridChanges(msgspec.Struct, frozen=True):
 
     Sliding layers find position p of a row in page `window_of[table[p // page_size]]`, a table by full page that the
     device keeps. A window page has one full page: where it gets another one, that has it from then on.
+
+    A row that may verify drafts has more slots, named behind its first one, with source -2: nothing is done to them.
+    Where it verifies, its state behind the newest token and each draft goes to its slots in this order, and the state
+    that its next pass begins with is that behind the last token which was right; other passes leave it in the first.
+    A checkpoint is of a position that such a row may not pass: then its slot holds nothing, as the result shows.
     """
 
     pages: Int32s = NO_ROWS  # [n] full pages, in order: window_of[pages[i]] = window_pages[i]
     window_pages: Int32s = NO_ROWS  # [n]
     state_rows: Int32s = NO_ROWS  # [m] rows that were taken; they compute in ...
     state_slots: Int32s = NO_ROWS  # [m] ... these slots of state, which are made ...
-    state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing, zeros
+    state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing; -2: see above
     checkpoint_index: Int32s = NO_ROWS  # [k] positions in the plan's rows, whose states ...
     checkpoint_positions: Int32s = NO_ROWS  # [k] ... right behind so many positions are copied as they pass there ...
     checkpoint_slots: Int32s = NO_ROWS  # [k] ... to these slots
@@ -165,6 +171,13 @@ class Ranks(msgspec.Struct, frozen=True):
     use_graph: bool
     logit_rows: tuple[int, ...] = ()  # per rank
     extends: bool = False
+    draft_passes: int | msgspec.UnsetType = msgspec.UNSET  # of a drafter that all ranks run together; unset: none is
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """What is said of it, as far as it is."""
+        values = astuple(self)
+        return values if self.draft_passes is not msgspec.UNSET else values[:-1]
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +250,7 @@ class ProposeBatch(msgspec.Struct, frozen=True):
     """
 
     round: int
-    counts: tuple[int, int, int, int]
+    counts: tuple[int, ...]
     wish: Wish | None = None  # where ranks decide together who extends
     generation: int = 0
 
@@ -307,6 +320,7 @@ class StartTransfer(msgspec.Struct, frozen=True):
     slot: int = -1  # of the metadata: the first token and what belongs to it
     weights_version: int = 0  # send: of the KV; receive: of what is there already
     cached_tokens: int = 0  # send: of the prompt, found in the radix cache
+    adapter_version: int = 0  # of the request's adapter on this engine; KV of another version is no good
 
 
 class CancelTransfer(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ here, so that no two places compute it differently.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import msgspec
 
@@ -116,9 +116,11 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "beside it"
             )
 
-    def row_pages_max(self, page_size: int, overlap_depth: int) -> int:
-        """Window pages that a decode may hold: those its window touches, the one it writes, and what is in flight."""
-        return -(-(self.window_tokens - 1) // page_size) + 1 + -(-overlap_depth // page_size)
+    def row_pages_max(self, page_size: int, ahead: int) -> int:
+        """Window pages that a decode may hold: those its window touches, the one it writes, and those of what is in
+        flight or written beside it, `ahead` positions (`SchedConfig.positions_ahead`).
+        """
+        return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -226,6 +228,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
         msgspec.UNSET
     )  # and not while a rank that has some uses less of its KV pool than this share; None: no such rule
+    prefill_delayer_slots: bool | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # also until as many requests may start at once as did lately
+    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # also until this share of those that run waits; unset: no such rule
     prefill_full_skip_passes: int | msgspec.UnsetType = (
         msgspec.UNSET
     )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
@@ -233,6 +241,13 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and nothing is written of it
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
+    # the encoder of media; unset: asked for everything at once, and nothing is written of it
+    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # encoder tokens in the making, at most
+    # pipeline stages: docs/distributed.md; unset: one running batch, and nothing is written of these
+    pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
+    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and so many more, whose results are on their way
+    pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
+    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # chunks of a prompt that take as long as its first
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -244,6 +259,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_jumps(self)
         _settle_role(self)
         _settle_ranks(self)
+        _settle_stages(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
@@ -364,6 +380,21 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return max(self.drafts_max, self.forced_max)
 
     @property
+    def positions_per_decode(self) -> int:
+        """Positions by which one launch moves a request that decodes, at most."""
+        return max(1 + self.beside_newest_max, self.decode_steps_per_launch)
+
+    @property
+    def positions_ahead(self) -> int:
+        """Positions beyond the first that is not delivered which decodes may be launched for."""
+        return (self.overlap_depth + 1) * self.positions_per_decode - 1
+
+    @property
+    def states_per_row(self) -> int:
+        """States of linear attention that a request which runs holds: one behind each token that may be its last."""
+        return 1 + self.drafts_max
+
+    @property
     def chunk_unit_tokens(self) -> int:
         """What new tokens are rounded up to when an extend's budgets are charged with them."""
         return self.page_size if self.chunk_unit == "page" else 1
@@ -382,6 +413,44 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def shares_passes(self) -> bool:
         """Whether it is one of several data-parallel ranks, which run every pass together."""
         return self.dp_ranks is not msgspec.UNSET
+
+    @property
+    def encoder_budget(self) -> int | None:
+        """Encoder tokens in the making at once; None: no limit."""
+        return None if self.encoder_budget_tokens is msgspec.UNSET else self.encoder_budget_tokens
+
+    @property
+    def ranks_draft_together(self) -> bool:
+        """Whether drafts come from passes that all ranks run together; what looks at the text only is each rank's."""
+        return self.shares_passes and self.speculates and self.speculative_method != "ngram"
+
+    @property
+    def ranks_tell_more(self) -> bool:
+        """Whether ranks say more of themselves than what the pass is made of."""
+        triggers = (self.prefill_delayer_slots, self.prefill_delayer_queue_min_ratio)
+        return self.ranks_draft_together or any(value is not msgspec.UNSET for value in triggers)
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether it has a running batch for each of several pipeline stages."""
+        return self.pp_size is not msgspec.UNSET
+
+    @property
+    def microbatches(self) -> int:
+        """Running batches."""
+        if self.pp_size is msgspec.UNSET or self.pp_async_batch_depth is msgspec.UNSET:
+            return 1
+        return self.pp_size + self.pp_async_batch_depth
+
+    @property
+    def launches_max(self) -> int:
+        """Batches that may be in flight at once."""
+        return self.microbatches * (self.overlap_depth + 1)
+
+    @property
+    def fits_latency(self) -> bool:
+        """Whether anybody asks how long passes with prompts take."""
+        return self.chunk_target_us is not None or self.pp_dynamic_chunking is True
 
     @property
     def rows_max(self) -> int:
@@ -453,23 +522,40 @@ PROFILES: dict[str, dict[str, Any]] = {
 """Families of settings, as named policy values. What a profile does not name is as SchedConfig has it."""
 
 
-def refuse_simulated_only(name: str) -> None:
-    """Raise ConfigError for a setting that no runtime can carry out yet."""
+def simulated_only(name: str) -> str:
+    """Why no runtime can carry out a setting yet, and what can be done; empty if one can."""
     if name == "tiers":
-        raise ConfigError(
+        return (
             "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
             "them yet\nhint: drop it, or try lockstep simulate --host-cache-gb"
         )
     if name == "hybrid":
-        raise ConfigError(
+        return (
             "`hybrid` (pools for sliding windows and linear attention) is simulated only: no runtime has such layers "
             "yet\nhint: drop it, or try lockstep simulate --hybrid-memory"
         )
-    if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS):
-        raise ConfigError(
+    if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
+        return (
             f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges what its ranks run "
             "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
         )
+    if name in ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS):
+        return (
+            f"`{name}` is of pipeline stages, which are simulated only: no runtime has several yet\n"
+            "hint: drop it, or try lockstep simulate --pp N --pp-size N"
+        )
+    if name in MEDIA_SETTINGS:
+        return (
+            f"`{name}` is of media, which are simulated only: no runtime has an encoder yet\n"
+            "hint: drop it, or try lockstep simulate --media image=0.3x1..4:1024x768"
+        )
+    return ""
+
+
+def refuse_simulated_only(name: str) -> None:
+    """Raise ConfigError for a setting that no runtime can carry out yet."""
+    if why := simulated_only(name):
+        raise ConfigError(why)
 
 
 def profile_settings(name: str) -> dict[str, Any]:
@@ -496,17 +582,13 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
     if config.batching != "prefill_first":
         raise ConfigError(
             f"`truncation_align_size` needs `batching` prefill_first, got `{config.batching}`: "
-            "decodes in the same pass change what is left for the prompt, and with it where it is split"
+            "decodes in the same pass change what is left for the prompt, and with it where it is split\n"
+            "hint: take batching prefill_first, or drop truncation_align_size"
         )
 
 
 def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
     beside = {
-        "speculative_method": config.speculates,
-        "jump_forward_tokens": config.jumps,
-        "decode_steps_per_launch": config.decode_steps_per_launch > 1,
-        "same_step_sharing": config.same_step_sharing,
-        "enable_priority_preemption": config.enable_priority_preemption,
         "role": config.hands_over,
         "dp_ranks": config.shares_passes,
         "tiers": config.tiers is not msgspec.UNSET,
@@ -517,7 +599,7 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
                 f"`hybrid` does not go with `{name}` yet, got `{getattr(config, name)}`\nhint: drop one of the two"
             )
     if hybrid.window_tokens:
-        least = hybrid.row_pages_max(config.page_size, config.overlap_depth)
+        least = hybrid.row_pages_max(config.page_size, config.positions_ahead)
         least += -(-config.split_tokens // config.page_size)
         if hybrid.window_pages < least:
             raise ConfigError(
@@ -534,6 +616,12 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
             raise ConfigError(
                 f"`hybrid.checkpoint_tokens` must be a multiple of `page_size` {config.page_size}, "
                 f"got `{hybrid.checkpoint_tokens}`"
+            )
+        if hybrid.state_slots < 1 + config.states_per_row:
+            raise ConfigError(
+                f"`hybrid.state_slots` must be at least {1 + config.states_per_row} with `num_speculative_tokens` "
+                f"{config.drafts_max}: a request has a state behind each draft, and may start from a checkpoint; "
+                f"got `{hybrid.state_slots}`\nhint: raise state_slots or lower num_speculative_tokens"
             )
 
 
@@ -640,6 +728,9 @@ DELAYER_SETTINGS: dict[str, Any] = {
 }
 """What a prefill delayer has, unless it says otherwise: SGLang's values."""
 
+TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
+"""What makes a prefill delayer wait for more prompts where every rank has some. Unset: it does not."""
+
 
 def _settle_ranks(config: SchedConfig) -> None:
     """Of several ranks each has a value for each setting of theirs; of one there is none, and nothing is written."""
@@ -655,6 +746,11 @@ def _settle_ranks(config: SchedConfig) -> None:
     delays = config.prefill_delayer is True
     for name, usual in DELAYER_SETTINGS.items():
         _settle_one(config, name, usual, delays, "nothing delays prompts", "turn prefill_delayer on")
+    if config.prefill_delayer_slots is False:
+        msgspec.structs.force_setattr(config, "prefill_delayer_slots", msgspec.UNSET)
+    for name in TRIGGER_SETTINGS:
+        if getattr(config, name) is not msgspec.UNSET:
+            _settle_one(config, name, None, delays, "nothing delays prompts", "turn prefill_delayer on")
     if not config.shares_passes:
         return
     if not isinstance(config.prefill_delayer, bool):
@@ -675,21 +771,86 @@ def _settle_ranks(config: SchedConfig) -> None:
             f"`prefill_delayer_token_usage_low_watermark` must be above 0 and at most 1, got `{low}`\n"
             "hint: leave it out for no watermark"
         )
+    if config.prefill_delayer_slots not in (True, msgspec.UNSET):
+        raise ConfigError(f"`prefill_delayer_slots` must be true or false, got `{config.prefill_delayer_slots}`")
+    ratio = config.prefill_delayer_queue_min_ratio
+    if ratio is not msgspec.UNSET and not 0.0 < ratio <= 1.0:
+        raise ConfigError(
+            f"`prefill_delayer_queue_min_ratio` must be above 0 and at most 1, got `{ratio}`\n"
+            "hint: 0.1 to 0.5 are usual; leave it out for no such rule"
+        )
     if config.decode_steps_per_launch > 1:
         raise ConfigError(
             f"`dp_ranks` is {config.dp_ranks}, but `decode_steps_per_launch` is {config.decode_steps_per_launch}: "
             "ranks agree on every pass\nhint: drop one of the two"
         )
-    if config.jumps:
+    for name in ("prefill_delayer", "prefill_full_skip_passes"):
+        if config.hands_over and getattr(config, name):
+            raise ConfigError(
+                f"`{name}` is {getattr(config, name)}, but `role` is {config.role}: prompts and decodes are on "
+                "different engines, so neither waits for the other\nhint: drop one of the two"
+            )
+
+
+MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
+"""What only requests with media are asked about."""
+
+STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
+"""What an engine with microbatches has, unless it says otherwise: SGLang's values. Others have none of these."""
+
+PP_SIZE_MAX = 64
+
+
+def _settle_stages(config: SchedConfig) -> None:
+    """With stages there is a value for each setting of theirs; without there is none, and nothing is written."""
+    if config.pp_size == 1:
+        msgspec.structs.force_setattr(config, "pp_size", msgspec.UNSET)
+    why, hint = "there is one stage", "take pp_size 2 or more"
+    for name, usual in STAGE_SETTINGS.items():
+        _settle_one(config, name, usual, config.pipelines, why, hint)
+    share = max(config.max_running_requests // config.pp_size, 1) if _is_count(config.pp_size, 2) else 1
+    _settle_one(config, "pp_max_micro_batch_size", share, config.pipelines, why, hint)
+    if not config.pipelines:
+        return
+    for name, least, most in (
+        ("pp_size", 2, PP_SIZE_MAX),
+        ("pp_async_batch_depth", 0, PP_SIZE_MAX),
+        ("pp_max_micro_batch_size", 1, None),
+    ):
+        value = getattr(config, name)
+        if not _is_count(value, least) or (most is not None and value > most):
+            upper = f" and at most {most}" if most is not None else ""
+            raise ConfigError(f"`{name}` must be a whole number of at least {least}{upper}, got `{value}`")
+    if not isinstance(config.pp_dynamic_chunking, bool):
+        raise ConfigError(f"`pp_dynamic_chunking` must be true or false, got `{config.pp_dynamic_chunking}`")
+    if config.pp_dynamic_chunking and config.chunked_prefill_size is None:
         raise ConfigError(
-            f"`dp_ranks` is {config.dp_ranks}, but `jump_forward_tokens` is {config.jump_forward_tokens}: what "
-            "grammars force is not part of what ranks tell each other yet\nhint: drop one of the two"
+            "`pp_dynamic_chunking` shortens chunks, but `chunked_prefill_size` is none: nothing is split\n"
+            "hint: set chunked_prefill_size"
         )
-    if config.hands_over:
+    if config.pp_dynamic_chunking and config.truncation_align_size is not None:
         raise ConfigError(
-            f"`dp_ranks` is {config.dp_ranks}, but `role` is {config.role}: ranks do not hand requests over yet\n"
-            "hint: drop one of the two"
+            f"`truncation_align_size` is {config.truncation_align_size}, but `pp_dynamic_chunking` is on: where a "
+            "prompt is split would depend on what passes took\nhint: drop one of the two"
         )
+    beside = {
+        "speculative_method": config.speculates,
+        "jump_forward_tokens": config.jumps,
+        "dp_ranks": config.shares_passes,
+        "hybrid": config.hybrid is not msgspec.UNSET,
+        "enable_priority_preemption": config.enable_priority_preemption,
+        "overlap_consecutive_prefills": not config.overlap_consecutive_prefills,
+    }
+    for name, given in beside.items():
+        if given:
+            raise ConfigError(
+                f"`pp_size` (microbatches) does not go with `{name}` yet, got `{getattr(config, name)}`\n"
+                "hint: drop one of the two"
+            )
+
+
+def _is_count(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _settle_one(config: SchedConfig, name: str, usual: object, there: bool, why: str, hint: str) -> None:
@@ -726,6 +887,12 @@ def _require_positive(config: SchedConfig) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"`{name}` must be a whole number of at least 1, got `{value}`")
+    budget = config.encoder_budget_tokens
+    if budget is not msgspec.UNSET and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+        raise ConfigError(
+            f"`encoder_budget_tokens` must be a whole number of at least 1, got `{budget}`\n"
+            "hint: leave it out for no limit"
+        )
     for name in ("retract_every", "prefill_decode_interval", "waiting_prefix_refresh"):
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -21,12 +21,12 @@ import msgspec
 from lockstep.core import holds
 from lockstep.core.admission import NewTokenRatio
 from lockstep.core.commands import ControlAnswered, FreezeHeap, StartProfile, Step, StopProfile
-from lockstep.core.config import TRANSFER_SETTINGS
-from lockstep.core.disaggregation import Transfers
+from lockstep.core.disaggregation import RoleChange, take_role
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
     CancelAll,
     CancelMany,
+    ChangeRole,
     CloseSession,
     ControlRequested,
     Drain,
@@ -51,6 +51,7 @@ from lockstep.core.maintenance import Job, objection
 from lockstep.core.stats import stats
 
 if TYPE_CHECKING:
+    from lockstep.core.data_parallel import Rounds
     from lockstep.core.engine import Engine
 
 LATER = None
@@ -119,6 +120,9 @@ def _resume(engine: Engine, control_id: int, control: Resume, step: Step) -> str
     engine.paused = False
     engine.draining = False
     answer_drains(engine, step, ok=False, message="resumed before everything had ended")
+    if engine.transfers is not None and engine.transfers.change is not None:
+        changing, engine.transfers.change = engine.transfers.change, None
+        step.commands.append(ControlAnswered(changing.control_id, False, "resumed before everything had ended"))
     return DONE
 
 
@@ -240,17 +244,42 @@ def _switch_role(engine: Engine, control_id: int, control: SwitchRole, step: Ste
         requests, batches = len(engine.requests), len(engine.in_flight)
         return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
     if engine.ranks is not None:
-        return f"it is one of {engine.ranks.ranks} data-parallel ranks, which hand no requests over yet"
-    unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if control.role == "mixed" else {}
-    engine.config = msgspec.structs.replace(engine.config, role=control.role, **unset)
-    engine.transfers = Transfers(engine.config) if engine.config.hands_over else None
-    return DONE
+        return _of_ranks(engine.ranks)
+    return take_role(engine, control.role)
+
+
+def _of_ranks(rounds: Rounds) -> str:
+    return f"it is one of {rounds.ranks} data-parallel ranks, whose role none of them changes alone"
+
+
+def _change_role(engine: Engine, control_id: int, control: ChangeRole, step: Step) -> str | None:
+    transfers = engine.transfers
+    if transfers is None:
+        return "it is no prefill or decode engine: drain it, then switch its role"
+    if engine.ranks is not None:
+        return _of_ranks(engine.ranks)
+    if transfers.change is not None:
+        return f"its role is being changed to {transfers.change.role} already"
+    if control.within_us < 0:
+        return f"`within_us` must be 0 or more, got {control.within_us}"
+    if control.role == engine.config.role:
+        return DONE
+    refused = take_role(engine, control.role, tried=True)
+    if refused:
+        return refused
+    transfers.change = RoleChange(control_id, control.role, engine.now_us + control.within_us)
+    return LATER
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions
 
 
 def _open_session(engine: Engine, control_id: int, control: OpenSession, step: Step) -> str | None:
+    transfers = engine.transfers
+    if transfers is not None and transfers.sends:
+        return "this is a prefill engine: sessions live on decode engines, and their turns come here as whole prompts"
+    if transfers is not None and transfers.change is not None:
+        return f"its role is being changed to {transfers.change.role}; open it elsewhere"
     return engine.sessions.begin(engine, control)
 
 
@@ -290,6 +319,7 @@ HANDLERS: dict[type, Callable[[Engine, int, Any, Step], str | None]] = {
     SetState: _set_state,
     SlowDown: _slow_down,
     SwitchRole: _switch_role,
+    ChangeRole: _change_role,
     OpenSession: _open_session,
     CloseSession: _close_session,
     LoadAdapterControl: _load_adapter,
@@ -310,6 +340,7 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
         raise ContractError(f"restart into generation {event.generation}, but this is generation {engine.generation}")
     engine.now_us = event.time_us
     engine.generation = event.generation
+    engine.media.void()  # before anybody ends below: what that lets others ask for is not to replace what is gone
     if engine.transfers is not None:
         engine.transfers.restarted(engine, step)
     if engine.ranks is not None:
@@ -319,7 +350,6 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy
     if tiers is not None:
         tiers.void(event.generation, step)
-    engine.media.void()
     engine.retract_all("restart", step)
     engine.in_flight.clear()
     line = [request for request in line if not holds.lost_media(engine, request)]

@@ -16,7 +16,11 @@ propose again: two exchanges where somebody wants to extend, one everywhere else
 **The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. So a rank
 with prompts waits, within limits, until every rank has some. `DELAYER` is the table of that: how ranks stand, and what
 follows. It never holds up what helps nobody by waiting: prompts go ahead where nobody decodes, or where somebody goes
-on with a prompt that is split.
+on with a prompt that is split. If asked to it waits for more: where every rank has prompts, but only few of them or few
+places for them, so that one extend takes in what would have been several (SGLang's slot and queue triggers).
+
+**Drafts.** A drafter that is a model, or layers of one, runs its passes with all ranks, too. How many follows from the
+rank with the longest drafts (`Ranks.draft_passes`); the others run them with what they have, or with nothing.
 
 **One branch for all.** What a pass looks like follows from what all ranks said, never from what one of them has: if
 any extends all take the branch of extends, a graph is replayed if all can, and an extend behind an extend waits for
@@ -25,13 +29,14 @@ results on all ranks or on none. The only clock is that of the first rank.
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 from msgspec import UNSET
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from lockstep.core import grammars
 from lockstep.core.batching import InFlight
@@ -54,10 +59,16 @@ from lockstep.core.requests import EMPTY_COHORT
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
 
-Counts = tuple[int, int, int, int]
-"""Of one rank and pass: new tokens, rows of logits, 1 if it extends, 1 if a CUDA graph can run."""
+Counts = tuple[int, ...]
+"""Of one rank and pass: new tokens, rows of logits, 1 if it extends, 1 if a CUDA graph can run.
+
+Where settings ask for more (`SchedConfig.ranks_tell_more`) there are three more: passes of the drafter that it needs,
+requests that wait, and the most of them that one of its latest extends took in.
+"""
 
 IDLE: Counts = (0, 0, 0, 1)
+OF_THE_PASS = len(IDLE)
+RECENT_EXTENDS = 16  # whose requests are looked at: SGLang's window
 NO_IDS = np.empty(0, np.int64)
 NO_IDS.flags.writeable = False
 
@@ -71,6 +82,8 @@ DELAYER: dict[tuple[DelayState, DelaySituation], DelayState] = {
     ("free", "all"): "free",
     ("free", "starved"): "free",
     ("free", "mixed"): "delaying",
+    ("free", "slots"): "delaying",
+    ("free", "queue"): "delaying",
     ("free", "open"): "free",
     ("delaying", "none"): "free",
     ("delaying", "along"): "free",
@@ -79,6 +92,8 @@ DELAYER: dict[tuple[DelayState, DelaySituation], DelayState] = {
     ("delaying", "all"): "free",
     ("delaying", "starved"): "free",
     ("delaying", "mixed"): "delaying",
+    ("delaying", "slots"): "delaying",
+    ("delaying", "queue"): "delaying",
     ("delaying", "spent"): "free",
     ("delaying", "open"): "free",
 }
@@ -92,6 +107,8 @@ SITUATIONS: dict[DelaySituation, str] = {
     "all": "every rank could extend",
     "starved": "a rank that could extend uses less of its KV pool than the low watermark",
     "mixed": "some ranks could extend, others could not",
+    "slots": "every rank could, with room for fewer requests than an extend took in lately (`prefill_delayer_slots`)",
+    "queue": "every rank could, with fewer requests waiting than `prefill_delayer_queue_min_ratio` of those that run",
     "spent": "prompts have waited for as many passes, or as long, as they may",
     "open": "some ranks could extend, and no rule says that they wait",
 }
@@ -127,11 +144,31 @@ def situation_of(
         return "full"
     if passes_max is UNSET or us_max is UNSET:
         return "spent" if uneven else "open"
+    waits: DelaySituation | None = "mixed"
     if all(wish.wants for wish in wishes):
+        waits = _trigger(config, counts, wishes)
+    if waits is None:
         return "all"
     if any(wish.starved for wish in wishes):
         return "starved"
-    return "spent" if delay.passes >= passes_max or waited_us >= us_max else "mixed"
+    return "spent" if delay.passes >= passes_max or waited_us >= us_max else waits
+
+
+def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]) -> DelaySituation | None:
+    """Why prompts wait for more of their kind though every rank has some: SGLang's rules, by the most of any rank."""
+    slots, ratio = config.prefill_delayer_slots, config.prefill_delayer_queue_min_ratio
+    if slots is UNSET and ratio is UNSET:
+        return None
+    running, waiting, taken = (
+        max(wish.running for wish in wishes),
+        max(own[OF_THE_PASS + 1] for own in counts),
+        max(own[OF_THE_PASS + 2] for own in counts),
+    )
+    if slots is True and config.max_running_requests - running < taken:
+        return "slots"
+    if ratio is not UNSET and waiting < min(int(running * ratio), taken):
+        return "queue"
+    return None
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
@@ -158,7 +195,18 @@ def counts_of(batch: InFlight | None) -> Counts:
     plan = batch.plan
     logits = batch.samplers.size if batch.steps is None else int(batch.steps.sum())
     logits += sum(len(span.targets) for span in plan.logprob_spans)
-    return int((plan.stops - plan.starts).sum()), logits, int(plan.extend_rows > 0), int(not plan.extend_rows)
+    tokens = plan.stops - plan.starts
+    if plan.speculation is not None:  # where these rows start may be open: how many they compute is not
+        tokens = np.concatenate((tokens[: plan.extend_rows], plan.speculation.draft_lengths + np.int32(1)))
+    extends = (
+        plan.extend_rows > 0 and plan.mode != "prebuilt"
+    )  # these decode, the first time with a token from elsewhere
+    return int(tokens.sum()), logits, int(extends), int(not extends)
+
+
+def draft_passes_of(plan: BatchPlan) -> int:
+    """Passes of the drafter that a plan needs: as many as its longest drafts."""
+    return 0 if plan.speculation is None else int(plan.speculation.drafted().max(initial=0))
 
 
 class HeldImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -181,6 +229,7 @@ class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
     since_us: int
     digest: bytes
     held: HeldImage | None
+    recent: list[int] | msgspec.UnsetType = UNSET
 
 
 class Rounds:
@@ -199,6 +248,8 @@ class Rounds:
         self.decided = False  # this exchange follows one in which all decided about prompts
         self.extended = False  # any rank extends in the pass launched last
         self.delay = Delay()
+        self.tells_more, self.drafts_together = config.ranks_tell_more, config.ranks_draft_together
+        self.recent: deque[int] = deque(maxlen=RECENT_EXTENDS)  # requests of each of the latest extends of this rank
         self.digest = EMPTY_DIGEST  # of all that was decided by all: equal on every rank after every round
 
     def launched(self, engine: Engine) -> int:
@@ -213,6 +264,7 @@ class Rounds:
         self.round, self.proposed, self.wish, self.held = 0, None, None, None
         self.awaits_results = self.decided = self.extended = False
         self.delay = Delay()
+        self.recent.clear()
 
     # ------------------------------------------------------------------------------------------------------- proposals
 
@@ -261,6 +313,9 @@ class Rounds:
                 time_us=engine.now_us,
             )
         self.proposed, self.wish = counts_of(self.held), wish
+        if self.tells_more:
+            drafts = draft_passes_of(self.held.plan) if self.drafts_together and self.held is not None else 0
+            self.proposed += (drafts, len(engine.waiting), max(self.recent, default=0))
         step.commands.append(ProposeBatch(self.round, self.proposed, wish, engine.generation))
 
     # ------------------------------------------------------------------------------------------------------ agreements
@@ -303,6 +358,9 @@ class Rounds:
                 f"round {event.round} has counts of {len(event.counts)} ranks and wishes of {len(event.wishes)}, "
                 f"expected {self.ranks}"
             )
+        if any(len(counts) != len(self.proposed) for counts in event.counts):
+            told = sorted({len(counts) for counts in event.counts})
+            raise ContractError(f"round {event.round} has {told} counts of a rank, expected {len(self.proposed)}")
         if event.counts[self.rank] != self.proposed:
             raise ContractError(
                 f"round {event.round} says {event.counts[self.rank]} of rank {self.rank}, "
@@ -360,16 +418,22 @@ class Rounds:
             logit_rows=tuple(counts[1] for counts in event.counts),
             extends=extends,
         )
+        if self.drafts_together:
+            agreed = replace(agreed, draft_passes=max(counts[OF_THE_PASS] for counts in event.counts))
         plan = batch.plan
+        if self.tells_more and plan.extend_rows:
+            self.recent.append(plan.extend_rows)
         converts = extends and not plan.extend_rows and len(plan.rows)
         batch.plan = replace(plan, ranks=agreed, mode="mixed" if converts else plan.mode)
         self.extended = extends
-        self._note(engine, astuple(agreed))
+        self._note(engine, agreed.told)
         if batch.samplers.constrained:
             ahead = [other for other in engine.in_flight if other is not batch]
             grammars.launch(batch, ahead, engine.memory.table.outputs, step)
         else:
             step.commands.append(LaunchBatch(batch.plan))
+        if engine.transfers is not None:
+            engine.transfers.give_parts(engine, batch, step)
         if engine.pace.watches:
             engine.pace.launched(engine.now_us, step)
         return False
@@ -398,6 +462,7 @@ class Rounds:
             since_us=self.delay.since_us,
             digest=self.digest,
             held=held,
+            recent=list(self.recent) if self.tells_more else UNSET,
         )
 
     def load(self, image: RoundsImage, engine: Engine) -> None:
@@ -405,6 +470,7 @@ class Rounds:
         self.round, self.proposed, self.wish = image.round, image.proposed, image.wish
         self.awaits_results, self.decided, self.extended = image.awaits_results, image.decided, image.extended
         self.delay, self.digest = Delay(image.passes, image.since_us), image.digest
+        self.recent.extend(image.recent if image.recent is not UNSET else ())
         if image.held is not None:
             self.held = engine.in_flight[-1]
             spans = tuple(LogprobSpan(i, start, np.frombuffer(t, np.int32)) for i, start, t in image.held.logprob_spans)

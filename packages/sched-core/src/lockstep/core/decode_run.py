@@ -175,10 +175,12 @@ def _steady_launches(engine: Engine) -> int:
         or engine.timers
         or (engine.transfers is not None and not engine.transfers.quiet)
         or engine.ranks is not None
+        or engine.microbatches is not None
         or engine.memory.leases
         or engine.memory.fenced_pages
         or engine.memory.rewrites
         or (engine.memory.tiers is not None and engine.memory.tiers.timed)
+        or (engine.memory.hybrid is not None and not engine.memory.hybrid.by_one)
         or cohort.stops.shape[1]
         or config.retract_every
         or config.decode_look_ahead > 1

@@ -150,7 +150,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
             add(len(column).to_bytes(4, "little"))
             add(column)
     if plan.ranks is not None:
-        add(_encode(astuple(plan.ranks)))
+        add(_encode(plan.ranks.told))
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))

@@ -20,6 +20,12 @@ which `Memory.lent` pins.
 writes, or none; who is ready therefore needs a row and no page. Who is ready can be made to give its pages back, and
 who receives ends without anybody here. The reserve (`_fits`) is SGLang's: `num_reserved_decode_tokens` for each request
 that runs or will, or what the largest of those that run still needs, whichever is more.
+
+**Nobody takes what another holds up.** A sample that follows another and a turn that is not on take neither slot nor
+pages; an encoder is asked once both sides are sure; who is ready, and so holds pages, gets its adapter before the line.
+
+**A change of the role** (`RoleChange`) lets nobody in, ends whoever is left when its time is over, and happens when
+nothing of the old role is left: no request, no batch, no transfer.
 """
 
 from __future__ import annotations
@@ -30,12 +36,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 
-from lockstep.core import delivery, extras
+from lockstep.core import delivery, extras, holds
 from lockstep.core.admission import CLIP, CLIP_MAX_NEW_TOKENS
 from lockstep.core.batching import InFlight, Part
-from lockstep.core.commands import NO_ROWS, CancelTransfer, StartTransfer, Step, StreamTokens
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ContractError, InvariantError
+from lockstep.core.commands import NO_ROWS, CancelTransfer, ControlAnswered, StartTransfer, Step, StreamTokens
+from lockstep.core.config import TRANSFER_SETTINGS, Role, SchedConfig
+from lockstep.core.errors import ConfigError, ContractError, InvariantError
 from lockstep.core.events import (
     FinishReason,
     PrefillCompleted,
@@ -48,7 +54,7 @@ from lockstep.core.events import (
     TransferState,
 )
 from lockstep.core.radix import Match, RadixNode
-from lockstep.core.requests import Int32s, Request
+from lockstep.core.requests import NOBODY, Adapter, Int32s, Request
 from lockstep.core.retraction import importance
 from lockstep.core.support import Refused
 
@@ -125,6 +131,9 @@ REPEATABLE: frozenset[TransferCause] = frozenset({"accepted", "offered"})
 TOUCHED: frozenset[TransferState] = frozenset({"sending", "in_flight", "receiving", "quarantined"})
 """States in which the other side may read or write pages."""
 
+HELD: frozenset[TransferState] = frozenset({"bootstrap", "accepted", "awaited", "preallocating", "receiving", "ready"})
+"""States in which the request is held for it."""
+
 CAUSES: dict[str, TransferCause | None] = {
     "accepted": "accepted",
     "offered": "offered",
@@ -156,6 +165,14 @@ class Transfer(msgspec.Struct):
     handle: RadixNode | None = None  # receiver: its lock on what this engine had of the prompt
 
 
+class RoleChange(msgspec.Struct):
+    """What the engine is to become once all it has taken has ended."""
+
+    control_id: int
+    role: Role
+    due_us: int  # whoever is left then ends
+
+
 class TransferImage(msgspec.Struct, forbid_unknown_fields=True):
     """A transfer in a snapshot."""
 
@@ -182,6 +199,7 @@ class TransfersImage(msgspec.Struct, forbid_unknown_fields=True):
     ready: list[int]
     free_slots: list[int]
     lent: list[tuple[int, int, list[bytes]]]
+    change: RoleChange | msgspec.UnsetType = msgspec.UNSET
 
 
 class TransferSettings(NamedTuple):
@@ -223,6 +241,7 @@ class Transfers:
         self.line: list[RequestId] = []  # who waits for a slot ("accepted"), or for pages too ("preallocating")
         self.ready: list[RequestId] = []  # who waits for a row, as their KV arrived
         self.free_slots: list[int] = list(range(settings.slots - 1, -1, -1))
+        self.change: RoleChange | None = None
 
     # ------------------------------------------------------------------------------------------------------------- ask
 
@@ -238,12 +257,28 @@ class Transfers:
     @property
     def quiet(self) -> bool:
         """Whether nothing about transfers is to be decided while only decodes go on."""
-        return not self.line and not self.ready
+        return not self.line and not self.ready and self.change is None
 
     def due_of(self, request_id: RequestId) -> int | None:
         """When the transfer of a request is given up."""
         transfer = self.all.get(request_id)
         return transfer.due_us if transfer is not None else None
+
+    def holds(self, request: Request) -> bool:
+        """Whether it waits for its transfer: until its prompt may be computed here, or has come."""
+        transfer = self.all.get(request.request_id)
+        return transfer is not None and transfer.state in HELD
+
+    def ready_on(self, engine: Engine, adapter: Adapter) -> list[Request]:
+        """Who is ready and runs on this adapter."""
+        ready = [engine.requests[request_id] for request_id in self.ready]
+        return [request for request in ready if request.adapter == adapter]
+
+    def adapters_wanted(self, engine: Engine) -> list[Adapter]:
+        """Of those who are ready, as long as they may start: they hold pages, so they go before anybody in the line."""
+        if engine.maintenance.still:
+            return []
+        return [engine.requests[request_id].adapter for request_id in self.ready]
 
     def is_sent(self, request: Request) -> bool:
         """Whether its prompt is computed and it only waits until it was sent."""
@@ -257,24 +292,19 @@ class Transfers:
 
     # --------------------------------------------------------------------------------------------------- come and leave
 
-    def check(self, event: RequestArrived) -> None:
-        """Raise Refused for an arrival that this engine cannot serve its half of."""
+    def check(self, event: RequestArrived, samples: int) -> None:
+        """Raise Refused for an arrival that this engine cannot serve its half of. Samples have consecutive rooms."""
+        if self.change is not None:
+            raise Refused("draining", f"the engine is becoming {self.change.role} and takes no new requests")
         if event.transfer_room is None:
             if self.sends and not event.max_new_tokens:
                 return  # its prompt is all there is to it
             raise Refused("bad_request", f"`transfer_room` is missing: this is a {self.settings.role} engine")
-        if event.transfer_room in self.rooms:
-            other = self.rooms[event.transfer_room]
-            raise Refused("bad_request", f"`transfer_room` is {event.transfer_room}, which is the room of r{other}")
+        for room in range(event.transfer_room, event.transfer_room + samples):
+            if room in self.rooms:
+                raise Refused("bad_request", f"`transfer_room` is {room}, which is the room of r{self.rooms[room]}")
         if not event.max_new_tokens:
             raise Refused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
-        for name in ("session", "spans", "adapter"):
-            value = getattr(event, name)
-            if value:
-                raise Refused("unsupported", f"`{name}` is {value!r}, which does not go between engines yet")
-        if event.parallel_samples > 1:
-            asked = event.parallel_samples
-            raise Refused("unsupported", f"`parallel_samples` is {asked}; samples of one room are not supported yet")
 
     def take_in(self, engine: Engine, request: Request, event: RequestArrived, step: Step) -> None:
         """An accepted request is held: until the other side is there, or for pages."""
@@ -285,6 +315,12 @@ class Transfers:
         self.rooms[transfer.room] = request.request_id
         engine.hold(request)
         self._enter(engine, transfer, step)
+
+    def turn_began(self, engine: Engine, request: Request, step: Step) -> None:
+        """A turn has its prompt now: the prefill engine may be told, and has so long to be heard of."""
+        transfer = self.all.get(request.request_id)
+        if transfer is not None and transfer.state == "awaited":
+            self._set_due(engine, transfer, self.settings.bootstrap_timeout_us, step)
 
     def ended(self, engine: Engine, request: Request, step: Step) -> None:
         """A request ends while its transfer goes on: the other side is told, and what it touches is kept for it."""
@@ -316,26 +352,38 @@ class Transfers:
             if transfer.state != "quarantined":
                 self._abandon(engine, transfer, step)
                 assert request is not None
-                self._lost(engine, request, step)
+                self._lost(engine, request, step, asks=False)
             if transfer.state == "quarantined":
                 self._move(engine, transfer, "failed", step)
 
     def give_up(self, engine: Engine, request: Request, step: Step) -> None:
         """Take the pages of a request that is ready back: it joins the line and is computed here."""
         self._abandon(engine, self.all[request.request_id], step)
-        engine.join_line(request)
+        self._compute_here(engine, request, step)
 
     def give_up_all(self, engine: Engine, step: Step) -> None:
         """The same for everybody who is ready."""
         for transfer in self.in_state("ready"):
             self.give_up(engine, engine.requests[transfer.request_id], step)
 
-    def _lost(self, engine: Engine, request: Request, step: Step) -> None:
-        """The KV of a request will not come, or not go: it is computed here if that is wanted, or the request ends."""
-        if not self.sends and self.settings.recompute:
-            engine.join_line(request)
-        else:
+    def _lost(self, engine: Engine, request: Request, step: Step, *, asks: bool = True) -> None:
+        """The KV of a request will not come, or not go: it is computed here if that is wanted, or the request ends.
+
+        `asks`: for its media now; in a restart everybody does that later.
+        """
+        if self.sends or not self.settings.recompute:
             engine.finish(request, "transfer", step, flush=True)
+        elif asks:
+            self._compute_here(engine, request, step)
+        else:
+            engine.join_line(request)
+
+    @staticmethod
+    def _compute_here(engine: Engine, request: Request, step: Step) -> None:
+        """Its prompt is computed on this engine: it joins the line, once an encoder has seen its media."""
+        if holds.lost_media(engine, request):
+            holds.await_media(engine, request, step)
+        engine.join_line(request)
 
     def _abandon(self, engine: Engine, transfer: Transfer, step: Step) -> None:
         """This side wants no more of a transfer."""
@@ -372,7 +420,8 @@ class Transfers:
         timeout_us = None
         match transfer.state:
             case "bootstrap" | "awaited":
-                timeout_us = self.settings.bootstrap_timeout_us
+                if not _waits_for_turn(engine, engine.requests[transfer.request_id]):
+                    timeout_us = self.settings.bootstrap_timeout_us
             case "receiving" | "in_flight":
                 timeout_us = self.settings.transfer_timeout_us
             case "accepted" | "preallocating":
@@ -389,6 +438,10 @@ class Transfers:
                 engine.batch_is_full = False
                 del self.all[transfer.request_id]
                 del self.rooms[transfer.room]
+        self._set_due(engine, transfer, timeout_us, step)
+
+    @staticmethod
+    def _set_due(engine: Engine, transfer: Transfer, timeout_us: int | None, step: Step) -> None:
         transfer.due_us = engine.now_us + timeout_us if timeout_us is not None else None
         if transfer.due_us is not None:
             heappush(engine.timers, (transfer.due_us, transfer.request_id))
@@ -459,6 +512,8 @@ class Transfers:
         token = np.array([event.first_token], np.int32)
         request.tokens += token.tobytes()
         request.outputs = 1
+        if event.grammar_ended:
+            request.grammar_outputs = 1
         ends: FinishReason | None = "length" if request.max_new_tokens == 1 else None
         if request.min_new_tokens <= 1:
             if event.text_stop:
@@ -480,6 +535,8 @@ class Transfers:
 
     def settle(self, engine: Engine, step: Step) -> None:
         """Give whoever waits what can be had now. Called after every event."""
+        if self.change is not None:
+            self._change_role(engine, self.change, step)
         if not self.line or engine.paused or not engine.maintenance.admits:
             return
         line = self.line
@@ -489,22 +546,40 @@ class Transfers:
             transfer, request = self.all[request_id], engine.requests[request_id]
             if not self.free_slots:
                 return
+            if comes_after_another(engine, request):
+                continue  # and takes no slot, for which that one may wait
             if self.sends:
                 transfer.slot = self.free_slots.pop()
                 self._move(engine, transfer, "joined", step)
-                engine.join_line(request)
+                self._compute_here(engine, request, step)
             elif not self._allocate(engine, transfer, request, step):
                 return
+
+    def _change_role(self, engine: Engine, change: RoleChange, step: Step) -> None:
+        """End whoever is overdue; when nobody is left, here or on the other sides, take the new role."""
+        if engine.requests and change.due_us <= engine.now_us:
+            left = list(engine.requests.values())
+            engine.break_ranks(left)
+            for request in left:
+                engine.finish(request, "transfer", step, flush=True)
+        if engine.requests:
+            step.wake_by(change.due_us)
+        elif not engine.in_flight and not self.all:
+            self.change = None
+            refused = take_role(engine, change.role)
+            step.commands.append(ControlAnswered(change.control_id, not refused, refused))
 
     def _allocate(self, engine: Engine, transfer: Transfer, request: Request, step: Step) -> bool:
         """Give the writer pages, if they can be had; the cached beginning of the prompt need not come."""
         if engine.waiting or engine.prefilling is not None:
             return False  # whoever lost its pages goes first
         memory, page_size = engine.memory, engine.config.page_size
+        if engine.sessions.open:
+            engine.sessions.yield_until(memory, lambda: self._fits(engine, request, memory.match(request)), step)
         match = memory.match(request)
         cached = match.pages if match is not None else 0
-        pages = -(-self._first_stop(request) // page_size) - cached
-        if not self._fits(engine, request, pages, match):
+        pages = self._pages_of(engine, request, match)
+        if not self._fits(engine, request, match):
             return False
         if memory.radix is not None and match is not None:
             transfer.handle, transfer.namespace = memory.radix.lock(match), request.namespace
@@ -523,6 +598,7 @@ class Transfers:
             stop_tokens=request.prompt_tokens,
             slot=transfer.slot,
             weights_version=transfer.weights,
+            adapter_version=request.adapter.version,
         )
         step.commands.append(start)
         return True
@@ -532,9 +608,14 @@ class Transfers:
         """Positions that are computed once it has decoded for the first time."""
         return min(request.prompt_tokens + 1, request.reach)
 
-    def _fits(self, engine: Engine, request: Request, pages: int, match: Match | None) -> bool:
-        """Whether a request may be given so many pages, beside those of a match, and what is left is enough for all."""
-        cohort, memory = engine.cohort, engine.memory
+    def _pages_of(self, engine: Engine, request: Request, match: Match | None) -> int:
+        """Pages that a request is given, beside those of a match."""
+        return -(-self._first_stop(request) // engine.config.page_size) - (match.pages if match is not None else 0)
+
+    def _fits(self, engine: Engine, request: Request, match: Match | None) -> bool:
+        """Whether a request may be given its pages, beside those of a match, and what is left is enough for all."""
+        (cohort, positions), memory = engine.everybody, engine.memory
+        pages = self._pages_of(engine, request, match)
         locking = match.evictable_pages if match is not None else 0
         free = memory.available_pages - locking
         coming = len(self.in_state("receiving", "ready"))
@@ -545,9 +626,9 @@ class Transfers:
         page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
         if engine.config.reserve == "full":
             cached = match.pages if match is not None else 0
-            promised = engine.reserve_of(cohort, engine.positions) // page_size + self.promised_pages(engine)
+            promised = engine.reserve_of(cohort, positions) // page_size + self.promised_pages(engine)
             return -(-request.reach // page_size) - cached <= free - promised
-        retractable = int(engine.positions.sum())
+        retractable = int(positions.sum())
         largest = 0
         if cohort.size:
             whole = cohort.prompts + np.minimum(cohort.limits - cohort.prompts, CLIP)
@@ -572,6 +653,8 @@ class Transfers:
         plan, page_size = batch.plan, engine.config.page_size
         for i in range(plan.extend_rows):
             request, stop = batch.requests[i], int(plan.stops[i])
+            if batch.dead and plan.rows[i] in batch.dead:
+                continue  # it left a rank between proposal and launch
             transfer = self.all.get(request.request_id)
             if not self.sends or transfer is None or stop <= transfer.given_tokens:
                 continue
@@ -593,6 +676,7 @@ class Transfers:
                 slot=transfer.slot,
                 weights_version=transfer.weights,
                 cached_tokens=max(request.cached_tokens, 0),
+                adapter_version=request.adapter.version,
             )
             step.commands.append(part)
             transfer.given_tokens = stop
@@ -606,17 +690,21 @@ class Transfers:
         transfer.ends = reason
         engine.sending += 1
         engine.batch_is_full = False
+        if engine.microbatches is not None:
+            engine.microbatches.give_place(request)
         return True
 
     def take_rows(self, engine: Engine, step: Step) -> list[Part]:
         """Whoever is ready takes a row with all its pages; the first token is its part of the next batch."""
-        parts = []
+        parts, adapters = [], engine.memory.adapters
         for request_id in list(self.ready):
             transfer, request = self.all[request_id], engine.requests[request_id]
             if engine.active >= engine.config.max_running_requests or not engine.memory.table.row_available():
                 break
-            if request.holds > 1:
-                continue  # for its grammar
+            if engine.microbatches is not None and not engine.microbatches.has_place():
+                break
+            if request.holds > 1 or (adapters is not None and not adapters.has_place_for(request.adapter)):
+                continue  # for its grammar, or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
             row = engine.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
             transfer.handle, transfer.pages = None, NO_ROWS
@@ -624,6 +712,8 @@ class Transfers:
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
             engine.active += 1
+            if engine.microbatches is not None:
+                engine.microbatches.take_place(request)
             sent = request.prompt_tokens - transfer.start_tokens
             waited_us = engine.now_us - request.waiting_since_us
             admitted = RequestAdmitted(engine.now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent)
@@ -646,7 +736,8 @@ class Transfers:
             values["handle"] = transfer.handle.number if transfer.handle is not None else None
             images.append(TransferImage(**values))
         pinned = [(row, one.request_id, [pages.tobytes() for pages in one.pages]) for row, one in lent.items()]
-        return TransfersImage(images, list(self.line), list(self.ready), list(self.free_slots), pinned)
+        change = self.change if self.change is not None else msgspec.UNSET
+        return TransfersImage(images, list(self.line), list(self.ready), list(self.free_slots), pinned, change)
 
     def load(self, image: TransfersImage, nodes: dict[int, RadixNode]) -> None:
         """Take up what `image` described."""
@@ -657,6 +748,32 @@ class Transfers:
             self.all[one.request_id] = Transfer(**values)
             self.rooms[one.room] = one.request_id
         self.line, self.ready, self.free_slots = list(image.line), list(image.ready), list(image.free_slots)
+        self.change = image.change if isinstance(image.change, RoleChange) else None
+
+
+def take_role(engine: Engine, role: Role, *, tried: bool = False) -> str:
+    """Make an idle engine one of this role; if `tried`, only say whether it could be. Returns why not, or nothing."""
+    unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if role == "mixed" else {}
+    try:
+        config = msgspec.structs.replace(engine.config, role=role, **unset)
+    except ConfigError as error:
+        return str(error).replace("\n", "; ")
+    if role == "prefill" and engine.sessions.open:
+        return f"{len(engine.sessions.open)} sessions are open, and prefill engines have none; close them first"
+    if not tried:
+        engine.config = config
+        engine.transfers = Transfers(config) if config.hands_over else None
+    return ""
+
+
+def comes_after_another(engine: Engine, request: Request) -> bool:
+    """Whether the turn before it has not ended, so that its prompt is not known; or another sample leads, behind which
+    less of it is computed and sent."""
+    return _waits_for_turn(engine, request) or (request.extras is not None and request.extras.leader != NOBODY)
+
+
+def _waits_for_turn(engine: Engine, request: Request) -> bool:
+    return bool(request.session) and engine.sessions.open[request.session].turn != request.request_id
 
 
 def diagram(table: Table) -> str:

@@ -15,6 +15,9 @@ This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over the t
 al., OSDI 2024): of two tenants that wait all the time, what one is charged per weight exceeds what the other is by no
 more than one request of each.
 
+**Order.** Within a line who came first goes first; with `order` priority who has the highest goes first, those without
+one last, and of equals who came first. Shares of tenants are not touched by it.
+
 **Bounds.** All lines together hold `waiting_max`; when they are full, the newest request of the tenant that has most
 waiting per weight is refused, so that nobody can fill the line of others. What a lost engine had goes to the front of
 its tenant's line, in the order in which it first came, at most `resends_max` times each.
@@ -25,9 +28,11 @@ had is sent again; after some successes it is up. An engine that was taken out b
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from hashlib import blake2b
 from math import inf, isfinite
+from typing import Literal
 
 import msgspec
 
@@ -57,6 +62,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     resends_max: int = 2  # of one request whose engine was lost
     unhealthy_after: int = 3  # probes that fail in a row: the engine is down (SGLang's gateway: 3)
     healthy_after: int = 2  # and that succeed in a row: it is up again (SGLang's gateway: 2)
+    order: Literal["fcfs", "priority"] | msgspec.UnsetType = msgspec.UNSET  # within a tenant's line; UNSET: fcfs
 
     def __post_init__(self) -> None:
         least = {"open_max": 1, "waiting_max": 0, "resends_max": 0, "unhealthy_after": 1, "healthy_after": 1}
@@ -66,6 +72,8 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 continue
             if type(value) is not int or value < low:
                 raise ConfigError(f"`{name}` must be a whole number of at least {low}, got `{value}`")
+        if self.order not in (msgspec.UNSET, "fcfs", "priority"):
+            raise ConfigError(f"`order` must be fcfs or priority, got `{self.order}`")
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0):
                 raise ConfigError(f"`tenant_weights`: that of `{tenant}` must be above 0 and finite, got `{weight}`")
@@ -161,7 +169,10 @@ class Dispatcher:
             self.given[tenant] = max(self.given.pop(tenant, 0.0), self._stood)
             if len(self.given) > self._forget_at:
                 self._forget_tenants()
-        if front:
+        if self.config.order == "priority":
+            place = bisect_left if front else bisect_right
+            line.insert(place(line, _behind(offered), key=_behind), offered)
+        elif front:
             line.appendleft(offered)
         else:
             line.append(offered)
@@ -291,3 +302,8 @@ class Dispatcher:
             self._unwell[fact.engine] = True
         elif self._unwell[fact.engine] and row >= config.healthy_after:
             self._change(EngineChanged(time_us=fact.time_us, engine=fact.engine, state="up"), out)
+
+
+def _behind(offered: RequestOffered) -> float:
+    """How far back a request stands by its priority."""
+    return inf if offered.priority is None else -offered.priority

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from lockstep.core import control, delivery, extras, grammars, holds, jump_forward, preemption, speculation
@@ -87,6 +88,7 @@ from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import EncoderCache, Placeholders
 from lockstep.core.memory import Memory
+from lockstep.core.microbatches import Microbatches
 from lockstep.core.ordering import Ordering, refresh_prefixes
 from lockstep.core.radix import Match
 from lockstep.core.requests import (
@@ -169,7 +171,7 @@ class Engine:
         self.page_mask = np.array(config.page_size - 1, np.int32)  # positions & page_mask: their places in these
         self.in_flight: deque[InFlight] = deque()
         self.memory = Memory(config, self.in_flight)
-        self.media = EncoderCache(config.encoder_cache_tokens)
+        self.media = EncoderCache(config.encoder_cache_tokens, config.encoder_budget)
         self.placeholders = Placeholders()
 
         self.requests: dict[RequestId, Request] = {}  # every request that has not ended
@@ -185,6 +187,7 @@ class Engine:
         self.active = 0  # requests PREFILLING or RUNNING
         self.transfers = Transfers(config) if config.hands_over else None
         self.ranks = Rounds(config) if config.shares_passes else None
+        self.microbatches = Microbatches(config) if config.pipelines else None  # None: one, and it is the engine's own
         self.sending = 0  # of the active ones, those whose prompt is computed and only has to be sent yet
 
         self.latency = ExtendLatency()
@@ -234,8 +237,10 @@ class Engine:
         match event:
             case BatchFinished():
                 self._collect(event, step)
-            case LaneReady():
+            case LaneReady() if self.microbatches is None:
                 found_nothing = self._launch(event, step)
+            case LaneReady():
+                found_nothing = self._launch_microbatch(event, step)
             case RequestArrived():
                 self._enqueue(event, step)
             case RequestCancelled():
@@ -300,14 +305,15 @@ class Engine:
         Under `batching` running_first, who runs gets its pages before anybody is admitted beside it.
         Returns: whether a slot was free and there was nothing to launch.
         """
-        if event.microbatch:
+        if event.microbatch and self.microbatches is None:
             raise ContractError(f"LaneReady for microbatch {event.microbatch}: this engine has no pipeline stages")
         self.now_us = event.time_us
         if self.timers:
             self._expire(step)  # nobody is admitted past its deadline
         if self.sessions.open or self.maintenance.jobs:
             self._tend(step)
-        if self.paused or self.maintenance.still or len(self.in_flight) > self.config.overlap_depth:
+        in_flight = len(self.in_flight) if self.microbatches is None else self.microbatches.in_flight(self)
+        if self.paused or self.maintenance.still or in_flight > self.config.overlap_depth:
             return self.ranks is not None and self.ranks.join_in(self, step)
         if self.pace.gap_us and self.now_us < self.pace.not_before_us:
             return self.ranks is not None and self.ranks.join_in(self, step)
@@ -321,11 +327,13 @@ class Engine:
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
         batch = None
-        if not self.decode_goes_first():
+        if not self.decode_goes_first() and (self.microbatches is None or not self.microbatches.owes_elsewhere()):
             batch = self._plan_prebuilt(step) or self._plan_extend(step)
         batch = batch or self._plan_decode(step)
         if batch is None:
             return True
+        if self.microbatches is not None:
+            force_setattr(batch.plan, "microbatch", event.microbatch)  # nobody has seen it yet
         if batch.plan.extend_rows:
             self.extended_at = self.decode_launches
         if batch.samplers.constrained:
@@ -341,12 +349,29 @@ class Engine:
             self.pace.launched(self.now_us, step)
         return False
 
+    def _launch_microbatch(self, event: LaneReady, step: Step) -> bool:
+        """The same with the running batch of one microbatch."""
+        assert self.microbatches is not None
+        self.microbatches.begin_launch(self, event)
+        found_nothing = self._launch(event, step)
+        self.microbatches.end_launch(self)
+        return found_nothing
+
+    @property
+    def everybody(self) -> tuple[Cohort, Int32s]:
+        """Those that decode, of all microbatches where there are several, and the next position of each."""
+        if self.microbatches is not None:
+            return self.microbatches.together(self)
+        return self.cohort, self.positions
+
     def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
         """The same for one of several ranks: what it runs next, in flight from here on, to be launched when all are.
 
         Without `extends` prompts wait. None: there is nothing to run.
         """
-        batch = self._plan_extend(step) if extends and not self.decode_goes_first() else None
+        batch = None
+        if extends and not self.decode_goes_first():
+            batch = self._plan_prebuilt(step) or self._plan_extend(step)
         batch = batch or self._plan_decode(step)
         if batch is None:
             return None
@@ -407,13 +432,13 @@ class Engine:
             if event.session or event.session_start is not None:
                 self.sessions.check(event)
             if self.transfers is not None:
-                self.transfers.check(event)
+                self.transfers.check(event, samples)
             if event.grammar is not None:
                 self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
         except Refused as refused:
-            if self.transfers is not None and event.transfer_room is not None:
-                step.commands.append(CancelTransfer(event.request_id))  # whoever waits for its other half must know
             for number in range(samples):
+                if self.transfers is not None and event.transfer_room is not None:  # who waits for its other half ...
+                    step.commands.append(CancelTransfer(event.request_id + number))  # ... must know
                 self.reject(event.request_id + number, refused.reason, refused.message, step)
             return
         if event.spans:
@@ -515,6 +540,8 @@ class Engine:
             while ending := [request for request in self.waiting if request.adapter == adapter]:
                 for request in ending:  # other samples may follow it into the line
                     self.finish(request, "error", step, flush=True)
+            for request in self.transfers.ready_on(self, adapter) if self.transfers is not None else ():
+                self.finish(request, "error", step, flush=True)
 
     def _tier_answered(
         self, event: HostCopyFinished | PrefetchFinished | StorageWritten, tiers: Tiers, step: Step
@@ -530,8 +557,11 @@ class Engine:
     def _settle_adapters(self, adapters: Adapters, step: Step) -> None:
         """See the end of adapters that were withdrawn; while anybody may start, load what the line waits for."""
         adapters.end_withdrawals((request.adapter for request in self.requests.values()), step)
+        wanted = self.transfers.adapters_wanted(self) if self.transfers is not None else []
         if self.maintenance.admits:
-            adapters.load_for([request.adapter for request in self.ordering.first(self, LOOKAHEAD_REQUESTS)], step)
+            wanted += [request.adapter for request in self.ordering.first(self, LOOKAHEAD_REQUESTS)]
+        if wanted or self.maintenance.admits:
+            adapters.load_for(wanted, step)
 
     def _cancel(self, event: RequestCancelled, step: Step) -> None:
         """End a request wherever it is. Late echoes of requests that ended are ignored."""
@@ -710,13 +740,23 @@ class Engine:
             return None
         budget = self._prefill_budget()
         parts: list[Part] = []
-        if self.prefilling is not None:
-            self._continue_chunk(self.prefilling, budget, parts, step)
-            if not parts:
-                return None  # no page for it now; decodes go on and give pages back
         preempted: list[Request] = []
+        if self.prefilling is not None:
+            if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
+                return None  # its next chunk goes with another microbatch
+            self._continue_chunk(self.prefilling, budget, parts, step)
+            if not parts and self.memory.hybrid is not None:
+                take = self._chunk_in_full_pages(self.prefilling, budget)
+                preempted = preemption.make_room_for_split(self, self.prefilling, take, budget, step)
+                if preempted:
+                    self._continue_chunk(self.prefilling, budget, parts, step)
+            if not parts:
+                admitting = False  # no page for it now; decodes go on and give pages back
         if admitting and not self.batch_is_full:
             for request in self.ordering.turn(self):
+                if self.prefilling is not None and preemption.stays_behind(self, request):
+                    self._defer(request, Obstacle("window"), step)
+                    break
                 writer = self.ordering.writer_of_prefix(request, self)
                 if writer is not None:
                     self._put_off(request, writer, step)
@@ -738,8 +778,8 @@ class Engine:
                 if not found.own:
                     break
             self.ordering.close(self)
-            for victim in preempted:
-                self._requeue(victim, step)
+        for victim in preempted:
+            self._requeue(victim, step)
         return self._extend_batch(parts, step) if parts else None
 
     def _plan_prebuilt(self, step: Step) -> InFlight | None:
@@ -761,11 +801,14 @@ class Engine:
             context = self.prefilling.computed if self.prefilling is not None else 0
             beside = int(self.positions.sum()) if decodes else 0
             budget.shorten(self.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
+        if config.pp_dynamic_chunking is True and self.prefilling is not None and budget.chunk is not None:
+            first = config.chunked_prefill_size or budget.chunk
+            budget.shorten(self.latency.tokens_like_first(first, self.prefilling.computed))
         return budget
 
     def _reserved(self) -> int:
         """Tokens that are not for newcomers: what `reserve` leaves to those who are active."""
-        reserved, split = self.reserve_of(self.cohort, self.positions), self.prefilling
+        reserved, split = self.reserve_of(*self.everybody), self.prefilling
         if split is not None and self.config.reserve == "full":
             page_size = self.config.page_size
             reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size
@@ -801,17 +844,22 @@ class Engine:
             if lacking > 0 and self.sessions.make_room(self.memory, lacking, step):
                 take = self._next_chunk(request, budget)
         if take > 0:
+            if self.microbatches is not None:
+                self.microbatches.take_place(request)
             self._extend_to(request, request.computed + take, parts, step)
             budget.newcomers.append(request)
             budget.charge(take, request.max_new_tokens if request.computed == extend_stop(request) else 0)
 
     def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
         """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
+        take = self._chunk_in_full_pages(request, budget)
+        return self._seen_by_windows(request, request.computed, take, NO_ROWS, budget, may_split=True)
+
+    def _chunk_in_full_pages(self, request: Request, budget: PrefillBudget) -> int:
         page_size, start = self.config.page_size, request.computed
         take = chunk_tokens(start, extend_stop(request) - start, budget, first=True, may_split=True)
         room = (self.memory.available_pages - budget.set_aside) * page_size + -start % page_size  # and in its last page
-        take = take if take <= room else aligned(start, room, budget.align)
-        return self._seen_by_windows(request, start, take, NO_ROWS, budget, may_split=True)
+        return take if take <= room else aligned(start, room, budget.align)
 
     def would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
@@ -834,6 +882,8 @@ class Engine:
         config = self.config
         if self.active - self.sending >= config.max_running_requests:
             return Obstacle("running_limit")
+        if self.microbatches is not None and not self.microbatches.has_place():
+            return Obstacle("microbatch")
         if not self.memory.table.row_available():
             return Obstacle("rows")
         if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
@@ -859,7 +909,7 @@ class Engine:
         if not alone and self.counts_on_ends(request):
             free = budget.current - ceil_to(new_tokens, page_size)
             joining = [*budget.newcomers, request]
-            if not lasts_with(self.cohort, self.positions, joining, self.ratio.value, free):
+            if not lasts_with(*self.everybody, joining, self.ratio.value, free):
                 return Obstacle("kv_budget", wanted, max(free, 0))
         elif not alone and not budget.has(wanted, locking * page_size):
             return Obstacle("kv_budget", wanted, budget.total - locking * page_size)
@@ -905,6 +955,8 @@ class Engine:
         request.bypassed = 0
         request.deferred = None
         self.active += 1
+        if self.microbatches is not None:
+            self.microbatches.take_place(request)
         waited_us = self.now_us - request.waiting_since_us
         if self.deferred is not None and self.deferred[0] == request.request_id:
             self.deferred = None
@@ -929,11 +981,13 @@ class Engine:
                 request.deferred = reason
                 step.decided.append(AdmissionDeferred(self.now_us, request.request_id, reason))
             return
-        if reason in ("kv_budget", "rows", "running_limit") and self.active:
+        if reason in ("kv_budget", "rows", "running_limit", "microbatch") and self.active:
             self.batch_is_full = True
         if self.deferred != (request.request_id, reason):
             self.deferred = (request.request_id, reason)
             limits = {"running_limit": self.config.max_running_requests, "rows": self.config.rows_max}
+            if self.microbatches is not None:
+                limits["microbatch"] = self.microbatches.size
             limit = limits.get(reason, 0)
             deferred = AdmissionDeferred(
                 self.now_us, request.request_id, reason, needed, max(available, 0), limit=limit
@@ -1070,6 +1124,8 @@ class Engine:
         if made_room:
             if not self._make_room(step):
                 return None if self.cohort.size else self._plan_extend(step)
+            if not self.cohort.size:
+                return None  # all gave way to those of other microbatches
             growing = members_growing(self.positions, self.page_mask)
 
         steps = config.decode_steps_per_launch
@@ -1163,6 +1219,11 @@ class Engine:
         """New tokens that a pass computes of each member of the cohort, at most."""
         return 1 + self.config.drafts_max
 
+    @property
+    def moves_by(self) -> int:
+        """Positions by which a launch moves each member of the cohort, at most."""
+        return self.config.decode_steps_per_launch * self.tokens_per_decode
+
     def next_pages(self, cohort: Cohort, positions: Int32s) -> int:
         """Pages that a cohort at these positions decodes with, drafts included."""
         if self.ahead_hoped == 1:
@@ -1190,9 +1251,11 @@ class Engine:
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             split = self.prefilling
-            if self.cohort.size > 1 and not (split is not None and goes_before(split, self.cohort, config)):
-                victim = choose_victim(config, self.cohort, self.positions)
-                self.retract(self.cohort.requests[victim], "pages", step, pages=(needed, available))
+            cohort, positions = self.everybody
+            if cohort.size > 1 and not (split is not None and goes_before(split, cohort, config)):
+                chosen = self.microbatches.victim(self) if self.microbatches is not None else None
+                victim = chosen or cohort.requests[choose_victim(config, cohort, positions)]
+                self.retract(victim, "pages", step, pages=(needed, available))
             elif split is not None:
                 self.retract(split, "pages", step, pages=(needed, available))
             elif self.transfers is not None and self.transfers.ready:
@@ -1211,9 +1274,10 @@ class Engine:
             retracted += 1
             self.decode_owed = True
         if retracted:
-            outputs = int((self.positions - self.cohort.prompts).sum()) + self.cohort.size
-            max_new = int((self.cohort.limits - self.cohort.prompts).sum())
-            self.ratio.retracted(outputs, max_new, self.cohort.size)
+            cohort, positions = self.everybody
+            outputs = int((positions - cohort.prompts).sum()) + cohort.size
+            max_new = int((cohort.limits - cohort.prompts).sum())
+            self.ratio.retracted(outputs, max_new, cohort.size)
         return needed <= available
 
     def end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
@@ -1255,9 +1319,10 @@ class Engine:
         batch = self._delivered(event)
         self.now_us = event.time_us
         plan, samplers = batch.plan, batch.samplers
+        undisturbed = self.microbatches is None or self.microbatches.ran_undisturbed(event)
         if event.error:
             self._fail(batch, step)
-        elif plan.extend_rows and self.config.chunk_target_us is not None and event.finished_us > event.started_us:
+        elif plan.extend_rows and self.config.fits_latency and event.finished_us > event.started_us and undisturbed:
             self.latency.observe(plan, event.finished_us - event.started_us)
         for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
@@ -1265,6 +1330,8 @@ class Engine:
         self.in_flight.popleft()
         if batch.verifies and not event.error:
             speculation.settle(self, batch, speculation.accepted_of(event, batch))
+            if self.memory.hybrid is not None:
+                self.memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
             if self.followers or any(request.extras is not None for request in batch.requests):
                 holds.computed(self, batch, step)
@@ -1330,6 +1397,8 @@ class Engine:
         failed = batch.plan.rows.tolist()
         memory = self.memory
         memory.leases = [lease._replace(publish=lease.publish and lease.row not in failed) for lease in memory.leases]
+        if memory.hybrid is not None:
+            memory.hybrid.failed(batch)
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self.finish(request, "error", step, flush=True)
@@ -1372,6 +1441,8 @@ class Engine:
             self.prefilling = None
         self.active -= 1
         self.batch_is_full = False
+        if self.microbatches is not None:
+            self.microbatches.give_place(request)
         self.forced.pop(request.request_id, None)
         known = speculation.known_tokens(self, request, outputs) if self.computes_ahead else None
         self.memory.leave(request, step, publish=publish, known=known)
@@ -1381,6 +1452,17 @@ class Engine:
         leaving = [request.row for request in requests if request.decodes]
         if not leaving:
             return  # as always when they end by length: they left with their last launch
+        if self.microbatches is None:
+            self._leave_cohort(leaving)
+            return
+        here = self.microbatches.at
+        for number in self.microbatches.whose(requests):
+            self.microbatches.turn_to(self, number)
+            self._leave_cohort(leaving)
+        self.microbatches.turn_to(self, here)
+
+    def _leave_cohort(self, leaving: list[int]) -> None:
+        """Those who decode in these rows leave the cohort, all at once."""
         cohort, positions = self.cohort, self.positions
         goes = cohort.rows == leaving[0] if len(leaving) == 1 else np.isin(cohort.rows, leaving)
         for i in goes.nonzero()[0].tolist():
@@ -1393,6 +1475,8 @@ class Engine:
 
     def computed_of(self, request: Request) -> int:
         """Positions of the request whose KV is launched."""
+        if request.decodes and self.microbatches is not None:
+            return self.microbatches.stands_at(self, request)
         if request.decodes:
             return int(self.positions[(self.cohort.rows == request.row).argmax()])
         return request.computed

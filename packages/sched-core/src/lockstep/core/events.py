@@ -277,11 +277,13 @@ class RanksAgreed(Observed, frozen=True, gc=False):
     """Every data-parallel rank proposed for this round. Answers ProposeBatch; folded alike by every rank.
 
     `counts` holds, per rank: new tokens, rows of logits (sampled ones, and positions of prompts whose logprobs are
-    wanted), 1 if extending, 1 if a CUDA graph can run. `wishes` holds what each said beside them, if anything.
+    wanted), 1 if extending, 1 if a CUDA graph can run; behind these, where settings ask for more, passes of a drafter,
+    requests that wait, and the most that a recent extend took in. `wishes` holds what each said beside them, if
+    anything.
     """
 
     round: int
-    counts: tuple[tuple[int, int, int, int], ...]
+    counts: tuple[tuple[int, ...], ...]
     wishes: tuple[Wish, ...] = ()
     generation: int = 0
 
@@ -407,6 +409,17 @@ class SwitchRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
     role: Literal["mixed", "prefill", "decode"]
 
 
+class ChangeRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The same of a prefill or decode engine that is at work: nobody new is taken, and who is there runs to its end.
+
+    Whoever has not ended `within_us` from now ends as `transfer`, to be sent elsewhere. Answered when the role changed:
+    once batches in flight are delivered and the other sides of all transfers have ended.
+    """
+
+    role: Literal["mixed", "prefill", "decode"]
+    within_us: int
+
+
 class CancelMany(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Cancel exactly these requests; ids that are unknown or have ended are passed over."""
 
@@ -458,6 +471,7 @@ Control = (
     | ReleaseMemory
     | ResumeMemory
     | SwitchRole
+    | ChangeRole
     | CancelMany
     | CancelAll
     | Profile
@@ -510,6 +524,7 @@ A request that wants no token ends as "computed" when its prompt is.
 
 DeferReason = Literal[
     "running_limit",
+    "microbatch",
     "rows",
     "kv_budget",
     "prefill_budget",
@@ -585,7 +600,7 @@ class AdmissionDeferred(Decided, frozen=True, gc=False):
     needed_tokens: int = 0
     available_tokens: int = 0
     behind: RequestId = -1
-    limit: int = 0  # running_limit, rows: so many may run, or so many rows there are, and all are taken
+    limit: int = 0  # running_limit, microbatch, rows: so many may run, or so many rows there are, and all are taken
 
 
 class PrefillCompleted(Decided, frozen=True, gc=False):
@@ -634,7 +649,7 @@ class DecodeSkipped(Decided, frozen=True, gc=False):
     returning_pages: int
 
 
-DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mixed", "spent", "open"]
+DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mixed", "slots", "queue", "spent", "open"]
 """How data-parallel ranks stand that could extend: see data_parallel.py."""
 
 

@@ -41,10 +41,15 @@ def hold(engine: Engine, request: Request, leader: RequestId, step: Step) -> boo
         engine.followers.setdefault(leader, []).append(request)
         step.decided.append(AdmissionDeferred(engine.now_us, request.request_id, "sample"))
         return True
-    if has_media(request) and not request.session:
+    if has_media(request) and not request.session and not comes_by_transfer(engine, request):
         await_media(engine, request, step)
         return True
     return False
+
+
+def comes_by_transfer(engine: Engine, request: Request) -> bool:
+    """Whether its transfer says if its prompt is computed here, and when: so nobody is asked for its media yet."""
+    return engine.transfers is not None and engine.transfers.holds(request)
 
 
 def has_media(request: Request) -> bool:
@@ -99,7 +104,7 @@ def _hand_over(engine: Engine, leader: Request, step: Step) -> None:
 def _let_in(engine: Engine, follower: Request, step: Step) -> None:
     assert follower.extras is not None
     follower.extras.leader = NOBODY
-    if follower.extras.media:
+    if follower.extras.media and not comes_by_transfer(engine, follower):
         await_media(engine, follower, step)
     engine.join_line(follower)
 

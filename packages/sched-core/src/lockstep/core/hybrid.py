@@ -19,8 +19,18 @@ next page. What the radix cache owns stays, evictable; what is the row's own is 
 below the window of the last page boundary behind, never more, so that whoever ends can be gone on from. A row that
 decodes holds `row_pages_max` at most.
 
-**States.** A row writes its own slot only. It starts from zeros or as a copy of a checkpoint, which is locked until the
-batch with the copy is collected, and is never written again: copy-on-write. A batch that passes a multiple of
+**Several positions at once** (drafts, forced tokens, several decodes in a launch). A row holds windows from where the
+oldest batch in flight of it starts at the least, to where the newest stops at the most: with a result pages behind that
+come back with their windows (`speculation.settle`). Its states behind the newest token and each draft go to slots of
+its own (`behind_drafts`), so that nothing has to be taken back: the next pass begins with the one behind the last token
+that was right. A checkpoint of a position that it may not pass is its only if the result says that it did (`verified`).
+
+**Sharing before it is computed.** With `same_step_sharing` a prompt's pages are cached while its batch is in flight,
+and so are its checkpoints, locked by the batch (`unwritten`). What was cached before stays as it is until then. A chunk
+begins with what the one before it leaves, so where one fails, what those behind it shared is hidden as well.
+
+**States.** A row writes its own slots only. It starts from zeros or as a copy of a checkpoint, which is locked until
+the batch with the copy is collected, and is never written again: copy-on-write. A batch that passes a multiple of
 `checkpoint_tokens` leaves a copy of the state there behind; it is the row's until its page is published, and the page's
 from then on. A row keeps the newest of its decodes only.
 
@@ -34,7 +44,9 @@ Source: SGLang's hybrid radix cache (tombstones, ratios of the pools, checkpoint
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -43,19 +55,51 @@ from numpy.typing import NDArray
 from lockstep.core.commands import NO_ROWS, BatchPlan, HybridChanges, Step
 from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.delivery import step_numbers
-from lockstep.core.events import BatchId, CompanionsEvicted
+from lockstep.core.events import BatchId, CompanionsEvicted, RequestId
 from lockstep.core.pages import PagePool
 from lockstep.core.requests import ONE, Cohort, Int32s, Request, RequestState, RequestTable
-from lockstep.core.retraction import members_growing
+from lockstep.core.retraction import members_growing, pages_ahead
 
 if TYPE_CHECKING:
-    from lockstep.core.admission import PrefillBudget
+    from lockstep.core.admission import NewTokenRatio, PrefillBudget
     from lockstep.core.batching import InFlight
     from lockstep.core.engine import Engine
+    from lockstep.core.memory import Memory
     from lockstep.core.radix import Match, RadixCache
 
 NONE = -1  # no window page, no slot
+AS_IT_IS = -2  # the source of a slot to which nothing is done
+NEWEST: BatchId = 2**63 - 1  # every batch
+NEVER = 2**31 - 1  # pages that nobody has: the place of a checkpoint that no page may get
 EVICT_AHEAD_SHARE = 256  # as for full pages: of the pool, at least one such part at once
+
+
+class Runners(Protocol):
+    """Who is active and where each stands: an engine as it is, or as it will be (`Later`)."""
+
+    @property
+    def cohort(self) -> Cohort: ...
+    @property
+    def positions(self) -> Int32s: ...
+    @property
+    def page_mask(self) -> Int32s: ...
+    @property
+    def requests(self) -> Mapping[RequestId, Request]: ...
+    @property
+    def in_flight(self) -> Iterable[InFlight]: ...
+    @property
+    def ratio(self) -> NewTokenRatio: ...
+
+
+class Later(NamedTuple):
+    """An engine once everything in flight is delivered and some members of its cohort have left."""
+
+    cohort: Cohort
+    positions: Int32s
+    page_mask: Int32s
+    requests: Mapping[RequestId, Request]
+    in_flight: tuple[InFlight, ...]
+    ratio: NewTokenRatio
 
 
 class FullPages(PagePool):
@@ -81,8 +125,11 @@ class WindowPool:
         self.config = config
         self.page_size = config.page_size
         self.behind = settings.window_tokens - 1  # positions before a token that it sees
-        self.row_pages_max = settings.row_pages_max(config.page_size, config.overlap_depth)
+        self.row_pages_max = settings.row_pages_max(config.page_size, config.positions_ahead)
         self.depth = config.overlap_depth
+        self.steps = config.decode_steps_per_launch
+        self.by_one = config.positions_per_decode == 1
+        self.behind_prompts = config.overlap_depth * config.positions_per_decode  # while the batch of one is in flight
         self.table = table
         self.pool = PagePool(settings.window_pages)
         self.window_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
@@ -168,6 +215,26 @@ class WindowPool:
             rows, boundary = rows[idle], boundary[idle]
         return rows, self.first_seen(np.maximum(boundary, 0))
 
+    def slides(self, runners: Runners) -> tuple[Int32s, Int32s]:
+        """Before the cohort's next decode: rows that may let go, and the page indices below which each is done.
+
+        Where a launch moves rows by several positions, or by how many is open, they go by what is in flight.
+        """
+        cohort = runners.cohort
+        if self.by_one:
+            return self.slides_by_growth(cohort, runners.positions, extending_rows(runners.in_flight))
+        stands = np.zeros(self.table.pages.shape[0], np.int32)
+        stands[cohort.rows] = runners.positions
+        for batch in reversed(tuple(runners.in_flight)):
+            stands[batch.plan.rows] = batch.starts
+        return cohort.rows, self.first_seen(stands[cohort.rows] // self.page_size)
+
+    def opening(self, runners: Runners) -> int:
+        """Pages without which the cohort does not decode: of one token each, or of as many decodes as a launch has."""
+        if self.steps == 1 and self.by_one:
+            return members_growing(runners.positions, runners.page_mask).size
+        return pages_ahead(runners.cohort, runners.positions, self.page_size, self.steps)
+
     def unlock(self, pages: Int32s) -> None:
         """Rows let go of these full pages' companions, one lock for each time a page is named."""
         np.subtract.at(self.locks, pages, 1)
@@ -215,7 +282,7 @@ class WindowPool:
 
     # ---- what rows will want
 
-    def to_come(self, engine: Engine, kept: Int32s = NO_ROWS) -> int:
+    def to_come(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
         """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
         cohort, positions = engine.cohort, engine.positions
         if not cohort.size:
@@ -228,7 +295,7 @@ class WindowPool:
         most = np.minimum(np.ceil(left / self.page_size).astype(np.int32), last - now)
         return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[cohort.rows]), 0, most).sum()))
 
-    def unpromised(self, engine: Engine) -> int:
+    def unpromised(self, engine: Runners) -> int:
         """Pages that nobody who is active holds or may still open: what reserve `full` has left.
 
         A page that several hold counts for each of them, since each may slide past it while the others stay.
@@ -236,7 +303,14 @@ class WindowPool:
         cohort, page_size = engine.cohort, self.page_size
         now = -(-engine.positions // page_size)
         first = self.first[cohort.rows]
-        left_to_open = np.minimum(self.row_pages_max - (now - first), -(-(cohort.limits - ONE) // page_size) - now)
+        most = self.row_pages_max - (now - first)
+        if not self.by_one:  # who decodes behind its prompt lets go of nothing before that is delivered
+            until = np.zeros(self.table.pages.shape[0], np.int32)
+            for batch in engine.in_flight:
+                prompts = batch.plan.rows[: batch.plan.extend_rows]
+                until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
+            most = np.maximum(most, -(-until[cohort.rows] // page_size) - now)
+        left_to_open = np.minimum(most, -(-(cohort.limits - ONE) // page_size) - now)
         charged = int((now - first).sum() + np.maximum(left_to_open, 0).sum())
         ranges = [self.table.pages[row, i:j] for row, i, j in zip(cohort.rows, first, now, strict=True)]
         for request in engine.requests.values():
@@ -255,9 +329,14 @@ class WindowPool:
         if self.config.reserve == "on_demand":
             return 0
         now = -(-stop // self.page_size)
-        return max(min(self.row_pages_max - (now - first), -(-request.reach // self.page_size) - now), 0)
+        most = self.row_pages_max - (now - first)
+        if not self.by_one:
+            most = max(most, -(-(stop + self.behind_prompts) // self.page_size) - now)
+        return max(min(most, -(-request.reach // self.page_size) - now), 0)
 
-    def room(self, engine: Engine, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget) -> int:
+    def room(
+        self, engine: Runners, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
+    ) -> int:
         """Tokens that a request may take from `start` on, at most `take`, beside what others will want.
 
         `path`: the cached pages in front of it, if it has no row yet.
@@ -282,18 +361,37 @@ class WindowPool:
             take -= 1  # all but its end, which wants more
         return min(take, max(left, 0) * self.page_size + -start % self.page_size)
 
-    def lacking(self, engine: Engine, kept: Int32s = NO_ROWS) -> int:
+    def lacking(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
         """Pages that the cohort's next decode opens, and lets go of none for, beyond those that can be had now.
 
         `kept`: full pages whose companions somebody is about to lock, so that letting go of them frees none.
         """
-        growing = members_growing(engine.positions, engine.page_mask).size
-        if not growing:
+        opening = self.opening(engine)
+        if not opening:
             return -self.available
-        rows, keep = self.slides_by_growth(engine.cohort, engine.positions, extending_rows(engine.in_flight))
-        pages, counts = np.unique(self.out_of_sight(rows, keep)[0], return_counts=True)
+        pages, counts = np.unique(self.out_of_sight(*self.slides(engine))[0], return_counts=True)
         freed = (self.locks[pages] == counts) & ~np.isin(pages, kept)
-        return growing - int(np.count_nonzero(freed)) - self.available
+        return opening - int(np.count_nonzero(freed)) - self.available
+
+    def once_delivered(self, leaving: list[tuple[int, int]], memory: Memory, opening: int) -> WindowPool:
+        """These windows once everything in flight is delivered and the rows `leaving` are given back, each with the
+        positions it stands at; the others have opened so many pages by then. A copy, to ask `room` of.
+        """
+        later = copy(self)
+        later.locks, later.first = self.locks.copy(), self.first.copy()
+        for batch in memory.in_flight:
+            for i, request in batch.alive():
+                row, keep = request.row, int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
+                if i < batch.plan.extend_rows and keep > later.first[row]:
+                    later.locks[self.table.pages[row, later.first[row] : keep]] -= ONE
+                    later.first[row] = keep
+        for row, computed in leaving:
+            later.locks[self.table.pages[row, later.first[row] : -(-computed // self.page_size)]] -= ONE
+        for _, pages in memory.fenced_pages:
+            later.locks[pages] = 0
+        came = (self.window_of >= 0) & (self.locks > 0) & (later.locks == 0)
+        later.evictable += int(np.count_nonzero(came)) - opening
+        return later
 
     def returning(self, engine: Engine) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
@@ -322,10 +420,12 @@ class StatePool:
         self.every = settings.checkpoint_tokens
         self.page_size = config.page_size
         self.caches = config.radix_cache
+        self.by_row = config.states_per_row  # slots that a row computes in
         self.table = table
         self.in_flight = in_flight
         self.pool = PagePool(settings.state_slots)
-        self.slot_of: Int32s = np.full(config.rows_max, NONE, np.int32)  # by row
+        self.slot_of: Int32s = np.full(config.rows_max, NONE, np.int32)  # by row: the first it computes in
+        self.behind_drafts: dict[int, list[int]] = {}  # by row: the others, for the states behind drafts
         self.checkpoint_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
         self.page_of: Int32s = np.full(settings.state_slots, NONE, np.int32)  # by slot: whose checkpoint it is
         self.locks: Int32s = np.zeros(settings.state_slots, np.int32)  # by slot: rows that start as a copy of it
@@ -334,6 +434,7 @@ class StatePool:
         self.reading: dict[int, int] = {}  # by row: the checkpoint that it starts as a copy of, until it is copied
         self.left: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: checkpoints that no page has yet
         self.starts: list[tuple[int, int, int]] = []  # row, slot, and what it is a copy of, for the next plan
+        self.unwritten: dict[int, BatchId] = {}  # by checkpoint of a page: the batch in flight that writes it
 
     @property
     def idle(self) -> NDArray[np.intp]:
@@ -359,13 +460,20 @@ class StatePool:
             self.locks[source] += 1
             self.reading[row] = source
             self._touch(source)
+        slot, *others = [self._alloc_for_row(step) for _ in range(self.by_row)]
+        self.slot_of[row] = slot
+        self.starts.append((row, slot, source))
+        if others:
+            self.behind_drafts[row] = others
+            self.starts += [(row, other, AS_IT_IS) for other in others]
+
+    def _alloc_for_row(self, step: Step) -> int:
+        """A slot; rows yield the checkpoints that no page has yet, last of all."""
         if not self.pool.free_count and not self.idle.size:
             owner, spare = self._spare()[0]
             self.left[owner].remove(spare)
             self.pool.free(np.array([spare[1]], np.int32))
-        slot = self._alloc(step)
-        self.slot_of[row] = slot
-        self.starts.append((row, slot, source))
+        return self._alloc(step)
 
     def _alloc(self, step: Step) -> int:
         """A slot; the checkpoint not used longest makes room. The caller saw that there is one."""
@@ -392,7 +500,9 @@ class StatePool:
         `oldest`: the first batch that is not collected.
         """
         boundaries = plan.stops // self.every * self.every
-        passing = (boundaries > plan.starts).nonzero()[0].tolist()
+        if plan.speculation is not None:  # the first that a row may pass is the likeliest
+            boundaries[plan.extend_rows :] = (plan.starts[plan.extend_rows :] // self.every + 1) * self.every
+        passing = ((boundaries > plan.starts) & (boundaries <= plan.stops)).nonzero()[0].tolist()
         index: list[int] = []
         slots: list[int] = []
         for i in passing if self.caches else ():
@@ -414,35 +524,82 @@ class StatePool:
         self.left[row] = [one for one in kept if one not in done]
         self.pool.free(np.array([slot for _, slot, _ in done], np.int32))
 
+    def verified(self, batch: InFlight) -> None:
+        """A verifying batch is delivered: rows have the checkpoints that they passed, and no others."""
+        steps = batch.steps
+        assert steps is not None
+        verifying = batch.plan.sample_rows >= batch.plan.extend_rows
+        columns = batch.samplers.rows[verifying], batch.sampled_at[verifying], steps[verifying]
+        for row, first, count in zip(*(column.tolist() for column in columns), strict=True):
+            passed = range(first, first + count)  # states behind so many positions
+            kept = self.left.get(row, [])
+            wrong = [one for one in kept if one[2] == batch.plan.batch_id and one[0] * self.page_size not in passed]
+            if wrong:
+                self.left[row] = [one for one in kept if one not in wrong]
+                self.pool.free(np.array([slot for _, slot, _ in wrong], np.int32))
+
     def copied(self, row: int) -> None:
         """The batch with which a row starts is collected."""
         source = self.reading.pop(row, NONE)
         if source >= 0:
             self.locks[source] -= 1
 
-    def publish(self, row: int, pages: Int32s) -> None:
-        """The first pages of a row are cached, and what computed them is collected: its checkpoints there are theirs.
+    def publish(self, row: int, pages: Int32s, collected: BatchId = NEWEST) -> None:
+        """The first pages of a row are cached: the checkpoints that batches up to `collected` left there are theirs.
 
         `pages`: those of the radix cache.
         """
         kept = self.left.get(row)
         if not kept:
             return
-        self.left[row] = [one for one in kept if one[0] > pages.size]
-        for boundary, slot, _ in kept:
-            if boundary <= pages.size:
-                page = int(pages[boundary - 1])
-                if self.checkpoint_of[page] >= 0:
-                    self.pool.free(np.array([slot], np.int32))
-                    slot = int(self.checkpoint_of[page])
-                else:
-                    self.checkpoint_of[page], self.page_of[slot] = slot, page
-                self._touch(slot)
+        theirs = [one for one in kept if one[0] <= pages.size and one[2] <= collected]
+        self.left[row] = [one for one in kept if one not in theirs]
+        for boundary, slot, _ in theirs:
+            page = int(pages[boundary - 1])
+            if self.checkpoint_of[page] >= 0:
+                self.pool.free(np.array([slot], np.int32))
+                slot = int(self.checkpoint_of[page])
+            else:
+                self.checkpoint_of[page], self.page_of[slot] = slot, page
+            self._touch(slot)
+
+    def share(self, row: int, pages: Int32s, already: int) -> None:
+        """The first pages of a row are cached, but what computes them is in flight: so are the checkpoints there.
+
+        Only of pages that were not cached `already`: what is cached with them is hidden again if their batch fails.
+        """
+        kept = self.left.get(row, [])
+        shared = [one for one in kept if already < one[0] <= pages.size]
+        if shared:
+            self.left[row] = [one for one in kept if one not in shared]
+        for boundary, slot, batch_id in shared:
+            page = int(pages[boundary - 1])
+            self.checkpoint_of[page], self.page_of[slot] = slot, page
+            self._touch(slot)
+            self.locks[slot] += 1
+            self.unwritten[slot] = batch_id
+
+    def written(self, batch_id: BatchId) -> None:
+        """A batch is delivered, or failed: it writes no checkpoint any more."""
+        for slot in [slot for slot, writer in self.unwritten.items() if writer == batch_id]:
+            self.locks[slot] -= 1
+            del self.unwritten[slot]
+
+    def failed(self, batch_id: BatchId, rows: list[int]) -> None:
+        """What these rows leave behind with a batch that failed, and with those behind it, is the state of nothing."""
+        self.written(batch_id)
+        for row in rows:
+            if row in self.left:
+                self.left[row] = [
+                    (NEVER, slot, left_by) if left_by >= batch_id else (boundary, slot, left_by)
+                    for boundary, slot, left_by in self.left[row]
+                ]
 
     def let_go(self, row: int) -> None:
         """Nothing in flight uses a row any more: its slots are free."""
         self.copied(row)
-        slots = [int(self.slot_of[row]), *(slot for _, slot, _ in self.left.pop(row, []))]
+        slots = [int(self.slot_of[row]), *self.behind_drafts.pop(row, ())]
+        slots += [slot for _, slot, _ in self.left.pop(row, [])]
         self.slot_of[row] = NONE
         self.pool.free(np.array(slots, np.int32))
 
@@ -461,6 +618,7 @@ class Hybrid:
         self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
     ) -> None:
         self.page_size = config.page_size
+        self.by_one = config.positions_per_decode == 1  # each launch moves who decodes by one position
         self.window = WindowPool(config, settings, table) if settings.window_tokens else None
         self.states = StatePool(config, settings, table, in_flight) if settings.state_slots else None
         self.table = table
@@ -484,7 +642,52 @@ class Hybrid:
 
     def lacks_state(self, path: Int32s) -> bool:
         """Whether there is no slot for a newcomer behind these cached pages."""
-        return self.states is not None and self.states.available(path) < 1
+        return self.states is not None and self.states.available(path) < self.states.by_row
+
+    def would_start(
+        self,
+        engine: Engine,
+        request: Request,
+        span: tuple[int, int],
+        path: Int32s,
+        budget: PrefillBudget,
+        leaving: list[int],
+        then: Int32s,
+    ) -> int:
+        """Tokens that a newcomer or a split prompt may take, of the `span` from where on and how many, once everything
+        in flight is delivered and these members of the cohort have left; 0 if it would have no slot.
+
+        `path`: the cached pages in front of it, if it has no row yet. `then`: where the members that stay will be.
+        """
+        cohort, memory = engine.cohort, engine.memory
+        gone = [(lease.row, lease.computed) for lease in memory.leases]
+        ending = [request for batch in self.in_flight for request in batch.ending_requests()]
+        gone += [(one.row, one.computed) for one in ending]
+        gone += [(cohort.requests[i].row, int(engine.positions[i])) for i in leaving]
+        if self.states is not None and request.row < 0:
+            rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
+            own = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
+            if self.states.pool.total - rows * self.states.by_row - own < self.states.by_row:
+                return 0
+        if self.window is None:
+            return span[1]
+        stay = np.ones(cohort.size, np.bool_)
+        stay[leaving] = False
+        staying, now = cohort.only(stay.nonzero()[0]), engine.positions[stay]
+        opening = 0
+        if engine.config.reserve == "on_demand":  # elsewhere the reserve has their pages
+            held = -(-now // self.page_size)
+            most = np.maximum(self.window.row_pages_max - (held - self.window.first[staying.rows]), 0)
+            opening = int(np.minimum(-(-then // self.page_size) - held, most).sum())
+        left = {one.request_id for one in ending}
+        others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in left}
+        later = Later(staying, now, engine.page_mask, others, (), engine.ratio)
+        window = self.window.once_delivered(gone, memory, opening)
+        return window.room(later, request, *span, path, budget)
+
+    def pages_for_drafts(self, pages: int) -> int:
+        """Pages that decodes may open, of so many full ones that can be had."""
+        return pages if self.window is None else min(pages, self.window.available)
 
     @property
     def window_tokens_available(self) -> int:
@@ -506,9 +709,8 @@ class Hybrid:
         """Let go of what the cohort does not see any more; then, whether its next decode lacks a page."""
         if self.window is None:
             return False
-        busy = extending_rows(self.in_flight)
-        self.window.slide(*self.window.slides_by_growth(engine.cohort, engine.positions, busy))
-        return members_growing(engine.positions, engine.page_mask).size > self.window.available
+        self.window.slide(*self.window.slides(engine))
+        return self.window.opening(engine) > self.window.available
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
@@ -535,17 +737,41 @@ class Hybrid:
         if self.window is not None:
             self.window.shared[row] = pages
 
+    def may_share(self, mine: Int32s, theirs: Int32s) -> bool:
+        """Whether a row may read `theirs`, which are cached, instead of `mine`, which a batch in flight still writes.
+
+        Not where that would heal a tombstone: were the batch to fail, what is cached would have the window of nothing.
+        """
+        window = self.window
+        return window is None or not ((window.window_of[theirs] < 0) & (window.window_of[mine] >= 0)).any()
+
+    def share(self, row: int, pages: Int32s, already: int) -> None:
+        """A row's first pages are cached, `already` of them before, while batches in flight still compute them."""
+        if self.states is not None:
+            self.states.share(row, pages, already)
+
+    def verified(self, batch: InFlight) -> None:
+        """The result of a verifying batch says where its rows stand."""
+        if self.states is not None:
+            self.states.verified(batch)
+
+    def failed(self, batch: InFlight) -> None:
+        """A batch failed: what it was to leave behind is not there."""
+        if self.states is not None:
+            self.states.failed(batch.plan.batch_id, batch.plan.rows.tolist())
+
     def collected(self, batch: InFlight) -> None:
         """A batch is delivered and what it computed is published: rows let go of what only it had to read."""
         plan = batch.plan
         rows, stops = plan.rows[: plan.extend_rows], plan.stops[: plan.extend_rows]
         holders = list(zip(batch.requests, rows.tolist(), strict=False))
         if self.states is not None:
+            self.states.written(plan.batch_id)
             for _, row in holders:
                 self.states.copied(row)
             for request, row in holders:
                 if request.row == row and row not in batch.dead:
-                    self.states.publish(row, self.table.pages[row, : request.protected_pages])
+                    self.states.publish(row, self.table.pages[row, : request.protected_pages], plan.batch_id)
         if self.window is not None:
             here = np.array([request.row == row and row not in batch.dead for request, row in holders], np.bool_)
             self.window.slide(rows[here], self.window.first_seen(stops[here] // self.page_size))
@@ -579,6 +805,8 @@ class Hybrid:
             self.window.mapped = []
         if self.states is not None:
             self.states.starts = []
+            for batch_id in list(self.states.unwritten.values()):
+                self.states.written(batch_id)
 
     # ----------------------------------------------------------------------------------------------------------- plans
 
@@ -646,7 +874,9 @@ class Hybrid:
                 "clock": states.clock,
                 "reading": list(states.reading.items()),
                 "left": list(states.left.items()),
+                **({"behind_drafts": list(states.behind_drafts.items())} if states.by_row > 1 else {}),
                 "starts": states.starts,
+                **({"unwritten": list(states.unwritten.items())} if states.unwritten else {}),
                 **{name: getattr(states, name).tobytes() for name in STATE_COLUMNS},
             }
         return image
@@ -665,6 +895,8 @@ class Hybrid:
             states.pool, states.clock, states.reading = PagePool.load(of["pool"]), of["clock"], dict(of["reading"])
             states.left = {row: [tuple(one) for one in kept] for row, kept in of["left"]}
             states.starts = [tuple(start) for start in of["starts"]]
+            states.behind_drafts = {row: list(slots) for row, slots in of.get("behind_drafts", ())}
+            states.unwritten = dict(of.get("unwritten", ()))
             for name in STATE_COLUMNS:
                 setattr(states, name, np.frombuffer(of[name], getattr(states, name).dtype).copy())
 
@@ -674,6 +906,6 @@ STATE_COLUMNS = ("slot_of", "checkpoint_of", "page_of", "locks", "used")
 Kind = Literal["window", "state"]
 
 
-def extending_rows(in_flight: deque[InFlight]) -> list[Int32s]:
+def extending_rows(in_flight: Iterable[InFlight]) -> list[Int32s]:
     """Rows of prompts in flight, by batch."""
     return [batch.plan.rows[: batch.plan.extend_rows] for batch in in_flight if batch.plan.extend_rows]

@@ -13,11 +13,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from msgspec import UNSET
 
 from lockstep.core import speculation
 from lockstep.core.adapters import NO_SLOT
-from lockstep.core.data_parallel import IDLE, counts_of
-from lockstep.core.disaggregation import TOUCHED
+from lockstep.core.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
+from lockstep.core.disaggregation import TOUCHED, comes_after_another
 from lockstep.core.errors import InvariantError
 from lockstep.core.events import TransferState
 from lockstep.core.requests import BASE, RequestState
@@ -55,6 +56,7 @@ def check(engine: Engine) -> None:
     _progress(engine)
     _speculation(engine)
     _ranks(engine)
+    _microbatches(engine, facts)
 
 
 class Facts:
@@ -63,13 +65,13 @@ class Facts:
     __slots__ = ("_paths", "cached", "computed", "free", "holders", "positions")
 
     def __init__(self, engine: Engine) -> None:
-        radix, cohort = engine.memory.radix, engine.cohort
+        radix, (cohort, positions) = engine.memory.radix, engine.everybody
         self.free = engine.memory.pool.free_ids()
         self.cached = radix.nodes() if radix is not None else []
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
-        self.positions: list[int] = engine.positions.tolist()  # where each member of the cohort decodes next
+        self.positions: list[int] = positions.tolist()  # where each of those who decode does so next
         stands = dict(zip(cohort.rows.tolist(), self.positions, strict=True))
         self.computed = [  # by holder: positions whose KV is launched, as Engine.computed_of says
             stands.get(request.row, request.computed) if request.state is RequestState.RUNNING else request.computed
@@ -118,7 +120,7 @@ def check_quiescent(engine: Engine) -> None:
     owners = (
         (engine, "waiting held followers in_flight drains"),
         (engine.memory, "leases fenced_pages rewrites rows_taken pending lent"),
-        (engine.media, "pins line fenced"),
+        (engine.media, "pins line fenced queued"),
     )
     for owner, names in owners:
         for name in names.split():
@@ -137,7 +139,7 @@ def _containers(engine: Engine) -> None:
     """S15, S16, S34: each live request is in exactly one container, the one its state names."""
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
-    cohort = [request.request_id for request in engine.cohort.requests]
+    cohort = [request.request_id for request in engine.everybody[0].requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
     sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
@@ -179,12 +181,13 @@ def _rows(engine: Engine, facts: Facts) -> None:
             _fail(f"S6: row {request.row} does not point back at {request.name}")
     if any(map(table.holders.__getitem__, table.free_rows)):
         _fail(f"S6: of the free rows {table.free_rows} some still have a holder: {table.holders}")
-    _same("S6 cohort rows", engine.cohort.rows.tolist(), [request.row for request in engine.cohort.requests])
+    cohort, _ = engine.everybody
+    _same("S6 cohort rows", cohort.rows.tolist(), [request.row for request in cohort.requests])
 
 
 def _spans(engine: Engine, facts: Facts) -> None:
     """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
-    page_size, align, cohort = engine.config.page_size, engine.config.split_tokens, engine.cohort
+    page_size, align, (cohort, _) = engine.config.page_size, engine.config.split_tokens, engine.everybody
     for request in engine.requests.values():
         if len(request.tokens) != 4 * (request.prompt_tokens + request.outputs):
             _fail(
@@ -207,8 +210,9 @@ def _spans(engine: Engine, facts: Facts) -> None:
         most = position + (not engine.config.speculates)  # with drafts it may stand at its end with what is in flight
         if most >= request.limit or position < request.prompt_tokens:
             _fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
-    if cohort.size and not engine.config.speculates:
-        left = min(limit - position for limit, position in zip(cohort.limits.tolist(), facts.positions, strict=True))
+    if engine.cohort.size and not engine.config.speculates:
+        cohort, positions = engine.cohort, engine.positions.tolist()
+        left = min(limit - position for limit, position in zip(cohort.limits.tolist(), positions, strict=True))
         if not 1 <= engine.horizon < left:
             _fail(f"S7: horizon {engine.horizon} passes the end of a member")
 
@@ -321,7 +325,7 @@ def _sessions(engine: Engine, facts: Facts) -> None:
 def _in_flight(engine: Engine, facts: Facts) -> None:
     """S5, S24: at most depth + 1 batches; what a batch in flight touches still belongs to a row, lease or fence."""
     config, table = engine.config, engine.memory.table
-    if len(engine.in_flight) > config.overlap_depth + 1:
+    if len(engine.in_flight) > config.launches_max:
         _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
     if not engine.in_flight:
         return
@@ -501,13 +505,25 @@ def _transfers(engine: Engine, facts: Facts) -> None:
                 _fail(f"L6: {request.name} is given {held} pages, and would wait for more while it holds them")
     if engine.launch_found_nothing and not engine.in_flight and not engine.paused and not engine.maintenance.still:
         able = [one for one in transfers.ready if engine.requests[one].holds == 1]
+        if engine.microbatches is not None and not engine.microbatches.has_place():
+            able = []  # another microbatch may have one
+        if (adapters := memory.adapters) is not None:
+            able = [one for one in able if adapters.has_place_for(engine.requests[one].adapter)]
         if able and engine.active < engine.config.max_running_requests:
             _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
     alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
     if memory.tiers is not None and memory.tiers.device_busy:
         alone = False  # a move locks pages, and its answer gives them
-    if alone and transfers.line and not engine.paused and engine.maintenance.admits:
-        _fail(f"L2: {transfers.line} wait for pages or slots, which nobody has")
+    if any(one.slot != NO_SLOT for one in everyone):
+        alone = False  # who has one waits for a grammar or for media
+    first = [one for one in transfers.line if not comes_after_another(engine, engine.requests[one])]
+    if alone and first and not engine.paused and engine.maintenance.admits:
+        _fail(f"L2: {first} wait for pages or slots, which nobody has")
+    change = transfers.change
+    if change is not None and engine.requests and engine.now_us >= change.due_us:
+        _fail(f"L1: {list(engine.requests)} are here {engine.now_us - change.due_us} us after the role was to change")
+    if change is not None and is_idle(engine):
+        _fail(f"L1: nothing is left, and it is not {change.role} yet")
 
 
 def _tiers(engine: Engine, facts: Facts) -> None:
@@ -591,8 +607,8 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         np.add.at(locks, held, 1)
         if (lost := held[window.window_of[held] < 0]).size:
             _fail(f"S5: {name} may read the window of pages {lost.tolist()}, which is gone")
-        starts = [int(batch.plan.starts[batch.plan.rows == row][0]) for batch in memory.in_flight if batch.names(row)]
-        reads = max(min([*starts, computed]) - window.behind, 0) // page_size
+        starts = [int(batch.starts[batch.plan.rows == row][0]) for batch in memory.in_flight if batch.names(row)]
+        reads = max(min([*starts[:1], computed]) - window.behind, 0) // page_size
         if first > min(reads, int(window.first_seen(computed // page_size))):
             _fail(f"S5: {name} let go of what is below page {first}; it stands at {computed}, {starts} are in flight")
     fenced = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.fenced_pages)])
@@ -615,7 +631,7 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     owners = {
         "free": states.pool.free_ids().tolist(),
         "checkpoints": checkpoints.tolist(),
-        **{name: [int(states.slot_of[row])] for name, row, _ in holders},
+        **{name: [int(states.slot_of[row]), *states.behind_drafts.get(row, ())] for name, row, _ in holders},
         **{f"left by row {row}": [slot for _, slot, _ in kept] for row, kept in states.left.items()},
     }
     if sorted(chain.from_iterable(owners.values())) != list(range(states.pool.total)):
@@ -627,7 +643,11 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     taken = {row: name for name, row, _ in holders}
     if strays := [row for row in (*states.reading, *states.left) if row not in taken]:
         _fail(f"S1: rows {strays} read or left checkpoints, and nobody has them")
-    locks = np.bincount(np.array(list(states.reading.values()), np.intp), minlength=states.pool.total)
+    locked = np.array([*states.reading.values(), *states.unwritten], np.intp)
+    locks = np.bincount(locked, minlength=states.pool.total)
+    writers = {batch.plan.batch_id for batch in engine.in_flight}
+    if orphans := [slot for slot, batch_id in states.unwritten.items() if batch_id not in writers]:
+        _fail(f"S9: checkpoints {orphans} are being written by batches that are not in flight")
     if (locks != states.locks).any() or (states.page_of[locks > 0] < 0).any():
         _fail(f"S9: slots are locked {states.locks.tolist()}, they are being copied {locks.tolist()}")
 
@@ -646,6 +666,8 @@ def _progress(engine: Engine) -> None:
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
+    if stuck and engine.microbatches is not None:
+        stuck = not any(cohort.size for cohort in engine.microbatches.cohorts(engine))  # those of others may go
     if stuck:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 
@@ -662,19 +684,53 @@ def _ranks(engine: Engine) -> None:
         if ranks is None:
             continue
         own = counts_of(batch)
-        if not batch.verifies and (ranks.tokens[rounds.rank], ranks.logit_rows[rounds.rank]) != own[:2]:
+        if (ranks.tokens[rounds.rank], ranks.logit_rows[rounds.rank]) != own[:2]:
             _fail(f"S29: batch {plan.batch_id} has counts {own}, the ranks agreed on {ranks}")
+        if ranks.draft_passes is not UNSET and ranks.draft_passes < draft_passes_of(plan):
+            _fail(f"S29: batch {plan.batch_id} needs {draft_passes_of(plan)} passes of the drafter, {ranks} are agreed")
         if ranks.extends and plan.mode in ("decode", "verify"):
             _fail(f"S29: batch {plan.batch_id} is {plan.mode}, but a rank extends in round {ranks.round}")
     if rounds.held is not None and engine.in_flight[-1] is not rounds.held:
         _fail("S29: what is proposed is not the newest in flight")
-    if rounds.proposed is not None and rounds.proposed != (IDLE if rounds.held is None else counts_of(rounds.held)):
+    said = rounds.proposed[:OF_THE_PASS] if rounds.proposed is not None else None
+    if said is not None and said != (IDLE if rounds.held is None else counts_of(rounds.held)):
         _fail(f"S5: the plan of round {rounds.round} is not what was proposed, {rounds.proposed}")
     config = engine.config
     limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
     most = sum(limit for limit in limits if isinstance(limit, int))
     if rounds.delay.passes > most:
         _fail(f"L5: prompts wait for {rounds.delay.passes} passes, at most {most} are allowed")
+
+
+def _microbatches(engine: Engine, facts: Facts) -> None:
+    """S18, S24, S30: who runs has a place in one microbatch, where it decodes; each has its share of all in flight."""
+    several = engine.microbatches
+    if several is None:
+        return
+    sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
+    holders = [request.request_id for request in facts.holders if request.request_id not in sent]
+    _same("S30 who has a place", sorted(several.members), sorted(holders))
+    places = [list(several.members.values()).count(number) for number in range(several.count)]
+    _same("S30 places", several.places, places)
+    if max(places) > several.size:
+        _fail(f"S24: {max(places)} requests in a microbatch of {several.size}")
+    for number, (cohort, positions) in enumerate(zip(several.cohorts(engine), several.positions(engine), strict=True)):
+        for request in cohort.requests:
+            if several.members.get(request.request_id) != number:
+                _fail(f"S30: {request.name} decodes in microbatch {number}, its place is in another")
+        _same(f"S30 positions of microbatch {number}", positions.size, cohort.size)
+        launched = [batch for batch in engine.in_flight if batch.plan.microbatch == number]
+        if len(launched) > engine.config.overlap_depth + 1:
+            _fail(f"S24: {len(launched)} batches of microbatch {number} in flight")
+        for batch in launched:
+            for request, row in zip(batch.samplers.requests, batch.samplers.rows.tolist(), strict=True):
+                if (
+                    request.row == row
+                    and row not in batch.dead
+                    and several.members.get(request.request_id, number) != number
+                ):
+                    _fail(f"S30: batch {batch.plan.batch_id} of microbatch {number} samples {request.name}, of another")
+    _same("S33 any full", engine.batch_is_full and not several.full, False)
 
 
 def _misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:

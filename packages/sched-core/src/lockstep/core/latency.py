@@ -55,6 +55,38 @@ class ExtendLatency:
             return 0
         return int(2 * left / (linear + sqrt(linear * linear + 4 * square * left)))
 
+    def tokens_like_first(self, first_tokens: int, context_tokens: int) -> int | None:
+        """The chunk behind `context_tokens` that takes as long as one of `first_tokens` behind nothing, as fitted.
+
+        What every pass costs is in both, so only the other two terms count. None while too little is known. Where pairs
+        cost nothing of their own, all chunks of one size take the same time.
+        Source: SGLang's dynamic chunking, f(history + chunk) - f(history) = f(first chunk), without its smoothing.
+        """
+        fit = self._fit_by_tokens()
+        if fit is None:
+            return None
+        per_token, per_pair = fit
+        # square n^2 + (straight + 2 square context) n = square first^2 + straight first
+        square, straight = per_pair / PAIRS / 2, per_token / TOKENS + per_pair / PAIRS / 2
+        linear, target = straight + 2 * square * context_tokens, (square * first_tokens + straight) * first_tokens
+        return int(2 * target / (linear + sqrt(linear * linear + 4 * square * target)))
+
+    def _fit_by_tokens(self) -> tuple[float, float] | None:
+        """b and c, to compare chunks by. None if unknown.
+
+        Chunks of one size do not tell what a pass costs from what its tokens cost, and chunks that take equally long do
+        not tell it from anything. Then it counts as part of the tokens: least squares without a constant.
+        """
+        one, _, _, nn, np_, pp, y, ny, py, passes = self.sums
+        fit = self._fit()
+        if fit is not None and fit[2] > 0.0 and fit[0] * one <= y / 2:
+            return fit[1], fit[2]
+        determinant = nn * pp - np_ * np_
+        if passes < PASSES_MIN or determinant <= 1e-6 * nn * pp:
+            return None
+        b, c = (ny * pp - py * np_) / determinant, (py * nn - ny * np_) / determinant
+        return (b, c) if b > 0.0 and c >= 0.0 else None
+
     def _fit(self) -> tuple[float, float, float] | None:
         """a, b, c of the least squares; pairs are left out while they say nothing of their own. None if unknown."""
         one, n, p, nn, np_, pp, y, ny, py, passes = self.sums

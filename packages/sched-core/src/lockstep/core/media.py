@@ -10,7 +10,13 @@ needs in the encoder cache at once or none of it, in the order in which requests
 prompt is computed or it leaves; but what a launched batch may read stays until that is collected. So room taken is
 always given back by somebody who does not wait for room, and nobody who is refused keeps a part of what it wanted.
 
-    absent --EncodeMedia--> encoding --MediaEncoded--> ready --room is needed, nobody pins it--> absent
+**Encoder budget.** Having room is not being encoded: with a budget, contents line up for the encoder, and it is asked
+for the next one when what it is at leaves enough of the budget, or when it is at nothing. Whom nobody needs any more
+leaves that line; what the encoder was asked for, it answers.
+
+    absent --room--> queued --budget: EncodeMedia--> encoding --MediaEncoded--> ready --room is needed--> absent
+                        |                                                         nobody pins it
+                        +--nobody pins it--> absent
 """
 
 from __future__ import annotations
@@ -66,12 +72,15 @@ class Encoding(msgspec.Struct):
 class EncoderCache:
     """Encoder output, bounded: what is there, who needs it to stay, and who waits for room."""
 
-    def __init__(self, capacity_tokens: int | None) -> None:
+    def __init__(self, capacity_tokens: int | None, budget_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
+        self.budget_tokens = budget_tokens  # being encoded at once, unless one content alone is more; None: no limit
         self.encodings: dict[bytes, Encoding] = {}  # least recently used first
         self.pins: dict[RequestId, dict[bytes, int]] = {}  # who needs what: tokens by digest
         self.line: dict[RequestId, dict[bytes, int]] = {}  # who waits for room for what, first come first
         self.fenced: list[tuple[BatchId, list[bytes]]] = []  # what work in flight reads for requests that have left
+        self.queued: dict[bytes, None] = {}  # has room, and the encoder was not asked for it yet: first come first
+        self.dropping: list[bytes] = []  # what went to make room, and the host was not told yet
 
     def ask(self, request_id: RequestId, media: dict[bytes, int]) -> None:
         """Wait for room for all of these. `serve` gives it."""
@@ -80,6 +89,9 @@ class EncoderCache:
     def serve(self, step: Step, generation: int) -> list[RequestId]:
         """Give room to those who wait, in order, as far as it goes. Returns whose media are all there already."""
         done = []
+        if self.queued:
+            self._forget_unwanted()
+            self._order(step, generation)
         while self.line:
             request_id, media = next(iter(self.line.items()))
             dropped = self._droppable(media)
@@ -87,18 +99,48 @@ class EncoderCache:
                 break
             for digest in dropped:
                 del self.encodings[digest]
+            self.dropping += dropped
             del self.line[request_id]
             self.pins[request_id] = media
             for digest, tokens in media.items():
                 encoding = self.encodings.pop(digest, None)
                 if encoding is None:
                     encoding = Encoding(tokens)
-                    step.commands.append(EncodeMedia(digest, tokens, generation, tuple(dropped)))
-                    dropped = []
+                    self.queued[digest] = None
                 self.encodings[digest] = encoding
+            self._order(step, generation)
             if self._complete(request_id):
                 done.append(request_id)
         return done
+
+    def _order(self, step: Step, generation: int) -> None:
+        """Ask the encoder for what is queued, as far as the budget goes; with what it has to give up for that first."""
+        while self.queued:
+            digest = next(iter(self.queued))
+            tokens = self.encodings[digest].tokens
+            if not self._within_budget(tokens):
+                return
+            del self.queued[digest]
+            step.commands.append(EncodeMedia(digest, tokens, generation, tuple(self.dropping)))
+            self.dropping.clear()
+
+    def _within_budget(self, tokens: int) -> bool:
+        """Whether the encoder may begin with so many more."""
+        if self.budget_tokens is None:
+            return True
+        busy = self.encoding_tokens
+        return not busy or busy + tokens <= self.budget_tokens
+
+    @property
+    def encoding_tokens(self) -> int:
+        """What the encoder is at."""
+        return sum(one.tokens for digest, one in self.encodings.items() if not one.ready and digest not in self.queued)
+
+    def _forget_unwanted(self) -> None:
+        """What is queued for nobody any more gives its room back."""
+        pinned = {digest for needed in self.pins.values() for digest in needed}
+        for digest in [digest for digest in self.queued if digest not in pinned]:
+            del self.queued[digest], self.encodings[digest]
 
     def encoded(self, digest: bytes) -> list[RequestId]:
         """One is ready. Returns whose media are all there with it."""
@@ -116,7 +158,7 @@ class EncoderCache:
     def is_encoding(self, digest: bytes) -> bool:
         """Whether an answer for it is due."""
         encoding = self.encodings.get(digest)
-        return encoding is not None and not encoding.ready
+        return encoding is not None and not encoding.ready and digest not in self.queued
 
     def has_all(self, request_id: RequestId) -> bool:
         """Whether all its media are encoded, and kept for it."""
@@ -156,6 +198,8 @@ class EncoderCache:
         self.pins.clear()
         self.line.clear()
         self.fenced.clear()
+        self.queued.clear()
+        self.dropping.clear()
 
     def check(self) -> None:
         """Raise InvariantError unless what is pinned is there, all of it fits, and no room is kept from the first."""
@@ -166,6 +210,18 @@ class EncoderCache:
         for fence, digests in self.fenced:
             if not self.encodings.keys() >= set(digests):
                 raise InvariantError(f"S5: encoder output that batch {fence} may read is not there")
+        pinned = {digest for needed in self.pins.values() for digest in needed}
+        for digest in self.queued:
+            if digest not in pinned or self.encodings[digest].ready:
+                raise InvariantError(f"D11: {digest.hex()} is queued for the encoder, which nobody needs or has seen")
+        if self.queued and self._within_budget(self.encodings[next(iter(self.queued))].tokens):
+            raise InvariantError(f"L2: {len(self.queued)} contents wait for an encoder that has time for them")
+        at, busy = (
+            self.budget_tokens,
+            [one for d, one in self.encodings.items() if not one.ready and d not in self.queued],
+        )
+        if at is not None and len(busy) > 1 and sum(one.tokens for one in busy) > at:
+            raise InvariantError(f"D11: {sum(one.tokens for one in busy)} tokens being encoded, budget {at}")
         used = sum(encoding.tokens for encoding in self.encodings.values())
         if self.capacity_tokens is not None and used > self.capacity_tokens:
             raise InvariantError(f"D11: {used} tokens of encoder output, encoder_cache_tokens {self.capacity_tokens}")

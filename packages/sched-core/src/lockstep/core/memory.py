@@ -417,6 +417,12 @@ class Memory:
             return
         mine = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
+        if writer is not None and self.hybrid is not None:
+            known = self.path_of(radix.match(request.namespace, tokens, pages))
+            if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
+                return  # once it is computed
+        if row in self.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
+            return  # it would hold its own pages, which are read from elsewhere, and the tree's: shared when it leaves
         inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
         node, already = inserted.node, inserted.already
         if already > request.protected_pages:
@@ -432,12 +438,28 @@ class Memory:
         else:
             radix.lock_node(node)
         if writer is not None and already < pages:
-            self.pending.append(Pending(writer, node, already))
+            self.pending += [Pending(batch_id, node, already) for batch_id in self._writers(request)]
         request.handle = node
         request.protected_pages = pages
         if self.hybrid is not None:
             self.hybrid.published(row, pages)
+            if writer is not None:
+                self.hybrid.share(row, mine, already)
         self.trim(step)
+
+    def _writers(self, request: Request) -> list[BatchId]:
+        """Batches in flight on which depends what a request has beyond its protected pages.
+
+        Those that compute it: all chunks of one page, too. Of a hybrid model every chunk of the request: each begins
+        with the state and the windows that the one before it leaves, though its pages may be cached already.
+        """
+        known = self.config.page_size * request.protected_pages if self.hybrid is None else 0
+        found: list[BatchId] = []
+        for batch in self.in_flight:
+            stops = batch.plan.stops[batch.plan.rows == request.row]
+            if stops.size and stops[0] > known:
+                found.append(batch.plan.batch_id)
+        return found
 
     def computed(self, batch_id: BatchId) -> None:
         """A batch is collected: what it was to compute is there."""

@@ -34,7 +34,7 @@ import numpy as np
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import PolicyError
-from lockstep.core.requests import Request, RequestState
+from lockstep.core.requests import Cohort, Request, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
@@ -343,7 +343,7 @@ class Ordering:
         return (
             engine.now_us if view._saw_time else None,
             engine.prefilled_tokens if view._saw_work else None,
-            (engine.cohort, engine.prefilling) if view._saw_running else None,
+            (_cohorts(engine), engine.prefilling) if view._saw_running else None,
         )
 
     def _matches_stand(self, radix: RadixCache) -> bool:
@@ -444,8 +444,12 @@ class Ordering:
 
 
 def _running(engine: Engine) -> list[Request]:
-    split = engine.prefilling
-    return engine.cohort.requests if split is None else [*engine.cohort.requests, split]
+    split, decoding = engine.prefilling, engine.everybody[0].requests
+    return decoding if split is None else [*decoding, split]
+
+
+def _cohorts(engine: Engine) -> tuple[Cohort, ...]:
+    return (engine.cohort,) if engine.microbatches is None else engine.microbatches.cohorts(engine)
 
 
 # ------------------------------------------------------------------------------------------------------- the policies

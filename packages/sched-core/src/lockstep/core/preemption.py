@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lockstep.core.admission import PrefillBudget, chunk_tokens, lasts_with
-from lockstep.core.commands import Step
+from lockstep.core.admission import PrefillBudget, aligned, chunk_tokens, lasts_with
+from lockstep.core.commands import NO_ROWS, Step
 from lockstep.core.config import SchedConfig
 from lockstep.core.events import DeferReason
 from lockstep.core.radix import Match
@@ -28,8 +28,9 @@ from lockstep.core.retraction import importance
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
+    from lockstep.core.hybrid import Hybrid
 
-SHORTAGES: frozenset[DeferReason] = frozenset({"running_limit", "rows", "kv_budget", "pages"})
+SHORTAGES: frozenset[DeferReason] = frozenset({"running_limit", "rows", "kv_budget", "pages", "window", "state"})
 """What a request may lack that others can give it."""
 
 
@@ -101,6 +102,66 @@ def make_room(
     return victims
 
 
+def make_room_for_split(
+    engine: Engine, request: Request, take: int, budget: PrefillBudget, step: Step
+) -> list[Request]:
+    """The same for the prompt that is split, which has all its full pages, but lacks window pages to go on with.
+
+    `take`: tokens of its next chunk, as far as full pages go.
+    """
+    config, hybrid = engine.config, engine.memory.hybrid
+    if not config.enable_priority_preemption or hybrid is None or take <= 0:
+        return []
+    if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
+        return []
+    span, positions = (request.computed, take), engine.positions
+
+    def enough(leaving: list[int]) -> bool:
+        back = engine.memory.back_once_delivered(
+            [(engine.cohort.requests[i], int(positions[i])) for i in leaving], None
+        )
+        staying = np.delete(np.arange(engine.cohort.size), leaving)
+        then = np.minimum(positions[staying] + back.launches * engine.moves_by, engine.cohort.limits[staying] - ONE)
+        return _goes_on(hybrid, engine, request, span, NO_ROWS, budget, leaving, then)
+
+    ranked = candidates(request, engine.cohort, config)
+    if not ranked or enough([]):
+        return []
+    victims = [engine.cohort.requests[i] for i in fewest(ranked, enough)]
+    engine.break_ranks(victims)
+    for victim in victims:
+        engine.retract(victim, "preempted", step, beneficiary=request.request_id)
+    return victims
+
+
+def stays_behind(engine: Engine, request: Request) -> bool:
+    """Whether a request that waits would have to make room for the prompt that is split, for want of window pages.
+
+    It does not start before that is computed: it would be retracted again.
+    """
+    split, hybrid = engine.prefilling, engine.memory.hybrid
+    if split is None or hybrid is None or hybrid.window is None or not engine.config.enable_priority_preemption:
+        return False
+    least = importance(split, engine.config) - engine.config.priority_preemption_threshold
+    return importance(request, engine.config) < least
+
+
+def _goes_on(
+    hybrid: Hybrid,
+    engine: Engine,
+    request: Request,
+    span: tuple[int, int],
+    path: Int32s,
+    budget: PrefillBudget,
+    leaving: list[int],
+    then: Int32s,
+) -> bool:
+    """Whether pools beside full attention have room for a chunk of the span, see `Hybrid.would_start`."""
+    room = hybrid.would_start(engine, request, span, path, budget, leaving, then)
+    may_split = engine.prefilling is None or engine.prefilling is request
+    return span[1] <= room or (may_split and aligned(span[0], room, budget.align) > 0)
+
+
 def tokens_kept_free(engine: Engine, cohort: Cohort, positions: Int32s) -> int:
     """Tokens of the total budget that a cohort at these positions takes: its reserve, and its next decode's own."""
     config = engine.config
@@ -118,6 +179,7 @@ class Need(NamedTuple):
     wanted: int  # tokens of the total budget
     new_pages: int  # that its whole prompt needs
     pages: int  # of its first extend
+    span: tuple[int, int]  # of that: where it begins, and how many tokens
 
     @staticmethod
     def of(engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> Need | None:
@@ -135,7 +197,8 @@ class Need(NamedTuple):
         if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
             return None
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        return Need(request, match, locking, wanted, -(-new_tokens // page_size), -(-take // page_size))
+        pages = -(-take // page_size)
+        return Need(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
 
     def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
         """Whether it can start once all in flight is delivered and these members have left: `Engine._examine` then.
@@ -151,8 +214,7 @@ class Need(NamedTuple):
         stay = np.ones(cohort.size, np.bool_)
         stay[leaving] = False
         staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
-        each = config.decode_steps_per_launch * engine.tokens_per_decode
-        then = np.minimum(now + np.int32(back.launches * each), staying.limits - ONE)
+        then = np.minimum(now + np.int32(back.launches * engine.moves_by), staying.limits - ONE)
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
         gained = pages * page_size
         gained += tokens_kept_free(engine, cohort, positions) - tokens_kept_free(engine, staying, then)
@@ -165,4 +227,9 @@ class Need(NamedTuple):
                 return False
         elif active and not budget.has(self.wanted, locking * page_size - gained):
             return False
-        return self.pages <= memory.available_pages + pages - engine.set_aside(staying, then) - locking
+        if self.pages > memory.available_pages + pages - engine.set_aside(staying, then) - locking:
+            return False
+        if memory.hybrid is None:
+            return True
+        path = memory.path_of(self.match)
+        return _goes_on(memory.hybrid, engine, self.request, self.span, path, budget, leaving, then)

@@ -89,7 +89,7 @@ from lockstep.core.events import (
     TurnStarted,
     WeightsSwapped,
 )
-from lockstep.core.hybrid import Hybrid
+from lockstep.core.hybrid import NONE, Hybrid
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import VERSION_MARK, Request, RequestState
 from lockstep.core.stats import Stats
@@ -102,6 +102,7 @@ BAR_WIDTH = 8  # characters of the pages bar
 
 _DEFER_WORDS = {
     "running_limit": "max_running_requests run already",
+    "microbatch": "pp_max_micro_batch_size run already in this microbatch",
     "rows": "no row is free",
     "kv_budget": "it does not fit beside what runs",
     "prefill_budget": "this extend is full",
@@ -120,8 +121,17 @@ _DEFER_WORDS = {
 }
 
 
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+"""The control characters, C0, DEL and C1, as they are written where a terminal must not obey them."""
+
+
+def shown(given: str) -> str:
+    """A name that a client gave, for people: control characters as `\\x1b`. Nothing else shows labels and sessions."""
+    return given if given.isprintable() else given.translate(CONTROLS)
+
+
 class Names:
-    """What requests and control requests are called: a fold over observed events."""
+    """What requests and control requests are called, as people are shown it: a fold over observed events."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, str] = {}
@@ -132,7 +142,7 @@ class Names:
         match event:
             case RequestArrived():
                 for number in range(samples_asked(event) if event.label else 0):
-                    self._requests[event.request_id + number] = sample_label(event.label, number)
+                    self._requests[event.request_id + number] = shown(sample_label(event.label, number))
             case ControlRequested():
                 name = type(event.control).__name__.removesuffix("Control")
                 words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
@@ -188,12 +198,12 @@ def decided_line(event: Decided, names: Names) -> str:
         case TurnStarted():
             prompt, most = _count(event.prompt_tokens, "prompt token"), _count(event.max_new_tokens, "output token")
             kept = f", {event.kept_tokens} of the session" if event.kept_tokens else ""
-            turn = f"{names.request(event.request_id)} in session {event.session}"
+            turn = f"{names.request(event.request_id)} in session {shown(event.session)}"
             return f"started {turn} with {prompt}{kept}, at most {most}"
         case SessionYielded():
-            return f"session {event.session} yielded {_count(event.pages, 'page')}"
+            return f"session {shown(event.session)} yielded {_count(event.pages, 'page')}"
         case SessionClosed():
-            return f"closed session {event.session} with {_count(event.tokens, 'token')} ({event.reason})"
+            return f"closed session {shown(event.session)} with {_count(event.tokens, 'token')} ({event.reason})"
         case AdapterEvicted():
             return f"evicted {event.adapter} version {event.version} from slot {event.slot}"
         case TierOperationStarted():
@@ -338,7 +348,8 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
     """What a plan computes: `b8 decode a[12:13]`. Says who samples unless everybody does."""
     ids, starts, stops = plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()
     spans = [f"{names.request(r)}[{start}:{stop}]" for r, start, stop in zip(ids, starts, stops, strict=True)]
-    text = f"b{plan.batch_id} {plan.mode} {' '.join(spans)}".rstrip()
+    where = f" in microbatch {plan.microbatch}" if plan.microbatch else ""
+    text = f"b{plan.batch_id} {plan.mode} {' '.join(spans)}".rstrip() + where
     if len(plan.sample_rows) == len(plan.rows):
         return text
     samplers = [names.request(ids[i]) for i in plan.sample_rows.tolist()]
@@ -394,7 +405,8 @@ def _hybrid_changes(changes: HybridChanges, rows: list[int]) -> list[str]:
         windows = zip(changes.pages.tolist(), changes.window_pages.tolist(), strict=True)
         lines.append("  windows of pages " + " ".join(f"{page}:{window}" for page, window in windows))
     for row, slot, source in zip(changes.state_rows, changes.state_slots, changes.state_sources, strict=True):
-        lines.append(f"  row {row} state in slot {slot}, " + (f"a copy of {source}" if source >= 0 else "from zeros"))
+        made = "behind a draft" if source < NONE else "from zeros" if source == NONE else f"a copy of {source}"
+        lines.append(f"  row {row} state in slot {slot}, {made}")
     kept = zip(changes.checkpoint_index, changes.checkpoint_positions, changes.checkpoint_slots, strict=True)
     lines += [f"  row {rows[i]} leaves its state at {position} in slot {slot}" for i, position, slot in kept]
     return lines
@@ -456,7 +468,7 @@ def session_lines(engine: Engine, names: Names) -> list[str]:
     """Every session: what it keeps and holds, whose turn it is and who waits behind."""
     lines, page_size = [], engine.config.page_size
     for session in engine.sessions.open.values():
-        text = f"session {session.name}: {session.length} of {session.capacity_tokens} tokens"
+        text = f"session {shown(session.name)}: {session.length} of {session.capacity_tokens} tokens"
         if session.handle is not None:
             text += f", {session.handle.stop * page_size} held"
         if session.turn is not None:
@@ -600,6 +612,7 @@ def debug_line(engine: Engine, event: Observed, step: Step) -> str:
     batch = ""
     if plan is not None:
         batch = f"b{plan.batch_id} {plan.mode} {int((plan.stops - plan.starts).sum())}t"
+        batch += f" m{plan.microbatch}" if plan.microbatch else ""
     letters = list(_letters(engine, step, plan).values())
     if len(letters) > REQUESTS_SHOWN:
         text = " ".join(f"{letter}{letters.count(letter)}" for letter in "EDw:r." if letter in letters)

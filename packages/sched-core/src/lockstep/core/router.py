@@ -136,6 +136,7 @@ class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_d
     session: str = ""  # only session_sticky looks
     only: int | None = None  # whatever the policy says: the engine that keeps what it goes on from
     tenant: str = ""  # only a Dispatcher looks
+    priority: int | None = None  # the same: the highest first, where its `order` is priority
     named: int | None = None  # the engine that the client wants, whatever the policy
     room: int | None = None  # where the halves of a disaggregated request meet
     half: Half = ""

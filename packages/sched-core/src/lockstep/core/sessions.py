@@ -18,7 +18,7 @@ the cache has lost. With `session_kv` evictable nothing is ever held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from lockstep.core.events import (
     TurnStarted,
 )
 from lockstep.core.extras import put_behind, spans_within
-from lockstep.core.holds import await_media, has_media
+from lockstep.core.holds import await_media, comes_by_transfer, has_media
 from lockstep.core.memory import NO_FENCE, Memory
 from lockstep.core.radix import RadixNode
 from lockstep.core.requests import Request
@@ -219,9 +219,11 @@ class Sessions:
                 request.max_new_tokens,
             )
             step.decided.append(started)
-            if has_media(request):
+            if has_media(request) and not comes_by_transfer(engine, request):
                 await_media(engine, request, step)
             engine.join_line(request)
+            if engine.transfers is not None:
+                engine.transfers.turn_began(engine, request, step)
         self._look_ahead()
 
     def _compose(self, session: Session, request: Request, engine: Engine) -> int:
@@ -234,7 +236,8 @@ class Sessions:
             )
         prompt, capacity = kept + request.prompt_tokens, session.capacity_tokens
         answers = not request.prefill_only
-        refuse_too_long(prompt, answers, engine.config)
+        own = request.extras.spans if request.extras is not None else ()
+        refuse_too_long(prompt, answers, engine.config, (*spans_within(session.spans, kept), *own))
         if prompt + answers > capacity:
             needs = "and needs room for one more, " if answers else ""
             raise Refused(
@@ -301,24 +304,27 @@ class Sessions:
         memory = engine.memory
         before, room = memory.available_pages, _room_for(memory, request)
         lacking = self._lacking(engine, request, obstacle, budget)
+        yielded = self.yield_until(memory, lambda: _room_for(memory, request) - room >= lacking, step)
+        if yielded:
+            budget.hold((before - memory.available_pages) * engine.config.page_size)
+        return yielded
+
+    def yield_until(self, memory: Memory, enough: Callable[[], bool], step: Step) -> bool:
+        """Let sessions yield until it is enough: as many as that takes, or none. Returns whether any did."""
         yielding: list[Session] = []
-        for session in holders:
-            if _room_for(memory, request) - room >= lacking:
+        for session in self._by_use():
+            if enough():
                 break
             assert session.handle is not None
             memory.unlock(session.handle)
             yielding.append(session)
-        if _room_for(memory, request) - room < lacking:
-            for session in yielding:
-                assert session.handle is not None
-                memory.lock_node(session.handle)
-            return False
+        helped = enough()
         for session in yielding:
             assert session.handle is not None
             memory.lock_node(session.handle)
-            self._yield_one(session, memory, step)
-        budget.hold((before - memory.available_pages) * engine.config.page_size)
-        return bool(yielding)
+            if helped:
+                self._yield_one(session, memory, step)
+        return helped and bool(yielding)
 
     def _lacking(self, engine: Engine, request: Request, obstacle: Obstacle, budget: PrefillBudget) -> int:
         """Pages that the obstacle is short of."""

@@ -37,6 +37,7 @@ from lockstep.core.jump_forward import Forced
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import Content, Encoding
 from lockstep.core.memory import Lease, Lent, Pending, Rewrite
+from lockstep.core.microbatches import MicrobatchesImage
 from lockstep.core.pages import PagePool
 from lockstep.core.radix import RadixCache, RadixNode
 from lockstep.core.requests import (
@@ -162,6 +163,7 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     media_spans: tuple[MediaSpan, ...] = ()
     verifies: VerifyImage | None = None
     ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # what data-parallel ranks agreed on
+    microbatch: int | msgspec.UnsetType = msgspec.UNSET  # where it is not the first
 
 
 class MediaImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -173,6 +175,8 @@ class MediaImage(msgspec.Struct, forbid_unknown_fields=True):
     pins: list[int]
     line: list[int]
     fenced: list[tuple[int, list[bytes]]]
+    queued: list[bytes] | msgspec.UnsetType = msgspec.UNSET  # of an encoder with a budget, where anything is
+    dropping: list[bytes] | msgspec.UnsetType = msgspec.UNSET
 
 
 class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -235,6 +239,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
     hybrid: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     ranks: RoundsImage | msgspec.UnsetType = msgspec.UNSET  # of one of several data-parallel ranks
+    microbatches: MicrobatchesImage | msgspec.UnsetType = msgspec.UNSET  # where there are several
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -321,6 +326,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         expert_loads=_expert_loads_image(engine),
         hybrid=memory.hybrid.dump() if memory.hybrid is not None else msgspec.UNSET,
         ranks=engine.ranks.image() if engine.ranks is not None else msgspec.UNSET,
+        microbatches=engine.microbatches.image(engine) if engine.microbatches is not None else msgspec.UNSET,
     )
     return _encode(image)
 
@@ -377,6 +383,8 @@ def restore(data: bytes) -> Engine:
     engine.positions = np.frombuffer(image.positions, np.int32)
     for member in engine.cohort.requests:
         member.decodes = True
+    if engine.microbatches is not None and image.microbatches is not msgspec.UNSET:
+        engine.microbatches.load(image.microbatches, engine)
     engine.active = sum(request.row >= 0 for request in engine.requests.values())
     engine.in_flight.extend(_batch(engine, batch) for batch in image.in_flight)
     memory.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
@@ -436,6 +444,8 @@ def _media_image(engine: Engine) -> MediaImage | None:
         pins=list(media.pins),
         line=list(media.line),
         fenced=list(media.fenced),
+        queued=list(media.queued) or msgspec.UNSET,
+        dropping=list(media.dropping) or msgspec.UNSET,
     )
 
 
@@ -445,6 +455,10 @@ def _lay_media(engine: Engine, image: MediaImage) -> None:
     engine.media.pins = {request_id: _media_of(engine, request_id) for request_id in image.pins}
     engine.media.fenced = list(image.fenced)
     engine.media.line = {request_id: _media_of(engine, request_id) for request_id in image.line}
+    if image.queued is not msgspec.UNSET:
+        engine.media.queued = dict.fromkeys(image.queued)
+    if image.dropping is not msgspec.UNSET:
+        engine.media.dropping = list(image.dropping)
 
 
 def _media_of(engine: Engine, request_id: int) -> dict[bytes, int]:
@@ -532,6 +546,7 @@ def _batch_image(batch: InFlight) -> BatchImage:
         media_spans=plan.media_spans,
         verifies=_verify_image(batch),
         ranks=plan.ranks if plan.ranks is not None else msgspec.UNSET,
+        microbatch=plan.microbatch or msgspec.UNSET,
     )
 
 
@@ -589,6 +604,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         pooled_rows=np.frombuffer(image.pooled_rows, np.int32),
         media_spans=image.media_spans,
         ranks=image.ranks if image.ranks is not msgspec.UNSET else None,
+        microbatch=image.microbatch if image.microbatch is not msgspec.UNSET else 0,
         starts_after=verifies.starts_after if verifies is not None else (),
         speculation=_speculation(verifies) if verifies is not None else None,
     )

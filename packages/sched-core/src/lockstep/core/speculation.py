@@ -130,7 +130,7 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
         forced = jump_forward.counts_of(engine, members, most)
         drafts += forced  # who has any is under a grammar, and drafts nothing
     held = -(-most // page_size)
-    available = engine.memory.available_pages
+    available = _pages_to_open(engine)
     while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
         drafts = drafts // np.int32(2)
         forced = forced // np.int32(2)
@@ -160,7 +160,7 @@ def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
     """
     cohort, starts, page_size = engine.cohort, engine.positions, np.int32(engine.config.page_size)
     counts = jump_forward.counts_of(engine, cohort, starts)
-    held, available = -(-starts // page_size), engine.memory.available_pages
+    held, available = -(-starts // page_size), _pages_to_open(engine)
     while (opening := -(-(starts + ONE + counts) // page_size) - held).sum() > available and counts.any():
         counts = counts // np.int32(2)
     if not counts.any():
@@ -176,6 +176,12 @@ def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
     known = np.full(cohort.size, EXACT, np.int64)
     verifying = Verifying(cohort, starts, stops, counts, known, deltas, counts, tokens)
     return verifying, engine.end_of_horizon(cohort, stops)
+
+
+def _pages_to_open(engine: Engine) -> int:
+    """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
+    memory = engine.memory
+    return memory.available_pages if memory.hybrid is None else memory.hybrid.pages_for_drafts(memory.available_pages)
 
 
 def _draftable(members: Cohort, most: Int32s, wanted: int) -> Int32s:

@@ -86,7 +86,7 @@ def stop_tokens_of(event: RequestArrived, config: SchedConfig) -> tuple[int, ...
 
 
 def sample_of(event: RequestArrived, number: int) -> RequestArrived:
-    """Sample `number` of an arrival as a request of its own: its id, its seed, its name."""
+    """Sample `number` of an arrival as a request of its own: its id, its seed, its name, its room."""
     if not number:
         return event
     sampling = event.sampling or SamplingParams()
@@ -95,6 +95,7 @@ def sample_of(event: RequestArrived, number: int) -> RequestArrived:
         request_id=event.request_id + number,
         sampling=msgspec.structs.replace(sampling, seed=sampling.seed + number),
         label=sample_label(event.label, number),
+        transfer_room=event.transfer_room + number if event.transfer_room is not None else None,
     )
 
 
@@ -228,16 +229,23 @@ def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> 
     bound = bool(event.spans or event.token_type_ids or event.session) or event.logprob_start is not None
     if config.truncate_input != "no" and not bound:
         return min(tokens, config.prompt_tokens_max(answers))
-    refuse_too_long(tokens, answers, config)
+    refuse_too_long(tokens, answers, config, event.spans)
     return tokens
 
 
-def refuse_too_long(tokens: int, answers: bool, config: SchedConfig) -> None:
-    """Raise Refused for a prompt longer than the limits allow; one that `answers` needs room for a token of output."""
+def refuse_too_long(tokens: int, answers: bool, config: SchedConfig, spans: tuple[PromptSpan, ...] = ()) -> None:
+    """Raise Refused for a prompt longer than the limits allow; one that `answers` needs room for a token of output.
+
+    `tokens` are those behind the expansion of media: what the spans take of them is said.
+    """
     if tokens <= config.prompt_tokens_max(answers):
         return
+    has = f"the prompt has {tokens} tokens"
+    if spans:
+        taken = sum(span.stop - span.start for span in spans)
+        has += f" ({taken} of them placeholders of {len(spans)} span{'s' if len(spans) > 1 else ''})"
     if config.max_input_tokens is not None and tokens > config.max_input_tokens:
-        message = f"the prompt has {tokens} tokens, more than max_input_tokens {config.max_input_tokens}"
+        message = f"{has}, more than max_input_tokens {config.max_input_tokens}"
         raise Refused("too_long", message)
     pool = config.pool_tokens
     if answers:
@@ -245,4 +253,4 @@ def refuse_too_long(tokens: int, answers: bool, config: SchedConfig) -> None:
     else:
         pool_binds, needs = pool < config.context_tokens_max, ""
     limit = f"the KV pool of {pool} tokens" if pool_binds else f"the context of {config.context_tokens_max} tokens"
-    raise Refused("too_long", f"the prompt has {tokens} tokens{needs}, more than {limit} holds")
+    raise Refused("too_long", f"{has}{needs}, more than {limit} holds")

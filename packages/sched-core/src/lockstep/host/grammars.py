@@ -178,10 +178,14 @@ class GrammarMatchers:
     Args:
         vocabulary: ids that logits have.
         end_tokens: each of them ends an answer, where its grammar lets it end.
+        lenient: a grammar that fails, or is none here, allows every token instead, and nobody is told.
     """
 
-    def __init__(self, compiled: CompiledGrammars, vocabulary: int, end_tokens: Sequence[int]) -> None:
-        self._compiled = compiled
+    def __init__(
+        self, compiled: CompiledGrammars, vocabulary: int, end_tokens: Sequence[int], *, lenient: bool = False
+    ) -> None:
+        self._compiled, self._failed = compiled, -1 if lenient else 0  # words of the mask of what failed
+        self._level = logging.DEBUG if lenient else logging.ERROR
         self._words, self._vocabulary = -(-vocabulary // 32), vocabulary
         self._ends = frozenset(end_tokens)
         self._rows: dict[int, _Row] = {}
@@ -198,7 +202,8 @@ class GrammarMatchers:
         try:
             matcher = self._compiled.get(taken.grammar).matcher()
         except GrammarError as error:  # it was compiled before: by another process, or within other limits
-            log.error("r%d ends as invalid: its grammar does not compile any more: %s", taken.request_id, error)
+            told = "r%d ends as invalid: its grammar does not compile any more: %s"
+            log.log(self._level, told, taken.request_id, error)
         self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher)
         self._row_of[taken.request_id] = taken.row
 
@@ -213,7 +218,7 @@ class GrammarMatchers:
             if token in self._ends or row.matcher.is_done():
                 row.over = True
             elif not row.matcher.accept(token):
-                log.error("r%d ends as invalid: its grammar does not admit token %d", request_id, token)
+                log.log(self._level, "r%d ends as invalid: its grammar does not admit token %d", request_id, token)
                 row.matcher = None
             elif row.matcher.is_done():
                 row.over = True
@@ -226,13 +231,13 @@ class GrammarMatchers:
             if row is None or row.over:
                 continue
             if row.matcher is None:
-                mask[i] = 0
+                mask[i] = self._failed
                 continue
             try:
                 row.matcher.fill(mask[i])
             except GrammarError as error:
-                log.error("r%d ends as invalid: its grammar fails: %s", row.request_id, error)
-                row.matcher, mask[i] = None, 0
+                log.log(self._level, "r%d ends as invalid: its grammar fails: %s", row.request_id, error)
+                row.matcher, mask[i] = None, self._failed
         return mask
 
     def ended(self, row: int, token: int) -> bool:

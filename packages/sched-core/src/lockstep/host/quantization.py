@@ -27,6 +27,10 @@ from typing import Any, Literal
 WeightsDtype = Literal["bf16", "fp8", "mxfp4", "int4"]
 KvDtype = Literal["bf16", "fp8"]
 Layout = Literal["fp8", "awq", "gptq"]
+Activations = Literal["", "dynamic", "static"]
+"""How rows are rounded to fp8 before a product: not; by their own largest number; by a scale of the checkpoint."""
+Fp8Activations = Literal["auto", "on", "off"]
+"""What is asked for: `rounds_rows`."""
 
 KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
 """Of one number of a token's keys or values."""
@@ -59,6 +63,9 @@ METHODS: dict[str, WeightsDtype] = {
 }
 """Rows of `WEIGHT_BYTES` by `quant_method`."""
 
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU multiplies fp8 by fp8."""
+
 SERVED = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 FIELD = "quantization_config"
 
@@ -75,13 +82,14 @@ class WeightFormat:
     group: int = 0  # awq, gptq: inputs that share scale and zero; 0: all of them
     zero_add: int = 0  # what is added to a stored zero: the first format of GPTQ stores it less 1
     kept: tuple[str, ...] = ()  # modules that are not quantised; "re:" begins a pattern, "*" is any text
+    activations: Activations = ""  # fp8: how the checkpoint says that rows are rounded; "": it does not
 
     def __str__(self) -> str:
         """For messages."""
         if self.layout != "fp8":
             return f"{self.method} in groups of {self.group or 'all'} inputs"
         by = "blocks of {} x {}".format(*self.block) if self.block else "outputs" if self.by_output else "tensors"
-        return f"{self.method} by {by}"
+        return f"{self.method} by {by}" + (f", activations {self.activations}" if self.activations else "")
 
     def keeps(self, module: str) -> bool:
         """Whether a module, by its name in the checkpoint, is not quantised."""
@@ -96,6 +104,19 @@ def _names(pattern: str, module: str) -> bool:
     if "*" in pattern:
         return fnmatchcase(module, pattern)
     return module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern)
+
+
+def rounds_rows(setting: Fp8Activations, said: Activations, tensor_cores: bool) -> bool:
+    """Whether fp8 weights meet rows in fp8, so that a product runs at a GPU's rate for fp8; else both are widened.
+
+    Runtime and planner both ask here.
+
+    Args:
+        setting: auto does what the checkpoint says, where the GPU can.
+        said: what the checkpoint says of its activations.
+        tensor_cores: whether the GPU multiplies fp8 by fp8: from `FP8_CAPABILITY` on.
+    """
+    return setting == "on" or (setting == "auto" and said != "" and tensor_cores)
 
 
 def read_weight_format(config: Mapping[str, Any], problems: list[str]) -> WeightFormat | None:
@@ -191,13 +212,14 @@ def _whole(value: Any) -> bool:
 
 
 def _fp8(read: _Fields) -> WeightFormat:
-    """transformers' and vLLM's. `activation_scheme` says how rows may be rounded, too, which is not done here."""
+    """transformers' and vLLM's."""
     read.only("fmt", "e4m3", "float8_e4m3fn")
-    read.only("activation_scheme", "dynamic", "static")
+    scheme = read.only("activation_scheme", "dynamic", "static")
+    said: Activations = "" if read.data.get("activation_scheme") is None else scheme
     block = read.sides("weight_block_size")
     kept = read.names("modules_to_not_convert", "ignored_layers", "ignore")
     scale = "weight_scale" if block is None else "weight_scale_inv"
-    return WeightFormat(method="fp8", layout="fp8", scale=scale, block=block, kept=kept)
+    return WeightFormat(method="fp8", layout="fp8", scale=scale, block=block, kept=kept, activations=said)
 
 
 def _compressed(read: _Fields) -> WeightFormat:
@@ -207,6 +229,7 @@ def _compressed(read: _Fields) -> WeightFormat:
     _no_transforms(read)
     groups = read.data.get("config_groups")
     block, by_output = None, False
+    said: Activations = ""
     if not isinstance(groups, Mapping) or len(groups) != 1:
         read.wrong("config_groups", "one group for all linear layers", only_fp8)
     else:
@@ -223,6 +246,7 @@ def _compressed(read: _Fields) -> WeightFormat:
                 weights.only("type", "float", fix=only_fp8)
                 weights.only("symmetric", True)
                 weights.only("dynamic", False)
+                said = _of_input_activations(group.data.get("input_activations"))
                 strategy = weights.only("strategy", "tensor", "channel", "block")
                 by_output = strategy == "channel"
                 if strategy == "block":
@@ -230,8 +254,21 @@ def _compressed(read: _Fields) -> WeightFormat:
                     if block is None:
                         weights.wrong("block_structure", "two whole numbers, such as [128, 128]")
     return WeightFormat(
-        method="compressed-tensors", layout="fp8", scale="weight_scale", block=block, by_output=by_output, kept=kept
+        method="compressed-tensors",
+        layout="fp8",
+        scale="weight_scale",
+        block=block,
+        by_output=by_output,
+        kept=kept,
+        activations=said,
     )
+
+
+def _of_input_activations(found: Any) -> Activations:
+    """Of compressed-tensors: absent where weights alone are quantised; else 8-bit floats, with or without a scale."""
+    if not isinstance(found, Mapping) or found.get("num_bits", 8) != 8 or found.get("type", "float") != "float":
+        return ""
+    return "dynamic" if found.get("dynamic") else "static"
 
 
 def _no_transforms(read: _Fields) -> None:
@@ -246,7 +283,8 @@ def _modelopt(read: _Fields) -> WeightFormat:
     if read.data.get("quant_algo") is None:
         read.wrong("quant_algo", "FP8")
     kept = read.names("ignore", "exclude_modules")
-    return WeightFormat(method="modelopt", layout="fp8", scale="weight_scale", kept=kept)
+    # FP8 is of weights and activations there, both with a scale in the checkpoint.
+    return WeightFormat(method="modelopt", layout="fp8", scale="weight_scale", kept=kept, activations="static")
 
 
 def _group(read: _Fields, *names: str) -> int:

@@ -10,6 +10,9 @@ An id of an answer stands for the token that was drawn in its place, every other
 vocabulary. A prompt that quotes an answer of which nothing was drawn yet (a trace whose turns overlap) is no such text:
 its batches run and take as long, but its tokens mean nothing, and a canary finds its KV.
 
+Matchers of grammars move by what was drawn here, too. A grammar of which nothing is known here, as a simulator's,
+allows every token.
+
 Drafts are made and verified here as well. Where others are right than in the journal, as with another model, plans go
 on from where the journal's row stood, and the text of that request means nothing from there on.
 """
@@ -158,8 +161,8 @@ class _Recorded:
             self._unsampled.add(plan.batch_id)
 
     def sample(self, batch_id: int, advance: tuple[tuple[RequestId, int, tuple[int, ...]], ...] = ()) -> None:
-        """Let a deferred batch sample."""
-        self.executor.sample(batch_id, advance)
+        """Let a deferred batch sample; matchers move by the tokens that stand here for the journal's."""
+        self.executor.sample(batch_id, [(one, epoch, self._drawn_for(one, tokens)) for one, epoch, tokens in advance])
         self._unsampled.discard(batch_id)
 
     def collect(self, event: BatchFinished) -> BatchResult:
@@ -192,6 +195,11 @@ class _Recorded:
                 going.recorded[first : first + count] = recorded[at : at + count]
             at += count
         return result
+
+    def _drawn_for(self, request_id: RequestId, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a request's newest tokens in the journal, those that were drawn in their place."""
+        going = self._going.get(request_id)
+        return tokens if going is None else tuple(going.drawn[len(going.drawn) - len(tokens) :])
 
     def forget(self) -> None:
         """Nobody asks any more for what is in flight."""

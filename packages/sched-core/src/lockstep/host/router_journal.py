@@ -25,7 +25,15 @@ from lockstep.core.dispatch import DispatchConfig, Dispatcher, DispatchFact, Pro
 from lockstep.core.errors import LockstepError
 from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalError
-from lockstep.core.router import EngineShare, RequestRouted, Router, RouterConfig, RouteReason
+from lockstep.core.router import (
+    EngineShare,
+    RequestEnded,
+    RequestOffered,
+    RequestRouted,
+    Router,
+    RouterConfig,
+    RouteReason,
+)
 
 FILE = "router.jsonl"
 FORMAT = 1
@@ -177,6 +185,41 @@ def router_files(folder: Path) -> list[Path]:
     """The files of a router in a run folder, the oldest first, and `router.jsonl` at the end, be it there or not."""
     numbered = [path for path in folder.glob("router-*.jsonl") if path.stem.partition("-")[2].isdecimal()]
     return [*sorted(numbered, key=lambda path: int(path.stem.partition("-")[2])), folder / FILE]
+
+
+def never_sent(folder: Path) -> int:
+    """How many requests ended in the line in front of a router, cancelled or turned away; no engine's journal has them.
+
+    0 without such a line. What a file ends with, half written, is not looked at. Raises JournalError for what is no
+    journal.
+    """
+    decode = msgspec.json.Decoder(RouterRecord).decode
+    ended = 0
+    for path in router_files(folder):
+        try:
+            with path.open("rb") as file:
+                header = msgspec.json.decode(next(file, b""), type=RouterHeader)
+                if isinstance(header.dispatch, msgspec.UnsetType):
+                    continue
+                waiting = set[RequestId]()
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    record = decode(line)
+                    if isinstance(record.fact, RequestOffered):
+                        waiting.add(record.fact.request_id)
+                    elif isinstance(record.fact, RequestEnded) and record.fact.request_id in waiting:
+                        waiting.remove(record.fact.request_id)
+                        ended += 1
+                    for routed in record.decided:
+                        if routed.engine is not None:
+                            waiting.discard(routed.request_id)
+                        elif routed.reason == "line_full":  # whoever it turned away
+                            waiting.discard(routed.request_id)
+                            ended += 1
+        except (OSError, msgspec.MsgspecError) as error:
+            raise JournalError(f"{path} cannot be read: {error}") from error
+    return ended
 
 
 class RouterDivergence(LockstepError):

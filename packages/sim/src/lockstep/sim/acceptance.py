@@ -104,7 +104,8 @@ def fitted_rates(seen: Verifications) -> tuple[float, ...]:
 def predicted_by_position(seen: Verifications, rates: tuple[float, ...]) -> list[float]:
     """What the model says for the same drafts: the share of rows whose first n are right."""
     most = int(seen.drafts.max(initial=0))
-    return np.cumprod([rates[min(number, len(rates) - 1)] for number in range(most)]).tolist()  # type: ignore[no-any-return]
+    shares: list[float] = np.cumprod([rates[min(number, len(rates) - 1)] for number in range(most)]).tolist()
+    return shares
 
 
 def predicted_length(seen: Verifications, rates: tuple[float, ...]) -> float:

@@ -21,7 +21,7 @@ STAGES_BUSY_SHARE = (
     0.8  # of the time with a batch in the pipeline, below which stages wait for tokens, not tokens for them
 )
 KV_REASONS = ("kv_budget", "pages")
-LIMIT_REASONS = ("running_limit", "rows")
+LIMIT_REASONS = ("running_limit", "rows", "microbatch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,10 @@ class TierLinks:
         self._prefetches: dict[int, _Prefetch] = {}
         self._count = 0
 
+    def share_storage(self, other: TierLinks) -> None:
+        """What another one has in storage, and the lanes there, are this one's too: they are ranks of one engine."""
+        self.storage_out, self.storage_in, self.stored = other.storage_out, other.storage_in, other.stored
+
     @property
     def next_us(self) -> int:
         """When the next move ends. There must be one under way."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.core.journal import JournalHeader
     from lockstep.sim.calibrate import HeldOut
     from lockstep.sim.cost import Calibration
+    from lockstep.sim.cost.models import Fp8Activations
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
@@ -214,6 +215,7 @@ def journal(
         date = _checked_date(date)
         check_file(out)
         notes: list[str] = []
+        fp8_activations: Fp8Activations = "auto"
         if run.is_file():
             times, file = read_batch_times(run), run
             measured = times.measured
@@ -226,6 +228,8 @@ def journal(
         else:
             header = _journal_header(run)
             said = {**header.host, "engine_version": header.core_version}
+            if said.get("kind") == "runtime" and "fp8_activations" not in said:  # rows met fp8 weights as they were
+                fp8_activations = "off"
             if said.get("speed", 1.0) != 1.0:
                 raise CalibrationError(
                     f"{run} was emulated {said['speed']:g} times as fast as its cost model says: no device is\n"
@@ -246,6 +250,7 @@ def journal(
             weights_dtype=weights_dtype,
             kv_dtype=kv_dtype,
             operators=operators,
+            fp8_activations=fp8_activations,
         )
         if isinstance(base, PipelineModel):
             raise CalibrationError(

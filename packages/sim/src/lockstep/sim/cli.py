@@ -172,7 +172,14 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
         _Or(click.FLOAT, none=NONE),
         "and not while a rank that has some uses less of its KV than this share  [default: none]",
     ),
+    ("prefill_delayer_slots", click.BOOL, "also until as many may start at once as did lately  [default: no]"),
+    ("prefill_delayer_queue_min_ratio", click.FLOAT, "also until this share of those that run waits  [default: none]"),
     ("prefill_full_skip_passes", click.INT, "so many passes while some ranks are full, others not  [default: 0]"),
+    ("encoder_budget_tokens", click.INT, "encoder tokens of media in the making at once  [default: no limit]"),
+    ("pp_size", click.INT, "as --pp: a running batch per stage (microbatches)  [default: one running batch]"),
+    ("pp_async_batch_depth", click.INT, "and so many more, whose results are on their way  [default: 0]"),
+    ("pp_max_micro_batch_size", click.INT, "requests in each  [default: max-running-requests shared out over stages]"),
+    ("pp_dynamic_chunking", click.BOOL, "chunks of a prompt that take as long as its first  [default: no]"),
 )
 
 
@@ -336,6 +343,33 @@ def drafting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def media_options(*, gpus: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of media, with `gpus` that of GPUs of their own. `--media` arrives as one text."""
+    options = (
+        click.option(
+            "--media",
+            multiple=True,
+            callback=lambda context, option, given: ";".join(given) or None,
+            metavar="SPEC",
+            help="media of requests, simulated only: image=0.3x1..4:1024x768/200, video=0.1:640x360:8s, "
+            "audio=0.2:12s, recorded; may be repeated",
+        ),
+        click.option(
+            "--mm-encoder-tp-mode",
+            default="weights",
+            help="the encoder on the tp GPUs: weights (split), or data (whole on each, which encode side by side)",
+        ),
+        click.option("--encoder-gpus", default=0, help="GPUs of the encoder alone; 0: it is on the engine's"),
+    )
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options if gpus else options[:-1]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 # One row per setting of what lies beside and below the pages: (field of HostTiers or HybridShares, type, help).
 TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("host_cache_gb", click.FLOAT, "host memory for an engine's KV, in gigabytes; 0: none"),
@@ -355,26 +389,26 @@ TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
 
 
 def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of what lies beside and below the pages. Those given arrive together, in `tiers`."""
+    """Give a command the options of what lies beside and below the pages. Those given arrive together, in `tiers`.
+
+    So they are in the context as well, for who reads a command line again without running it.
+    """
     from lockstep.sim.host_tiers import HostTiers, HybridShares
 
     defaults = {
         field.name: field.default for kind in (HostTiers, HybridShares) for field in msgspec.structs.fields(kind)
     }
 
-    @functools.wraps(command)
-    def collecting(*args: Any, **options: Any) -> Any:
-        given = {name: options.pop(name) for name, _, _ in TIER_OPTIONS}
-        return command(*args, tiers={name: value for name, value in given.items() if value is not None}, **options)
+    def collect(context: click.Context, option: click.Parameter, value: Any) -> None:
+        given = {**context.params.get("tiers", {}), **({} if value is None else {option.name: value})}
+        context.params["tiers"] = {name: given[name] for name, _, _ in TIER_OPTIONS if name in given}
 
-    decorated: Callable[..., Any] = collecting
     for name, kind, text in reversed(TIER_OPTIONS):
         default = f"{defaults[name]}us" if name.endswith("_us") else defaults[name]
         text = text if "default" in text else f"{text}  [default: {default}]"
-        decorated = click.option("--" + name.removesuffix("_us").replace("_", "-"), name, type=kind, help=text)(
-            decorated
-        )
-    return decorated
+        flag = "--" + name.removesuffix("_us").replace("_", "-")
+        command = click.option(flag, name, type=kind, help=text, expose_value=False, callback=collect)(command)
+    return command
 
 
 # ------------------------------------------------------------------------------------------------------------ simulate
@@ -410,11 +444,13 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--fp8-activations", default="auto", help="whether fp8 weights meet rows in fp8: auto, on, off")
 @click.option("--operators", metavar="DIR", help="measured operator tables of this GPU: docs/cost-models.md, section 3")
 @click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--intervals/--no-intervals", default=True, help="say how sure the answers are, by two more simulations")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @drafting_options
+@media_options(gpus=True)
 @tier_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")

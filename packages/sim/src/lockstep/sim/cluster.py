@@ -21,10 +21,11 @@ and engines know them by the order in which they were sent: `sent` has their ids
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -35,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lockstep.core.autoscale import SCALING_POLICIES, Autoscaler, LoadObserved, ScalingConfig
-from lockstep.core.dispatch import WAITING_MAX, DispatchConfig, Dispatcher
-from lockstep.core.engine import Engine
+from lockstep.core.dispatch import DispatchConfig, Dispatcher
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
 from lockstep.core.journal import JournalHeader, JournalWriter
@@ -52,6 +52,7 @@ from lockstep.core.router import (
     RouterFact,
     prefix_keys,
 )
+from lockstep.host.admission_words import admission_word, pairs
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
@@ -66,6 +67,7 @@ from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import with_stages
 from lockstep.sim.ranks import check_cluster_of_ranks
+from lockstep.sim.shared_clock import report_of
 from lockstep.sim.simulate import (
     NoJournal,
     Run,
@@ -95,6 +97,7 @@ COMMON = (
     *("max_new_tokens", "grammar_compile_us", "receive_interval", "calibration"),
 )  # of what is said of a run, what is the same for all engines
 REPLICAS_MAX = 1024
+TENANTS_SHOWN = 10
 ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
 
 # ------------------------------------------------------------------------------------------------------ what was asked
@@ -174,11 +177,18 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: dict[str, Any]  # of ScalingConfig, `maximum` aside
 
     def config(self, replicas: int) -> ScalingConfig:
-        """For so many replicas at most. Raises ConfigError for what cannot work."""
+        """For so many replicas at most. Raises ConfigError for what cannot work, in the words of the option."""
+        if (minimum := self.settings.get("minimum", 1)) > replicas:
+            raise ConfigError(
+                f"`autoscale`: `minimum` is {minimum}, but there are {replicas} replicas\n"
+                "hint: raise --replicas, or lower minimum"
+            )
+        words = {"target": self.settings.get("policy", "target"), **{f"{name}_us": name for name in DURATIONS}}
         try:
             return ScalingConfig(maximum=replicas, **self.settings)
-        except ConfigError as error:
-            raise ConfigError(f"`autoscale`: {error}") from error
+        except ConfigError as error:  # which names fields of ScalingConfig first
+            said = re.sub(r"^`(\w+)`", lambda field: f"`{words.get(field[1], field[1])}`", str(error))
+            raise ConfigError(f"`autoscale`: {said}") from error
 
     def within(self, replicas: int) -> Scaling:
         """The same where there are so few replicas that the minimum would be beyond them."""
@@ -199,7 +209,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def parse_scaling(text: str) -> Scaling:
     """Read `open_requests=24,minimum=2,start=60s`: the policy with its target, then settings. Raises ConfigError."""
     settings: dict[str, Any] = {}
-    for name, value in _pairs("autoscale", text):
+    for name, value in pairs("autoscale", text):
         try:
             if name in SCALING_POLICIES and "policy" not in settings:
                 settings |= {"policy": name, "target": float(value)}
@@ -222,49 +232,6 @@ def parse_scaling(text: str) -> Scaling:
     scaling = Scaling(settings=settings)
     scaling.config(max(settings.get("minimum", 1), 1))
     return scaling
-
-
-ADMISSION_COUNTS = {"open": "open_max", "waiting": "waiting_max"}
-SHARE = "share."
-
-
-def parse_admission(text: str) -> DispatchConfig:
-    """Read `open=64,waiting=1000,share.TENANT=2`. Raises ConfigError."""
-    settings: dict[str, Any] = {}
-    weights: dict[str, float] = {}
-    for name, value in _pairs("admission", text):
-        try:
-            if name in ADMISSION_COUNTS:
-                settings[ADMISSION_COUNTS[name]] = int(value)
-            elif name.startswith(SHARE):
-                weights[name.removeprefix(SHARE)] = float(value)
-            else:
-                raise ConfigError(f"`admission` has `{name}={value}`, expected open, waiting or share.TENANT")
-        except ValueError as error:
-            raise ConfigError(f"`admission`: `{name}` cannot be `{value}`: {error}") from error
-    if "open_max" not in settings:
-        raise ConfigError(f"`admission` has no limit, got `{text}`\nhint: open=64, requests open per engine")
-    return DispatchConfig(**settings, tenant_weights=weights)
-
-
-def admission_word(config: DispatchConfig) -> str:
-    """As `parse_admission` reads it."""
-    words = [f"open={config.open_max}"]
-    words += [f"waiting={config.waiting_max}"] if config.waiting_max != WAITING_MAX else []
-    words += [f"{SHARE}{tenant}={number_word(weight)}" for tenant, weight in config.tenant_weights.items()]
-    return ",".join(words)
-
-
-def _pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
-    """NAME=VALUE, separated by commas; each once."""
-    seen: set[str] = set()
-    for item in text.split(","):
-        name, equals, value = item.strip().partition("=")
-        if not equals or not value or name in seen:
-            problem = "twice" if equals and value else "without a value"
-            raise ConfigError(f"`{option}` has `{item.strip()}` {problem}\nhint: write NAME=VALUE once for each")
-        seen.add(name)
-        yield name, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,13 +306,18 @@ class ClusterSetup:
 
     @property
     def gpus(self) -> int:
-        return sum(setup.split.gpus for setup in self.engines) // self.ranks
+        return sum(setup.split.gpus for setup in self.whole_engines)
 
     @property
     def ranks(self) -> int:
         """Of an engine that has schedulers per rank; these are listed one by one in `engines`."""
         ranks = self.engines[0].config.dp_ranks
         return ranks if isinstance(ranks, int) else 1
+
+    @property
+    def whole_engines(self) -> list[Setup]:
+        """The engines, each once: of several ranks the first stands for all."""
+        return [setup for setup in self.engines if not setup.config.shares_passes or setup.config.dp_rank == 0]
 
     @property
     def hands_over(self) -> bool:
@@ -359,11 +331,12 @@ class ClusterSetup:
 
     def link_bytes_per_us(self, engine: Setup) -> float:
         """What an engine can send to others at once, and receive."""
-        return self.scenario.link_gbs * 1e3 * engine.split.gpus
+        ranks = engine.config.dp_ranks
+        return self.scenario.link_gbs * 1e3 * engine.split.gpus / (ranks if isinstance(ranks, int) else 1)
 
     @property
     def title(self) -> str:
-        kinds = Counter(kind_of(setup) for setup in self.engines[:: self.ranks])
+        kinds = Counter(kind_of(setup) for setup in self.whole_engines)
         on = " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
         return f"{self.engines[0].model.name} on {on}, {self.scenario.router.policy}"
 
@@ -441,23 +414,28 @@ def assemble_cluster(
     _check_options(scenario, groups, count)
     base = scenario.base
     setups: list[Setup] = []
-    for group in groups:
+    tps = [base.tp if group.tp is None else group.tp for group in groups]
+    for group, tp in zip(groups, tps, strict=True):
         one = replace(
             base,
             gpu=group.gpu,
-            tp=base.tp if group.tp is None else group.tp,
+            tp=tp,
             ep=group.layout.get("ep", base.ep),
             attention_dp=group.layout.get("attention_dp", base.attention_dp),
             pp=group.layout.get("pp", base.pp),
             settings={**base.settings, **group.settings},
         )
+        if base.media is not None and base.mm_encoder_tp_mode == "data" and tp == 1 < max(tps):
+            one = replace(one, mm_encoder_tp_mode="weights")  # it means nothing there, and something elsewhere
         setup = assemble(one, workload=workload) if environ is None else assemble(one, environ, workload=workload)
         workload = setup.workload
         setups.append(setup)
+    if scenario.dispatch is not None:
+        _check_shares(scenario.dispatch, setups[0].workload)
     if any(setup.config.hands_over for setup in setups):
         _check_roles(scenario, setups)
     if base.rank_schedulers:
-        return _of_ranks(scenario, setups[0])
+        return _of_ranks(scenario, groups, setups)
     weights = _weights(groups, setups)
     engines = [setup for group, setup in zip(groups, setups, strict=True) for _ in range(group.count)]
     shares = [
@@ -468,18 +446,21 @@ def assemble_cluster(
     return ClusterSetup(scenario=scenario, engines=tuple(engines), shares=tuple(shares))
 
 
-def _of_ranks(scenario: ClusterScenario, setup: Setup) -> ClusterSetup:
-    """Every rank of every replica is something that the router chooses from."""
-    turns, ranks = setup.workload.turns, setup.config.dp_ranks
-    assert isinstance(ranks, int)
-    check_cluster_of_ranks(scenario, turns.grammars)
-    share = EngineShare(weight=1.0, cache_tokens=setup.config.pool_tokens if setup.config.radix_cache else 0)
-    engines = [
-        replace(setup, config=msgspec.structs.replace(setup.config, dp_rank=rank))
-        for _ in range(scenario.replicas)
-        for rank in range(ranks)
-    ]
-    return ClusterSetup(scenario=scenario, engines=tuple(engines), shares=(share,) * len(engines))
+def _of_ranks(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], setups: list[Setup]) -> ClusterSetup:
+    """Every rank of every engine is something that the router chooses from."""
+    check_cluster_of_ranks(scenario, setups)
+    engines: list[Setup] = []
+    shares: list[EngineShare] = []
+    for group, setup, weight in zip(groups, setups, _weights(groups, setups), strict=True):
+        ranks = setup.config.dp_ranks
+        assert isinstance(ranks, int)
+        share = EngineShare(weight=weight, cache_tokens=setup.config.pool_tokens if setup.config.radix_cache else 0)
+        for _ in range(group.count):
+            engines += [
+                replace(setup, config=msgspec.structs.replace(setup.config, dp_rank=rank)) for rank in range(ranks)
+            ]
+            shares += [share] * ranks
+    return ClusterSetup(scenario=scenario, engines=tuple(engines), shares=tuple(shares))
 
 
 def kind_of(setup: Setup) -> str:
@@ -539,6 +520,19 @@ def _check_options(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], c
         if len(groups) > 1:
             raise ConfigError("`autoscale` is for equal engines, got several kinds\nhint: --gpu and --replicas")
         scenario.scaling.config(count)
+
+
+def _check_shares(dispatch: DispatchConfig, workload: Workload) -> None:
+    """Raise ConfigError for the share of a tenant whom no request is of."""
+    known = sorted(tenant for tenant in workload.turns.tenants if tenant)
+    for tenant in dispatch.tenant_weights:
+        if tenant not in known:
+            more = f" and {len(known) - TENANTS_SHOWN:,} more" if len(known) > TENANTS_SHOWN else ""
+            there = f"its tenants are {', '.join(known[:TENANTS_SHOWN])}{more}" if known else "it has no tenants"
+            raise ConfigError(
+                f"`admission` has a share for `{tenant}`, but no request of the workload is of that tenant: {there}\n"
+                "hint: leave it out, or name where requests come from: --workload NAME=gen:..."
+            )
 
 
 def _weights(groups: tuple[EngineGroup, ...], setups: list[Setup]) -> list[float]:
@@ -620,6 +614,7 @@ class ClusterRun:
             never_sent=self.never_sent,
             interrupted=self.interrupted,
             cpu_s=self.cpu_s,
+            intervals=self.intervals,
         )
         lines = together.remarks()
         if self.autoscale is not None:
@@ -678,11 +673,11 @@ def simulate_cluster(
         else:
             journals = [NoJournal()] * len(setup.engines)
         cluster: Cluster | HandoverCluster | RankCluster
-        if setup.ranks > 1:
-            cluster = RankCluster(setup, journals, router_journal, check_every=check_every, on_finish=on_finish)
-        elif setup.hands_over:
+        if setup.hands_over:
             both = router_journal, decode_router_journal
             cluster = HandoverCluster(setup, journals, both, check_every=check_every, on_finish=on_finish)
+        elif setup.ranks > 1:
+            cluster = RankCluster(setup, journals, router_journal, check_every=check_every, on_finish=on_finish)
         else:
             cluster = Cluster(
                 setup,
@@ -728,6 +723,7 @@ class Cluster:
         self.arrivals = arrivals_of(setup.engines[0])
         line = setup.scenario.dispatch
         self._dispatcher = None if line is None else Dispatcher(line, setup.scenario.router, setup.shares)
+        self._by_priority = line is not None and line.order == "priority"
         self.router = Router(setup.scenario.router, setup.shares) if line is None else self._line.router
         self.lanes: list[Lane] = []
         self.metrics: list[MetricsFold] = []
@@ -882,6 +878,7 @@ class Cluster:
             prefix=prefix,
             session=session,
             tenant=event.tenant if self._dispatcher is not None else "",
+            priority=event.priority if self._by_priority else None,
             room=room_of(self._seed, event.request_id) if self._by_room else None,
         )
         self._held[event.request_id] = event
@@ -956,7 +953,7 @@ class Cluster:
             self._tell_ends(now_us)
             due_us = now_us + self.setup.scenario.report_delay_us
             self._reports.extend(
-                _report(engine, lane.host.engine, now_us, due_us)
+                report_of(engine, lane.host.engine, now_us, due_us)
                 for engine, lane in enumerate(self.lanes)
                 if self.router.state[engine] != "down"
             )
@@ -1051,8 +1048,7 @@ class Cluster:
         """Measure it."""
         slos = self.setup.scenario.base.slos
         datas = [
-            with_stages(metrics.result(slos), lane.host.device)
-            for metrics, lane in zip(self.metrics, self.lanes, strict=True)
+            with_stages(metrics.result(slos), lane.host) for metrics, lane in zip(self.metrics, self.lanes, strict=True)
         ]
         data = combine(
             datas, hop_us=self._hop_us, slos=slos, waited_us=self.waited_us, refused=self.refused, sent=self.sent
@@ -1088,17 +1084,6 @@ class Cluster:
 def room_of(seed: int, request_id: RequestId) -> int:
     """The room a router in front of prefill and decode engines draws for a request: 63 bits, as in SGLang's."""
     return int.from_bytes(blake2b(f"{seed} {request_id}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _report(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadReported:
-    """What an engine says of itself: requests it has, KV that they hold, and prompts that wait for theirs."""
-    memory = core.memory
-    cached = memory.radix.evictable_pages if memory.radix is not None else 0
-    held = (core.config.pages - memory.pool.free_count - cached) * core.config.page_size
-    waiting = sum(request.prompt_tokens for request in core.waiting)
-    return LoadReported(
-        time_us=due_us, engine=engine, measured_us=measured_us, requests=len(core.requests), tokens=held + waiting
-    )
 
 
 # ------------------------------------------------------------------------------------------------------- the run folder

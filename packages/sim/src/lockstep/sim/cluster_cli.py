@@ -13,6 +13,7 @@ import click
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.router import RouterConfig
+from lockstep.host.admission_words import parse_admission
 from lockstep.sim.cli import check_router_options, progress_bar, say_no_intervals, show
 from lockstep.sim.cluster import (
     ClusterRun,
@@ -21,7 +22,6 @@ from lockstep.sim.cluster import (
     EngineGroup,
     assemble_cluster,
     kind_of,
-    parse_admission,
     parse_engines,
     parse_scaling,
     simulate_cluster,
@@ -96,8 +96,13 @@ def run_cluster(
         console.print(engines_table(run))
         if "transfers" in run.data.summary:
             console.print(transfers_table(run.data.summary["transfers"]))
-        if "ranks" in run.data.summary:
-            console.print(ranks_table(run.data.summary["ranks"]))
+        for key, whose in (
+            ("ranks", "all ranks"),
+            ("ranks_prefill", "prefill ranks"),
+            ("ranks_decode", "decode ranks"),
+        ):
+            if key in run.data.summary:
+                console.print(ranks_table(run.data.summary[key], whose))
     if cut_short:
         say_no_intervals()
     return run, cut_short
@@ -140,12 +145,12 @@ def transfers_table(summary: Mapping[str, Any]) -> Any:
     return table
 
 
-def ranks_table(summary: Mapping[str, Any]) -> Any:
+def ranks_table(summary: Mapping[str, Any], whose: str = "all ranks") -> Any:
     """What ranks ran together, and what the delayer did about it."""
     from rich import box
     from rich.table import Table
 
-    title = "Passes of all ranks together"
+    title = f"Passes of {whose} together"
     waited, released = summary["passes_prompts_waited"], summary["prompts_released"]
     if summary["prompts_by_situation"]:
         title += f"; prompts waited in {waited:,} of them and went ahead {released:,} times"
@@ -157,7 +162,14 @@ def ranks_table(summary: Mapping[str, Any]) -> Any:
         "idle ranks": show_share(summary["idle_share"]),
         "by graph": show_share(summary["graph_share"]),
         "padding": show_share(summary["padding_share"]),
-        **({"prompts waited, mean": show_us(summary["release_wait_us_mean"])} if released else {}),
+        **(
+            {
+                "prompts waited, mean": show_us(summary["release_wait_us_mean"]),
+                "ranks that joined": f"{summary['ranks_joined']:,}",
+            }
+            if released
+            else {}
+        ),
     }
     for heading in rows:
         table.add_column(heading, justify="right")

@@ -181,6 +181,7 @@ class Lane:
             or config.jumps
             or config.retract_every
             or engine.memory.adapters is not None
+            or engine.microbatches is not None
         ):
             return 0
         # A retraction makes the cohort smaller and lets others in: count only launches whose pages are sure to be had.

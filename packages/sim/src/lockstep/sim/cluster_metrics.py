@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.metrics import (
     BINS_MAX,
+    Drafts,
     Packed,
     Requests,
     RunData,
@@ -71,7 +72,7 @@ def combine(
     itl_us = ValueCounts.join([data.itl_us for data in datas])
     begun = [data.span_us for data in datas if data.summary["requests"]["arrived"]]
     span_us = (min((s for s, _ in begun), default=0) - (hop_us if begun else 0), max((s for _, s in begun), default=0))
-    summary = {
+    summary: Summary = {
         "requests": _counts(datas, len(refused)),
         "latency": describe_latency(requests, itl_us),
         "throughput": describe_throughput(requests, slos),
@@ -83,7 +84,15 @@ def combine(
         "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
     }
     packed = Packed.join([data.packed for data in datas])
-    return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed)
+    verified = [data.drafts for data in datas if data.drafts is not None]
+    drafts = Drafts.join(verified) if verified else None
+    if drafts is not None:
+        summary |= drafts.summary()
+    makespan_us = summary["throughput"]["makespan_us"]
+    encoder = _encoder(datas)
+    if any("media" in data.summary for data in datas):
+        summary["media"] = _media(datas, makespan_us)
+    return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
 
 
 def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
@@ -102,7 +111,7 @@ def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us
     }
     streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
     series = replace(whole.series, output_tokens_per_s=streamed)
-    return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed)
+    return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed, whole.drafts)
 
 
 def _counts(datas: Sequence[RunData], refused: int) -> Summary:
@@ -204,6 +213,28 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 def _cache(datas: Sequence[RunData]) -> Summary:
     out = _added([data.summary["cache"] for data in datas])
     return out | {"hit_ratio": _ratio(out["prompt_tokens_cached"], out["prompt_tokens_admitted"])}
+
+
+def _media(datas: Sequence[RunData], makespan_us: int | None) -> Summary:
+    """Counts of all engines; waits are means weighted by who waited, and the greatest of the others."""
+    parts = [data.summary["media"] for data in datas if "media" in data.summary]
+    waited = [part["requests_waited"] or 0 for part in parts]
+    means = [part["wait_us_mean"] or 0.0 for part in parts]
+    out = _added(parts)
+    gpus = out["encoder_gpus"] or len(datas)
+    weighted = sum(count * mean for count, mean in zip(waited, means, strict=True))
+    return out | {
+        "embedding_hit_ratio": _ratio(out["reused"], out["contents"]),
+        "encoder_busy_fraction": _ratio(out["encoder_busy_us"], (makespan_us or 0) * gpus),
+        "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
+        **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
+    }
+
+
+def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:
+    """What the encoders of all engines did."""
+    tables = [data.encoder for data in datas if data.encoder is not None]
+    return np.concatenate(tables) if tables else None
 
 
 def _kv(datas: Sequence[RunData]) -> Summary:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
+from lockstep.core.render import shown
 from lockstep.sim.compare import (
     Change,
     ChangedRequest,
@@ -221,7 +222,7 @@ def _pair_lines(pairs: Pairs, first: str, other: str) -> Iterator[str]:
 
 
 def _request_line(request: ChangedRequest, first: str, other: str) -> str:
-    name = request.label or f"id {request.request_ids[0]}"
+    name = shown(request.label) or f"id {request.request_ids[0]}"
     ids = f"{first} {request.request_ids[0]}, {other} {request.request_ids[1]}"
     size = f"{request.prompt_tokens:,} in, {request.output_tokens:,} out"
     moved = f"{show_us(request.first_us)} -> {show_us(request.other_us)}"

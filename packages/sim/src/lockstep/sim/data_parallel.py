@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from simpy import Environment, Event
 
-from lockstep.core import invariants
 from lockstep.core.commands import BatchPlan, ProposeBatch, Ranks, Step
-from lockstep.core.engine import Engine
+from lockstep.core.data_parallel import draft_passes_of
 from lockstep.core.events import (
+    BatchId,
     DelaySituation,
     ObservedEvent,
     PrefillNegotiated,
@@ -36,15 +38,27 @@ from lockstep.core.events import (
 from lockstep.core.router import Router
 from lockstep.sim.cluster_metrics import combine
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host import NEVER_US, Device, EngineHost, JournalSink, MetricsSink, Running, standard_normal
+from lockstep.sim.host import (
+    NEVER_US,
+    Device,
+    EngineHost,
+    JournalSink,
+    MetricsSink,
+    Running,
+    TransferPort,
+    Untimed,
+    standard_normal,
+)
 from lockstep.sim.metrics import MetricsFold
-from lockstep.sim.shared_clock import Routing, SharedClock, SharedFeed
-from lockstep.sim.simulate import FrontEnd, NoJournal
+from lockstep.sim.shared_clock import Routing, SharedClock, SharedFeed, report_of
+from lockstep.sim.simulate import host_of
+from lockstep.sim.speculation import Drafter
 from lockstep.sim.turns import Turn
 
 if TYPE_CHECKING:
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
     from lockstep.sim.cluster import ClusterRun, ClusterSetup
+    from lockstep.sim.simulate import Setup
 
 EXCHANGE_US = 60
 """From the last proposal until every rank knows all: an estimate of a gather of a few numbers by gloo, in one host."""
@@ -78,7 +92,7 @@ def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> 
     candidates = {max(shapes, key=lambda shape: shape.decode_context_tokens), max(shapes, key=_tokens_of)}
     if agreed.extends:
         candidates.add(max(shapes, key=lambda shape: shape.extend_pairs))
-    seen = [msgspec.structs.replace(together, own=own) for own in sorted(candidates, key=msgspec.structs.astuple)]
+    seen = [replace(together, own=own) for own in sorted(candidates, key=msgspec.structs.astuple)]
     return max(seen, key=lambda shape: cost.batch_us(shape).mean_us)
 
 
@@ -112,12 +126,16 @@ class PassCounts:
         self.padded = 0  # passes padded to the longest
         self.tokens = 0
         self.padding_tokens = 0
+        self.draft_passes = 0  # of a drafter that all ranks run together
+        self.draft_passes_joined = 0  # of these, all ranks together, those that a rank did not need itself
         self.late_us = 0  # from when a rank was there until the last one was, all ranks together
         self.situations: Counter[DelaySituation] = Counter()
         self.delayed_passes = 0
         self.waits_us: list[int] = []  # of prompts that had waited and went ahead
+        self.wanting_first = 0  # ranks that could extend when the latest wait began
+        self.joined = 0  # ranks that came to be able to while others waited
 
-    def launched(self, shares: Sequence[Share], started_us: int) -> None:
+    def launched(self, shares: Sequence[Share]) -> None:
         """A pass begins."""
         agreed = shares[0].plan.ranks
         assert agreed is not None
@@ -136,12 +154,20 @@ class PassCounts:
         last_us = max(share.handed_over_us for share in shares)
         self.late_us += sum(last_us - share.handed_over_us for share in shares)
 
+    def drafted(self, shares: Sequence[Share], passes: int) -> None:
+        """All ranks ran so many passes of the drafter."""
+        self.draft_passes += passes
+        self.draft_passes_joined += sum(passes - draft_passes_of(share.plan) for share in shares)
+
     def decided(self, event: PrefillNegotiated) -> None:
         """All ranks decided about prompts; told of once for all of them."""
         self.situations[event.situation] += 1
         self.delayed_passes += not event.allowed
+        if event.passes == 1 and not event.allowed:
+            self.wanting_first = event.wanting
         if event.allowed and event.passes:
             self.waits_us.append(event.waited_us)
+            self.joined += max(event.wanting - self.wanting_first, 0)
 
     def describe(self) -> dict[str, Any]:
         """Everything; times in microseconds."""
@@ -157,10 +183,19 @@ class PassCounts:
             "graph_share": _share(self.graphs, self.passes),
             "passes_max_length": self.padded,
             "padding_share": _share(self.padding_tokens, self.tokens + self.padding_tokens),
+            **(
+                {
+                    "draft_passes": self.draft_passes,
+                    "draft_passes_joined_share": _share(self.draft_passes_joined, self.draft_passes * self.ranks),
+                }
+                if self.draft_passes
+                else {}
+            ),
             "late_us_mean": _share(self.late_us, self.passes * self.ranks),
             "prompts_by_situation": dict(sorted(self.situations.items())),
             "passes_prompts_waited": self.delayed_passes,
             "prompts_released": len(self.waits_us),
+            "ranks_joined": self.joined,
             "release_wait_us_mean": round(float(waits.mean()), 3) if self.waits_us else None,
             "release_wait_us_max": int(waits.max()) if self.waits_us else None,
         }
@@ -183,35 +218,94 @@ def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- the exchange
 
 
+@dataclass(eq=False)
+class Pass:
+    """What all ranks have handed over, behind the passes before."""
+
+    shares: Sequence[Share]
+    took_us: float
+    sampling_us: float  # of that, for those who have to wait with it; 0.0 where nobody has to
+    held_us: int = 0  # it begins no sooner
+    started_us: int | None = None
+    ends_us: dict[int, int] = field(default_factory=dict)  # by rank, as far as known
+
+    def end_us(self, rank: int, sampled_us: dict[tuple[int, BatchId], int]) -> int | None:
+        """When a rank has its tokens; None while the matchers it waits for have not moved."""
+        assert self.started_us is not None
+        plan = self.shares[rank].plan
+        if plan.sample_after is None:
+            return self.started_us + max(1, round(self.took_us))
+        may_us = sampled_us.pop((rank, plan.batch_id), None)
+        if may_us is None:
+            return None
+        ready_us = max(self.started_us + self.took_us - self.sampling_us, may_us)
+        return max(self.started_us + 1, round(ready_us + self.sampling_us))
+
+
 class RankDevice(Device):
-    """One rank's GPUs. A pass begins when all ranks have handed theirs over."""
+    """One rank's GPUs. A pass begins when all ranks have handed theirs over and have sampled in the one before."""
 
     group: RankGroup
     rank: int
+
+    def shape_of(self, plan: BatchPlan) -> BatchShape:
+        """What the cost of a plan depends on. Rows whose KV came from elsewhere decode like any others."""
+        shape = super().shape_of(plan)
+        if plan.mode != "prebuilt":
+            return shape
+        return replace(
+            shape,
+            extend_rows=0,
+            extend_tokens=0,
+            extend_context_tokens=0,
+            extend_pairs=0,
+            decode_rows=shape.decode_rows + shape.extend_rows,
+            decode_context_tokens=shape.decode_context_tokens + shape.extend_context_tokens,
+        )
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` with the others' behind what was launched before."""
         draft_us = 0.0
         if self.speculation is not None:
-            longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
-            draft_us = self.speculation.drafter.draft_us(shape, longest)
+            draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan))
         tokens = self._sample(plan).tobytes() if plan.rows.size else b""
         accepted = b"" if plan.speculation is None else self._accepted(plan)
+        if plan.sample_after is not None:
+            self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, None, accepted))
         self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, tokens, accepted))
+
+    def hold_until(self, us: int) -> None:
+        """No batch that is handed over from now on begins before `us`, on any rank."""
+        self.group.hold_until(us)
+
+    def sample(self, batch_id: BatchId, at_us: int) -> None:
+        """This rank's matchers have moved, so that it may sample."""
+        waiting = [one for one in self.untimed if one.plan.batch_id != batch_id]
+        if len(waiting) < len(self.untimed):
+            self.untimed = deque(waiting)
+            self.group.may_sample(self.rank, batch_id, at_us)
 
 
 class RankGroup:
     """The ranks of one engine: who has proposed what, who is there, and how long a pass takes."""
 
-    def __init__(self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str) -> None:
+    def __init__(
+        self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str, drafter: Drafter | None = None
+    ) -> None:
         self.env = env
+        self.role = "mixed"
+        self._drafter = drafter
         self.counts = PassCounts(ranks)
         self.ports: list[RankPort] = []
         self._cost = cost
         self._key = f"{seed} {name}"
         self._free_us = 0
+        self._held_us = 0  # no pass that is handed over from now on begins before
         self._proposals: dict[int, tuple[ProposeBatch, int]] = {}
         self._there: list[deque[Share]] = [deque() for _ in range(ranks)]  # handed over, the others not yet
+        self._passes: deque[Pass] = deque()  # handed over by all, and not at their end, as far as is known
+        self._sampled_us: dict[tuple[int, BatchId], int] = {}  # ranks that wait with sampling: when they need not
+        self._begun = 0
 
     def proposed(self, rank: int, command: ProposeBatch, time_us: int) -> None:
         """A rank says what it would run; once all have, each is told. The first one makes the others say so, too."""
@@ -248,27 +342,63 @@ class RankGroup:
         shares = [there.popleft() for there in self._there]
         agreed = shares[0].plan.ranks
         assert agreed is not None
-        expected = self._cost.batch_us(pass_shape(self._cost, [share.shape for share in shares], agreed))
-        took_us = expected.mean_us + max(share.draft_us for share in shares)
+        together = pass_shape(self._cost, [share.shape for share in shares], agreed)
+        expected = self._cost.batch_us(together)
+        took_us = expected.mean_us + self._draft_us(together, shares, agreed)
         if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._key} {self.counts.passes}")
-        started_us = max(self._free_us, *(share.handed_over_us for share in shares))
-        self._free_us = finished_us = started_us + max(1, round(took_us))
-        self.counts.launched(shares, started_us)
-        for port, share in zip(self.ports, shares, strict=True):
-            plan = share.plan
-            port.host.device.queue.append(
-                Running(
-                    plan.batch_id,
-                    plan.generation,
-                    len(plan.rows),
-                    started_us,
-                    finished_us,
-                    share.tokens,
-                    share.accepted,
+            took_us += expected.spread_us * standard_normal(f"{self._key} {self._begun}")
+        self._begun += 1
+        sampling_us = 0.0
+        if any(share.plan.sample_after is not None for share in shares):
+            sampling_us = expected.mean_us - self._cost.batch_us(replace(together, sampled_rows=0)).mean_us
+        self._passes.append(Pass(shares, took_us, sampling_us, self._held_us))
+        self._time()
+
+    def hold_until(self, us: int) -> None:
+        """A rank's pages are being copied: no pass that is handed over from now on begins before `us`."""
+        self._held_us = max(self._held_us, us)
+
+    def may_sample(self, rank: int, batch_id: BatchId, at_us: int) -> None:
+        """A rank need not wait with its sampling any more."""
+        self._sampled_us[rank, batch_id] = at_us
+        self._time()
+
+    def _time(self) -> None:
+        """Say when passes end, as far as that is known: each begins when every rank has sampled in the one before."""
+        while self._passes:
+            one = self._passes[0]
+            if one.started_us is None:
+                one.started_us = max(self._free_us, one.held_us, *(share.handed_over_us for share in one.shares))
+                self.counts.launched(one.shares)
+            for port, share in zip(self.ports, one.shares, strict=True):
+                plan = share.plan
+                end_us = one.end_us(port.rank, self._sampled_us) if port.rank not in one.ends_us else None
+                if end_us is None:
+                    continue
+                one.ends_us[port.rank] = end_us
+                port.host.device.queue.append(
+                    Running(
+                        plan.batch_id,
+                        plan.generation,
+                        len(plan.rows),
+                        one.started_us,
+                        end_us,
+                        share.tokens,
+                        share.accepted,
+                    )
                 )
-            )
-            port.feed.poke()
+                port.feed.poke()
+            if len(one.ends_us) < len(one.shares):
+                return
+            self._free_us = max(one.ends_us.values())
+            self._passes.popleft()
+
+    def _draft_us(self, together: BatchShape, shares: Sequence[Share], agreed: Ranks) -> float:
+        """A drafter with passes runs as many as the longest drafts of any rank need, over the rows of all."""
+        if agreed.draft_passes is msgspec.UNSET or self._drafter is None:
+            return max(share.draft_us for share in shares)
+        self.counts.drafted(shares, agreed.draft_passes)
+        return self._drafter.draft_us(together, agreed.draft_passes)
 
 
 class RankPort:
@@ -282,6 +412,12 @@ class RankPort:
         self._heard: deque[tuple[int, RanksAgreed | None]] = deque()
         group.ports.append(self)
 
+    def joins(self, host: EngineHost) -> None:
+        """This is the host, whose device runs with those of the others."""
+        device = host.device
+        assert isinstance(device, RankDevice)
+        device.group, device.rank, self.host = self.group, self.rank, host
+
     def hear(self, time_us: int, event: RanksAgreed | None) -> None:
         """All have agreed; or, without an event, another rank waits for what this one would run."""
         self._heard.append((time_us, event))
@@ -292,7 +428,7 @@ class RankPort:
         """The next of these, due at `next_us`."""
         _, event = self._heard.popleft()
         self.next_us = self._heard[0][0] if self._heard else NEVER_US
-        return None if event is None else msgspec.structs.replace(event, time_us=now_us)
+        return None if event is None else replace(event, time_us=now_us)
 
     def propose(self, command: ProposeBatch, now_us: int) -> None:
         """Say what this rank would run."""
@@ -322,6 +458,54 @@ class Verdicts:
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
+class Ranked:
+    """The ranks of a cluster's engines, whose hosts are made one after another."""
+
+    def __init__(self, env: Environment) -> None:
+        self.env = env
+        self.groups: list[RankGroup] = []
+
+    def host_of(
+        self,
+        setup: Setup,
+        feed: SharedFeed,
+        journal: JournalSink,
+        *,
+        name: str,
+        check_every: int,
+        port: TransferPort | None = None,
+    ) -> tuple[EngineHost, MetricsFold]:
+        """The next rank's host and what measures it. The first rank of an engine begins a group."""
+        ranks, rank = setup.config.dp_ranks, setup.config.dp_rank
+        assert ranks is not msgspec.UNSET
+        assert rank is not msgspec.UNSET
+        if rank == 0:
+            drafter = setup.drafting.drafter if setup.drafting is not None else None
+            seed, of = setup.scenario.seed, f"engine{len(self.groups)}"
+            self.groups.append(RankGroup(self.env, setup.cost, ranks, seed=seed, name=of, drafter=drafter))
+            self.groups[-1].role = str(setup.config.role) if setup.config.hands_over else "mixed"
+        group = self.groups[-1]
+        exchange = RankPort(group, rank, feed)
+        host, metrics = host_of(
+            setup,
+            feed,
+            journal,
+            env=self.env,
+            name=name,
+            check_every=check_every,
+            port=port,
+            exchange=exchange,
+            device_type=RankDevice,
+            tells=functools.partial(Verdicts, counts=group.counts) if rank == 0 else None,
+        )
+        exchange.joins(host)
+        if host.tiers is not None and rank:
+            first = group.ports[0].host.tiers
+            assert first is not None
+            host.tiers.share_storage(first)
+        return host, metrics
+
+
 class RankCluster:
     """Engines of several ranks behind one router, on one clock. The router chooses among ranks."""
 
@@ -334,48 +518,17 @@ class RankCluster:
         check_every: int = 0,
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
-        scenario = setup.scenario.base
         self.setup = setup
         self.clock: SharedClock[RankCluster] = SharedClock(setup, self._route, on_finish)
         self.env = self.clock.env
         self.routing = Routing(Router(setup.scenario.router, setup.shares), router_journal, range(len(setup.engines)))
         self._hop_us = setup.scenario.hop_us
-        self.groups: list[RankGroup] = []
+        self.ranks = Ranked(self.env)
         self.feeds: list[SharedFeed] = []
         self.metrics: list[MetricsFold] = []
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
-            ranks, rank = one.config.dp_ranks, one.config.dp_rank
-            assert ranks is not msgspec.UNSET
-            assert rank is not msgspec.UNSET
-            if rank == 0:
-                name = f"engine{engine // ranks}"
-                self.groups.append(RankGroup(self.env, one.cost, ranks, seed=scenario.seed, name=name))
-            group = self.groups[-1]
             feed = SharedFeed(self.env, self._ended)
-            metrics = MetricsFold(kv_pages=one.config.pages, warm_up=scenario.warm_up)
-            sink: MetricsSink = Verdicts(metrics, group.counts) if rank == 0 else metrics
-            frontend_us = round(one.calibration.correction.frontend_us)
-            port = RankPort(group, rank, feed)
-            host = EngineHost(
-                self.env,
-                Engine(one.config, digests=not isinstance(journal, NoJournal)),
-                feed,
-                one.cost,
-                one.cpu,
-                journal,
-                FrontEnd(sink, frontend_us) if frontend_us else sink,
-                seed=scenario.seed,
-                name=f"engine{engine}",
-                max_new_tokens=scenario.max_new_tokens,
-                check=invariants.self_check if check_every else None,
-                check_every=check_every or 1,
-                device_type=RankDevice,
-                speculation=one.drafting.for_engine(one.config) if one.drafting is not None else None,
-                exchange=port,
-            )
-            device = host.device
-            assert isinstance(device, RankDevice)
-            device.group, device.rank, port.host = group, rank, host
+            host, metrics = self.ranks.host_of(one, feed, journal, name=f"engine{engine}", check_every=check_every)
             self.feeds.append(feed)
             self.clock.hosts.append(host)
             self.metrics.append(metrics)
@@ -396,11 +549,24 @@ class RankCluster:
 
     def run(self, give_up: Callable[[RankCluster], bool] | None = None) -> bool:
         """Route every request and finish every answer. Return whether it was given up before all had come."""
+        if self.setup.scenario.report_interval_us:
+            self.env.process(self._report())
         return self.clock.run(self, give_up)
+
+    def _report(self) -> Generator[Event, None, None]:
+        """Every rank says now and then what it has; the router hears of it later."""
+        scenario, ranks = self.setup.scenario, list(enumerate(self.clock.hosts))
+        while self.clock.goes_on and not self.stop_requested:
+            yield self.env.timeout(scenario.report_interval_us)
+            now_us = int(self.env.now)
+            due_us = now_us + scenario.report_delay_us
+            for rank, host in ranks:
+                said = report_of(rank, host.engine, now_us, due_us)
+                self.clock.at(due_us, functools.partial(self.routing.tell, said))
 
     def _route(self, event: RequestArrived, turn: Turn) -> None:
         feed = self.feeds[self.routing.engine_for(event, turn)]
-        sent = msgspec.structs.replace(event, time_us=event.time_us + self._hop_us)
+        sent = replace(event, time_us=event.time_us + self._hop_us)
         self.clock.at(sent.time_us, functools.partial(feed.add, sent, turn))
 
     def _ended(self, request_id: RequestId, now_us: int, answered: bool) -> None:
@@ -415,5 +581,5 @@ class RankCluster:
         slos = self.setup.scenario.base.slos
         datas = [metrics.result(slos) for metrics in self.metrics]
         data = combine(datas, hop_us=self._hop_us, slos=slos)
-        data.summary["ranks"] = summed([group.counts for group in self.groups])
+        data.summary["ranks"] = summed([group.counts for group in self.ranks.groups])
         return self.clock.measured(data, datas, self.routing.by_reason, stopped_early, began_s)

@@ -28,6 +28,7 @@ from lockstep.core.commands import CancelTransfer, StartTransfer, Step, StreamTo
 from lockstep.core.events import BatchId, RequestArrived, RequestId, TransferAdvanced
 from lockstep.core.router import EngineShare, Router, RouterConfig
 from lockstep.sim.cluster_metrics import combine_handover
+from lockstep.sim.data_parallel import Ranked, summed
 from lockstep.sim.host import NEVER_US, JournalSink
 from lockstep.sim.metrics import MetricsFold
 from lockstep.sim.network import Flow, Links, later
@@ -274,14 +275,16 @@ class HandoverCluster:
         kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
         latency_us = setup.scenario.link_latency_us
         self.fabric = Fabric(self.env, links, latency_us=latency_us, kv_bytes_per_token=kv_bytes)
+        self.ranks = Ranked(self.env)
         self.feeds: list[SharedFeed] = []
         self.metrics: list[MetricsFold] = []
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
             feed = SharedFeed(self.env, functools.partial(self._ended, roles[engine]))
-            port = Port(self.fabric, engine, feed)
-            host, metrics = host_of(
-                one, feed, journal, env=self.env, name=f"engine{engine}", check_every=check_every, port=port
-            )
+            port, name = Port(self.fabric, engine, feed), f"engine{engine}"
+            if one.config.shares_passes:
+                host, metrics = self.ranks.host_of(one, feed, journal, name=name, check_every=check_every, port=port)
+            else:
+                host, metrics = host_of(one, feed, journal, env=self.env, name=name, check_every=check_every, port=port)
             self.feeds.append(feed)
             self.clock.hosts.append(host)
             self.metrics.append(metrics)
@@ -328,7 +331,7 @@ class HandoverCluster:
         """Measure it."""
         slos = self.setup.scenario.base.slos
         datas = [
-            with_stages(metrics.result(slos), host.device)
+            with_stages(metrics.result(slos), host)
             for metrics, host in zip(self.metrics, self.clock.hosts, strict=True)
         ]
         data = combine_handover(datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos)
@@ -336,4 +339,6 @@ class HandoverCluster:
         first = self.setup.engines[0]
         kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
         data.summary["transfers"] = self.fabric.times.describe(self.fabric.links, kv_bytes, makespan_us)
+        for role in ("prefill", "decode") if self.ranks.groups else ():
+            data.summary[f"ranks_{role}"] = summed([one.counts for one in self.ranks.groups if one.role == role])
         return self.clock.measured(data, datas, self.routing["prefill"].by_reason, stopped_early, began_s)

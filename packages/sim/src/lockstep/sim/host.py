@@ -35,6 +35,7 @@ from lockstep.core.commands import (
     CancelTransfer,
     Command,
     CompileGrammar,
+    EncodeMedia,
     FinishRequest,
     HybridChanges,
     Int32s,
@@ -55,6 +56,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError, LockstepError
 from lockstep.core.events import (
     AdapterLoaded,
+    AdmissionDeferred,
     BatchFinished,
     BatchId,
     ClockAdvanced,
@@ -63,6 +65,7 @@ from lockstep.core.events import (
     GrammarReady,
     LaneReady,
     ObservedEvent,
+    PromptSpan,
     RanksAgreed,
     RequestArrived,
     RequestCancelled,
@@ -73,8 +76,10 @@ from lockstep.core.events import (
     TransferAdvanced,
 )
 from lockstep.core.intake import ReceiveSkipper
+from lockstep.core.microbatches import Microbatches
 from lockstep.sim.cache_tiers import TierLinks
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.encoder_lane import EncoderLane
 from lockstep.sim.forcing import ForcedRuns, Forcing
 from lockstep.sim.speculation import Speculation
 from lockstep.sim.token_runs import TOKEN_IDS
@@ -305,6 +310,7 @@ class Device:
         self._cost = cost
         self.speculation: Speculation | None = None  # of an engine that verifies drafts
         self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
+        self.notes_times = False  # whether it is kept when each batch was in each stage of a pipeline
         self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
         self._seed = seed
         self._name = name
@@ -357,6 +363,9 @@ class Device:
         if plan.hybrid is not None:
             copies_us = self.state_copy_us * _state_copies(plan.hybrid)
             took_us, expected_us = took_us + copies_us, expected_us + copies_us
+        if self.state_copy_us and plan.speculation is not None:  # behind each draft a state is written, none is read
+            states_us = self.state_copy_us / 2.0 * int(plan.speculation.drafted().sum())
+            took_us, expected_us = took_us + states_us, expected_us + states_us
         if self.speculation is not None:
             longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
             draft_us = self.speculation.drafter.draft_us(shape, longest)
@@ -383,6 +392,11 @@ class Device:
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
             expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         return expected_us
+
+    @property
+    def free_us(self) -> int:
+        """When all that was handed over will have run, as far as that is known."""
+        return self._free_us
 
     def hold_until(self, us: int) -> None:
         """No batch that is handed over from now on begins before `us`."""
@@ -494,6 +508,7 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
         label=turn.label,
         tenant=turn.tenant,
         grammar=_grammar(turn.grammar) if turn.grammar else None,
+        spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
     )
 
 
@@ -528,6 +543,7 @@ class EngineHost:
         port: of a prefill or a decode engine, where its KV goes and comes from.
         exchange: of one of several data-parallel ranks, where the others are.
         witness: told of every step; see Witness.
+        encoder: of an engine whose requests have media.
     """
 
     def __init__(
@@ -558,6 +574,7 @@ class EngineHost:
         port: TransferPort | None = None,
         exchange: RankExchange | None = None,
         witness: Witness | None = None,
+        encoder: EncoderLane | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
@@ -582,6 +599,7 @@ class EngineHost:
         )
         self.device.speculation = speculation
         self.device.state_copy_us = state_copy_us
+        self.device.notes_times = engine.microbatches is not None
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
         self.ended = 0  # requests finished or rejected
@@ -604,10 +622,15 @@ class EngineHost:
         self._forcing = forcing if engine.config.jumps else None
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
         self.tiers = tiers
+        self.encoder = encoder
+        self._awaiting: dict[RequestId, int] = {}  # media: since when
+        self._held = 0  # requests that the engine held when it was looked at who still awaits any
         self.wake_at_us: int | None = None
         self._skipper = ReceiveSkipper(receive_interval) if receive_interval != 1 else None
         self._receives = True  # whether the lane looks for arrivals before its next launch
         self._nothing_new = True  # since the last LaneReady that launched nothing
+        self._offered = -1  # the microbatch that launched last, or was offered a slot in vain
+        self._tried = 0  # microbatches that launched nothing since there was anything new
         self._woke_us = 0  # the clock's time, which stands still while the lane runs
         self._others_us: float = NEVER_US  # when another process acts next: they plan only when one is told of an end
 
@@ -617,11 +640,13 @@ class EngineHost:
         Whoever else acts by the time at which the lane stands goes first: it may bring another arrival.
         """
         env, engine = self.env, self.engine
-        slots = engine.config.overlap_depth + 1
+        slots = engine.config.launches_max
         now_us = self._wake()
         while not self.stop_requested:
             if self._others_us > now_us or now_us == self._woke_us:
                 now_us = self._take_in(now_us)
+            if self.encoder is not None and self.encoder.waiting:
+                self._start_encoding(self.encoder, now_us)
             if self._others_us <= now_us and now_us > self._woke_us:
                 yield env.timeout(now_us - self._woke_us)
                 self._wake()
@@ -673,6 +698,8 @@ class EngineHost:
                 self._fold(replace(self._loads.popleft(), time_us=now_us))
             elif self.tiers is not None and self.tiers.due and self.tiers.next_us <= now_us:
                 self._fold(self.tiers.take(now_us))
+            elif self.encoder is not None and self.encoder.next_us <= now_us:
+                self._fold(self.encoder.take(now_us))
             elif self.port is not None and self.port.next_us <= now_us:
                 self._fold(self.port.take(now_us))
             elif self.exchange is not None and self.exchange.next_us <= now_us:
@@ -694,6 +721,8 @@ class EngineHost:
             next_us = self._loads[0].time_us
         if self.tiers is not None and self.tiers.due and self.tiers.next_us < next_us:
             next_us = self.tiers.next_us
+        if self.encoder is not None and self.encoder.next_us < next_us:
+            next_us = self.encoder.next_us
         if self.port is not None and self.port.next_us < next_us:
             next_us = self.port.next_us
         if self.exchange is not None and self.exchange.next_us < next_us:
@@ -759,6 +788,7 @@ class EngineHost:
             for command in step.commands:
                 if type(command) is SampleBatch:
                     self.device.sample(command.batch_id, done_us)
+            self._others_us = self.env.peek()  # other ranks' passes may be behind this one
         if self.port is not None:
             self.port.collected(batch.batch_id, step, done_us)
             self._others_us = self.env.peek()
@@ -767,7 +797,8 @@ class EngineHost:
     def _launch(self, now_us: int) -> int | None:
         """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
         engine = self.engine
-        step = self._fold(LaneReady(now_us))
+        several, tried = engine.microbatches, self._tried
+        step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
         radix = engine.memory.radix
         cached_pages = radix.evictable_pages if radix is not None else 0
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
@@ -776,6 +807,10 @@ class EngineHost:
             return self._carry_on(self.exchange, step, now_us)
         plan = step.launched()
         if plan is None:
+            if several is not None:
+                self._tried = tried + 1
+                if self._tried < len(self._able(several)):
+                    return now_us  # another one may have something
             self._nothing_new = self._receives = True  # a loop with nothing to launch looks again at once
             return None
         if self._skipper is not None:
@@ -787,6 +822,24 @@ class EngineHost:
         self.device.launch(plan, shape, handed_over_us)
         self.batches += 1
         return handed_over_us
+
+    def _next_microbatch(self, several: Microbatches) -> int:
+        """Whose turn it is: of those that may launch, the next one behind that which was offered a slot last."""
+        able = self._able(several)
+        behind = [number for number in able if number > self._offered]
+        self._offered = (behind or able or [several.at])[0]
+        return self._offered
+
+    def _able(self, several: Microbatches) -> list[int]:
+        """Microbatches that have a slot free and may have something to launch."""
+        engine = self.engine
+        taken = [0] * several.count
+        for batch in engine.in_flight:
+            taken[batch.plan.microbatch] += 1
+        depth = engine.config.overlap_depth
+        return [
+            number for number in range(several.count) if taken[number] <= depth and several.has_work(engine, number)
+        ]
 
     def _hear(self, exchange: RankExchange, now_us: int) -> int:
         """Take in what all ranks agreed on, and run that; or offer a slot, because they wait for this one."""
@@ -833,6 +886,8 @@ class EngineHost:
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
         queue = self.device.queue
+        if self.exchange is not None:
+            return None  # what is planned may wait for the others, and nothing is launched without them
         until_us: float = self.arrivals.next_us
         newest = queue[-1]
         worth_us = newest.finished_us + RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
@@ -845,6 +900,8 @@ class EngineHost:
             until_us = min(until_us, self._loads[0].time_us)
         if self.tiers is not None and self.tiers.due:
             until_us = min(until_us, self.tiers.next_us)
+        if self.encoder is not None:
+            until_us = min(until_us, self.encoder.next_us)
         if self.port is not None:
             until_us = min(until_us, self.port.next_us)
         if until_us < worth_us:
@@ -902,13 +959,35 @@ class EngineHost:
         self.journal.append(event, step.digest)
         self.metrics.observe(event if came_us is None else replace(event, time_us=came_us), step)
         self.wake_at_us = step.wake_at_us
-        self._nothing_new = False
+        self._nothing_new, self._tried = False, 0
         for command in step.commands:
             if type(command) not in OF_THE_DEVICE:
                 self._perform(command, event.time_us)
+        if self.encoder is not None:
+            self._note_media(self.encoder, step, event.time_us)
         if self._watched:
             self._show(event, step)
         return step
+
+    def _start_encoding(self, encoder: EncoderLane, now_us: int) -> None:
+        """Let the encoder begin with what it was asked for; on the engine's GPUs batches wait for it."""
+        held_us = encoder.start(now_us, self.device.free_us)
+        if held_us:
+            self.device.hold_until(held_us)
+
+    def _note_media(self, encoder: EncoderLane, step: Step, now_us: int) -> None:
+        """Note who begins to wait for media, and whose wait is over."""
+        for decided in step.decided:
+            if type(decided) is AdmissionDeferred and decided.reason == "media":
+                self._awaiting.setdefault(decided.request_id, now_us)
+        held = len(self.engine.held)
+        if held == self._held:
+            return
+        self._held = held
+        for request_id in list(self._awaiting):
+            request = self.engine.requests.get(request_id)
+            if request is None or request.extras is None or not request.extras.awaits_media:
+                encoder.told.media_wait(request_id, now_us - self._awaiting.pop(request_id))
 
     def _show(self, event: ObservedEvent, step: Step) -> None:
         """Let those look at the engine who asked for it."""
@@ -937,6 +1016,10 @@ class EngineHost:
         elif type(command) is LoadAdapter:
             due_us, generation = now_us + self._adapter_load_us, self.engine.generation
             self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+        elif type(command) is EncodeMedia:
+            if self.encoder is None:
+                raise ContractError("requests with media need an encoder, and this engine has none")
+            self.encoder.begin(command)
         elif isinstance(command, StartTransfer | CancelTransfer) and self.port is not None:
             self.port.perform(command, now_us)
             self._others_us = self.env.peek()

@@ -11,17 +11,20 @@ requests as may run is set aside, with no checkpoints beside them and prefix hit
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost import GpuSpec, KvCapacity, KvDtype, ModelSpec
+from lockstep.sim.cost.capacity import UNBOUNDED_PAGES
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.models import KV_BYTES, Attention, checked_kv_dtype
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.host_tiers import HybridShares
 
-SLOTS_BY_ROW = 2  # of state, for each request that may run, where the number of pages is given: its own, one checkpoint
+SLOTS_BY_ROW = 2  # of state, at least: what one request computes in, and a checkpoint
 
 
 def window_tokens_of(model: ModelSpec) -> int:
@@ -29,62 +32,89 @@ def window_tokens_of(model: ModelSpec) -> int:
     return model.attention.window if isinstance(model.attention, Attention) and model.sliding_layers else 0
 
 
-def check_hybrid(model: ModelSpec, split: Parallelism) -> None:
-    """Raise ConfigError for a model or a layout that separate pools are not for."""
+def check_hybrid(model: ModelSpec) -> None:
+    """Raise ConfigError for a model that separate pools are not for."""
     if not window_tokens_of(model) and model.delta is None:
         raise ConfigError(
             f"`hybrid_memory` is on, but all layers of {model.name} have full attention\n"
             "hint: leave out --hybrid-memory"
         )
-    if split.pp > 1:
-        raise ConfigError(
-            f"`hybrid_memory` is on, but `pp` is {split.pp}: its pools are not shared out over stages yet\nhint: --pp 1"
-        )
 
 
 def shared_out(
-    kv: KvCapacity, model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, shares: HybridShares
+    kv: KvCapacity,
+    model: ModelSpec,
+    split: Parallelism,
+    kv_dtype: KvDtype,
+    shares: HybridShares,
+    drafter: tuple[int, int] = (0, 0),
 ) -> KvCapacity:
     """The memory that is left for KV and states, divided among the pools. `kv` is with nothing set aside for states.
+
+    Of several stages each has the pages and states of its layers, and as many as the one with the least room; the
+    figures are that one's. `drafter`: bytes of its weights, and of its KV of a token, which is in the full pages.
 
     Raises: CapacityError if a pool would be empty.
     """
     each = model.kv_values_per_layer(split) * KV_BYTES[checked_kv_dtype(kv_dtype)]
-    full, sliding = model.full_layers * each, model.sliding_layers * each
-    state_bytes = model.state_bytes_per_request(split)
-    left, slots = kv.kv_bytes, 0
-    if state_bytes:
-        ratio = shares.mamba_full_memory_ratio
-        slots = int(left * ratio / (1.0 + ratio)) // state_bytes
-        left -= slots * state_bytes
-    page_bytes = kv.page_tokens * (full + sliding * (shares.swa_full_tokens_ratio if sliding else 0.0))
-    pages = int(left / page_bytes)
-    window_pages = int(pages * shares.swa_full_tokens_ratio) if sliding else 0
-    if pages < 1 or (sliding and window_pages < 1) or (state_bytes and slots < SLOTS_BY_ROW):
+    ratio, sliding_ratio = shares.mamba_full_memory_ratio, shares.swa_full_tokens_ratio
+    rooms = [
+        StageRoom(
+            max(left - drafter[0], 0),
+            stage.model.full_layers * each + drafter[1],
+            stage.model.sliding_layers * each,
+            stage.model.state_bytes_per_request(split),
+        )
+        for stage, left in zip(stages_of(model, split), kv.stages_left_bytes or (kv.kv_bytes,), strict=True)
+    ]
+    slots = min(
+        (int(one.left * ratio / (1.0 + ratio)) // one.state_bytes for one in rooms if one.state_bytes), default=0
+    )
+    pages, room = min(
+        ((one.pages(slots, kv.page_tokens, sliding_ratio), one) for one in rooms), key=lambda found: found[0]
+    )
+    window_pages = int(pages * sliding_ratio) if model.sliding_layers else 0
+    if pages < 1 or (model.sliding_layers and window_pages < 1) or (model.linear_layers and slots < SLOTS_BY_ROW):
+        states = f" and {slots} states of {room.state_bytes / 1e6:.1f} MB" if model.linear_layers else ""
         raise CapacityError(
-            f"{model.name} leaves {kv.kv_bytes / 1e9:.1f} GB for KV and states: {pages} pages, {window_pages} window "
-            f"pages and {slots} states of {state_bytes / 1e6:.1f} MB\n"
+            f"{model.name} leaves {room.left / 1e9:.1f} GB for KV and states: {pages} pages, {window_pages} window "
+            f"pages{states}\n"
             "hint: raise --tp, or change --swa-full-tokens-ratio and --mamba-full-memory-ratio"
         )
     return replace(
         kv,
         pages=pages * kv.shards,
         tokens=pages * kv.page_tokens * kv.shards,
-        kv_bytes=kv.page_tokens * (pages * full + window_pages * sliding),
-        kv_bytes_per_token=full,
-        state_bytes=slots * state_bytes,
+        weights_bytes=kv.weights_bytes + drafter[0],
+        kv_bytes=kv.page_tokens * (pages * room.full + window_pages * room.sliding),
+        kv_bytes_per_token=room.full,
+        state_bytes=slots * room.state_bytes,
         window_pages=window_pages * kv.shards,
-        window_bytes_per_token=sliding,
+        window_bytes_per_token=room.sliding,
         state_slots=slots * kv.shards,
-        state_bytes_per_request=state_bytes,
+        state_bytes_per_request=room.state_bytes,
     )
+
+
+class StageRoom(NamedTuple):
+    """Bytes of one stage: what it has left, what a token weighs in its full and sliding layers, and a state."""
+
+    left: int
+    full: int
+    sliding: int
+    state_bytes: int
+
+    def pages(self, slots: int, page_tokens: int, sliding_ratio: float) -> int:
+        """Full pages that fit beside so many states, with the window pages that go with them."""
+        page_bytes = page_tokens * (self.full + self.sliding * (sliding_ratio if self.sliding else 0.0))
+        return int((self.left - slots * self.state_bytes) / page_bytes) if page_bytes else UNBOUNDED_PAGES
 
 
 def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares, kv: KvCapacity | None) -> HybridMemory:
     """The scheduler's part of it. `kv`: None if the number of pages was given, to which the others then go."""
     window, states = window_tokens_of(model), model.delta is not None
     window_pages = kv.window_pages if kv is not None else int(config.pages * shares.swa_full_tokens_ratio)
-    slots = kv.state_slots if kv is not None else SLOTS_BY_ROW * config.max_running_requests
+    slots = kv.state_slots if kv is not None else (config.states_per_row + 1) * config.max_running_requests
     return HybridMemory(
         window_tokens=window,
         window_pages=window_pages if window else 0,
@@ -95,4 +125,5 @@ def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares,
 
 def state_copy_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> float:
     """Time to copy the state of one request on its GPUs, read and written at the rate at which weights are read."""
-    return 2.0 * model.state_bytes_per_request(split) / (achieved(gpu, "weight_read_gbs").value * 1e3)
+    most = max(stage.model.state_bytes_per_request(split) for stage in stages_of(model, split))  # all stages at once
+    return 2.0 * most / (achieved(gpu, "weight_read_gbs").value * 1e3)

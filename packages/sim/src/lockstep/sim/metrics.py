@@ -33,7 +33,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import BatchPlan, Int32s, Int64s, LaunchBatch, Speculation, Step, StreamTokens
+from lockstep.core.commands import BatchPlan, EncodeMedia, Int32s, Int64s, LaunchBatch, Speculation, Step, StreamTokens
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
     AdmissionDeferred,
@@ -58,6 +58,7 @@ from lockstep.core.events import (
     TokenRuns,
 )
 from lockstep.core.support import sample_label, samples_asked
+from lockstep.sim.media_metrics import MediaCounts
 from lockstep.sim.packed_rows import PART_ROWS, PackedRows
 from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
 
@@ -270,6 +271,52 @@ def _recoded(columns: tuple[Int64s, ...], place: int, codes: Int64s) -> tuple[In
     return *columns[:place], codes[columns[place]], *columns[place + 1 :]
 
 
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """When each batch was in each stage of a pipeline, in the order of their launches. int64 all, us."""
+
+    batch_id: NDArray[np.int64]  # [batches]
+    microbatch: NDArray[np.int64]
+    send_us: NDArray[np.int64]  # between two stages
+    start_us: NDArray[np.int64]  # [batches, stages]
+    stop_us: NDArray[np.int64]
+
+    def bubbles(self) -> list[list[tuple[int, int]]]:
+        """By stage: the spans in which it had nothing to do although a batch was in the pipeline, or on its way."""
+        if not len(self.batch_id):
+            return [[] for _ in range(self.start_us.shape[1])]
+        there = merged(self.start_us[:, 0], self.stop_us[:, -1])
+        return [_without(there, self.start_us[:, i], self.stop_us[:, i]) for i in range(self.start_us.shape[1])]
+
+
+def merged(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """The union of spans whose starts ascend."""
+    out: list[tuple[int, int]] = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def _without(
+    spans: list[tuple[int, int]], starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> list[tuple[int, int]]:
+    """What of `spans` is in none of the others. All ascend, and the others do not overlap."""
+    out: list[tuple[int, int]] = []
+    others, at = list(zip(starts.tolist(), stops.tolist(), strict=True)), 0
+    for start, stop in spans:
+        while at < len(others) and others[at][1] <= stop:
+            if others[at][0] > start:
+                out.append((start, others[at][0]))
+            start = max(start, others[at][1])
+            at += 1
+        if start < stop:
+            out.append((start, stop))
+    return out
+
+
 @dataclass(frozen=True, eq=False)
 class RunData:
     """A run, measured: columns for reports and analysis, and a summary ready for JSON."""
@@ -280,6 +327,9 @@ class RunData:
     span_us: tuple[int, int]  # first arrival, last event
     summary: Summary
     packed: Packed  # what `batches` and `cpu` are made from
+    drafts: Drafts | None = None  # of engines that verify any, or compute what grammars force
+    stages: StageTimes | None = None  # of an engine with microbatches
+    encoder: Int64s | None = None  # [n, 4]: start and stop in us, contents, tokens of what it did; None: nothing known
 
     @property
     def batches(self) -> Batches:
@@ -491,6 +541,7 @@ class MetricsFold:
         self._drafts: Drafts | None = None  # of an engine that verifies any
         self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
         self._companions_evicted = Counter[str]()  # by kind
+        self._media: MediaCounts | None = None  # of a run in which any came
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -504,6 +555,9 @@ class MetricsFold:
         elif type(event) is RequestArrived:
             for sample in range(samples_asked(event)):  # each is a request
                 self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
+            if event.spans and not any(type(decided) is RequestRejected for decided in step.decided):
+                self._media = self._media or MediaCounts()
+                self._media.arrived(event)
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
@@ -516,6 +570,8 @@ class MetricsFold:
                     self._drafts = self._drafts or Drafts()
                     starts = self._drafts.launched(plan, plan.speculation)
                 self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, starts, plan.stops))
+            elif type(command) is EncodeMedia and self._media is not None:
+                self._media.ordered(command)
         for decided in step.decided:
             self._learn(decided)
 
@@ -527,6 +583,17 @@ class MetricsFold:
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
         """Say what the scheduler's CPU did in [start_us:stop_us), such as "plan" or "results"."""
         self._cpu.recent.frombytes(self._cpu.row(start_us, stop_us - start_us, self._works[what]))
+
+    def encoder_interval(self, start_us: int, stop_us: int, contents: int, tokens: int, gpus: int) -> None:
+        """Say what the encoder does in [start_us:stop_us), on GPUs of its own or, with 0, on those of the engine."""
+        self._media = self._media or MediaCounts()
+        self._media.intervals.extend((start_us, stop_us, contents, tokens))
+        self._media.gpus = gpus
+
+    def media_wait(self, request_id: RequestId, waited_us: int) -> None:
+        """Say for how long a request was held for its media."""
+        if self._media is not None and request_id >= self._warm_up:
+            self._media.waits_us.append(waited_us)
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
@@ -554,7 +621,7 @@ class MetricsFold:
         edges_us = _edges_us(span_us)
         gauges = _Gauges.of(self._gauges, self._kv_pages, edges_us, span_us)
         device = _Device.of(packed)
-        summary = {
+        summary: Summary = {
             "requests": self._count_requests(requests),
             "latency": describe_latency(requests, itl_us),
             "throughput": describe_throughput(requests, slos),
@@ -565,17 +632,14 @@ class MetricsFold:
             "cpu": _describe_cpu(packed),
             "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
         }
-        if self._drafts is not None and self._drafts.verifies:
-            summary["speculation"] = self._drafts.describe()
-        if self._drafts is not None and self._drafts.jumps:
-            drafts = self._drafts
-            summary["jump_forward"] = {
-                "forced_tokens": drafts.forced,
-                "jumps": drafts.jumps,
-                "tokens_per_jump_mean": _ratio(drafts.forced, drafts.jumps),
-            }
+        if self._drafts is not None:
+            summary |= self._drafts.summary()
+        encoder = None
+        if self._media is not None and self._media.contents:
+            summary["media"] = self._media.describe(summary["throughput"]["makespan_us"])
+            encoder = self._media.table if len(self._media.intervals) else None
         series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
-        return RunData(requests, series, itl_us, span_us, summary, packed)
+        return RunData(requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder)
 
     # ------------------------------------------------------------------------------------------------- taking in
 
@@ -974,6 +1038,32 @@ class Drafts:
         self.tokens += int(accepted.sum())
         self._offered = _added(self._offered, np.bincount(drafts))
         self._right = _added(self._right, np.bincount(accepted - 1))
+
+    @classmethod
+    def join(cls, parts: Sequence[Drafts]) -> Drafts:
+        """Those of several engines together."""
+        whole = cls()
+        for part in parts:
+            whole.batches += part.batches
+            whole.tokens += part.tokens
+            whole.verifies |= part.verifies
+            whole.forced += part.forced
+            whole.jumps += part.jumps
+            whole._offered = _added(whole._offered, part._offered)
+            whole._right = _added(whole._right, part._right)
+        return whole
+
+    def summary(self) -> Summary:
+        """`speculation` and `jump_forward` of metrics.json, where there was any."""
+        forced = {
+            "forced_tokens": self.forced,
+            "jumps": self.jumps,
+            "tokens_per_jump_mean": _ratio(self.forced, self.jumps),
+        }
+        return {
+            **({"speculation": self.describe()} if self.verifies else {}),
+            **({"jump_forward": forced} if self.jumps else {}),
+        }
 
     def describe(self) -> Summary:
         rows = int(self._offered.sum())

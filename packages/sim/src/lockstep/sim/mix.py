@@ -115,7 +115,7 @@ def mix_turns(text: str, names: Sequence[str], sources: Sequence[Turns]) -> Turn
                 columns.setdefault(field.name, []).append(column)
         turns_before += len(source)
         runs_before += len(source.run_first_token)
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items()}
     together = Turns(
         **joined, label_forms=tuple(forms.codes), tenants=tuple(tenants.codes), grammars=tuple(grammars.codes)
     )

@@ -3,6 +3,9 @@
     process   | lane                    | what it shows
     engine    | CPU                     | what the scheduler did: the host's CPU intervals
               | GPU, GPU 2, ...         | batches, named by mode (the viewer colours by name), with rows and tokens
+              | stage 1, link 1-2, ...  | with microbatches: batches in each stage, named by microbatch, what is
+              |                         | being sent; bubble: nothing to do there, though a batch is in the pipeline
+              | encoder                 | images, videos and sounds being encoded, where a run has any
               | counters                | waiting, running, KV pages, tokens per s: means over the bins of the series
     requests  | one group per request   | queue, prefill, decode
 
@@ -21,11 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.sim.metrics import RunData
+from lockstep.sim.metrics import RunData, StageTimes
 
 REQUESTS_SHOWN = 2_000  # more make the viewer slow
 ENGINE, REQUESTS = 1, 2  # process ids
 CPU, GPU = 1, 2  # thread ids in ENGINE; overlapping batches take GPU + 1, ...
+STAGE = 1_000  # thread id of the first stage; then the link behind it, the second stage, ...
+ENCODER = 2_000  # and up, of GPUs that encode side by side
 
 PHASES = ("queue", "prefill", "decode")
 COUNTERS = {  # column of the series: the name shown
@@ -71,6 +76,9 @@ def _events(run: RunData, requests_shown: int) -> Iterator[str]:
         yield event
     for lane in range(1, lanes + 1):
         yield _named("thread_name", ENGINE, GPU + lane - 1, "GPU" if lane == 1 else f"GPU {lane}")
+    if run.stages is not None:
+        yield from _stage_events(run.stages)
+    yield from _encoder_events(run)
     yield from _counter_events(run)
     yield from _request_events(run, requests_shown)
 
@@ -105,6 +113,42 @@ def _batch_events(run: RunData) -> Iterator[tuple[int, str]]:
             f'"kv_tokens":{kv_tokens},"launched_us":{launched_us}}}}}'
         )
         yield lane + 1, event
+
+
+def _stage_events(times: StageTimes) -> Iterator[str]:
+    """A lane per stage, with its bubbles, and one per link."""
+    stages = times.start_us.shape[1]
+    for stage, gaps in enumerate(times.bubbles()):
+        lane = STAGE + 2 * stage
+        yield _named("thread_name", ENGINE, lane, f"stage {stage + 1}")
+        if stage + 1 < stages:
+            yield _named("thread_name", ENGINE, lane + 1, f"link {stage + 1}-{stage + 2}")
+        columns = (times.batch_id, times.microbatch, times.send_us, times.start_us[:, stage], times.stop_us[:, stage])
+        for batch_id, number, send_us, start_us, stop_us in zip(*(c.tolist() for c in columns), strict=True):
+            args = f'"args":{{"batch":{batch_id}}}'
+            at = f'"ts":{start_us},"dur":{stop_us - start_us}'
+            yield f'{{"ph":"X","pid":{ENGINE},"tid":{lane},{at},"name":"m{number}",{args}}}'
+            if stage + 1 < stages:
+                at = f'"ts":{stop_us},"dur":{send_us}'
+                yield f'{{"ph":"X","pid":{ENGINE},"tid":{lane + 1},{at},"name":"m{number}",{args}}}'
+        for start_us, stop_us in gaps:
+            yield f'{{"ph":"X","pid":{ENGINE},"tid":{lane},"ts":{start_us},"dur":{stop_us - start_us},"name":"bubble"}}'
+
+
+def _encoder_events(run: RunData) -> Iterator[str]:
+    """What the encoder did, in order of start, each with the first lane that is free."""
+    if run.encoder is None:
+        return
+    free_us: list[int] = []
+    for start_us, stop_us, contents, tokens in run.encoder[np.argsort(run.encoder[:, 0], kind="stable")].tolist():
+        lane = next((i for i, until_us in enumerate(free_us) if until_us <= start_us), len(free_us))
+        free_us[lane : lane + 1] = [stop_us]
+        yield (
+            f'{{"ph":"X","pid":{ENGINE},"tid":{ENCODER + lane},"ts":{start_us},"dur":{stop_us - start_us},'
+            f'"name":"encode","args":{{"contents":{contents},"tokens":{tokens}}}}}'
+        )
+    for lane in range(len(free_us)):
+        yield _named("thread_name", ENGINE, ENCODER + lane, "encoder" if lane == 0 else f"encoder {lane + 1}")
 
 
 def _counter_events(run: RunData) -> Iterator[str]:

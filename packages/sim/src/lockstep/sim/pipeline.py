@@ -7,12 +7,15 @@ A batch enters the first stage when that is free, and the next one when it has b
 that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
 the first stage. So consecutive decodes of the same rows never overlap, while prefills follow each other without a gap.
 
-The engine has `overlap_depth + 1` batches in flight and one set of running rows. Engines that divide their rows into
-microbatches, one per stage, keep stages busier while they decode; they are not simulated.
+The engine has `overlap_depth + 1` batches in flight and one set of running rows; or as many of each of its microbatches
+(`pp_size`), which divide its rows and keep stages busier while they decode. Of these it is noted when each was in each
+stage, for the timeline.
 """
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,8 @@ from msgspec import structs
 from lockstep.core.commands import BatchPlan
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.host import Device, Running, Untimed
-from lockstep.sim.metrics import RunData
+from lockstep.sim.host import Device, EngineHost, Running, Untimed
+from lockstep.sim.metrics import RunData, StageTimes
 
 
 def device_type_of(cost: CostModel) -> type[Device]:
@@ -30,12 +33,20 @@ def device_type_of(cost: CostModel) -> type[Device]:
     return PipelinedDevice if isinstance(cost, PipelineModel) else Device
 
 
-def with_stages(data: RunData, device: Device) -> RunData:
+def with_stages(data: RunData, host: EngineHost) -> RunData:
     """The same, and how busy the stages were if the device has several."""
-    if isinstance(device, PipelinedDevice):
-        told = data.summary["device"]
-        told["pipeline"] = device.describe_stages(told["busy_us"])
-    return data
+    device, several = host.device, host.engine.microbatches
+    if not isinstance(device, PipelinedDevice):
+        return data
+    told = data.summary["device"]
+    told["pipeline"] = device.describe_stages(told["busy_us"])
+    if several is None:
+        return data
+    times = device.times()
+    told["pipeline"]["microbatches"] = several.count
+    told["pipeline"]["batches_by_microbatch"] = np.bincount(times.microbatch, minlength=several.count).tolist()
+    told["pipeline"]["stage_bubble_us"] = [sum(stop - start for start, stop in gaps) for gaps in times.bubbles()]
+    return replace(data, stages=times)
 
 
 class PipelinedDevice(Device):
@@ -49,6 +60,7 @@ class PipelinedDevice(Device):
         self._token_back_us = np.zeros(rows_max, np.float64)  # by row: when its newest token is at the first stage
         self._last_us = 0  # when the last batch handed over will have finished
         self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
+        self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
@@ -63,6 +75,11 @@ class PipelinedDevice(Device):
     def hold_until(self, us: int) -> None:
         """No batch that is handed over from now on begins before `us`, in any stage."""
         self._stage_free_us = [max(free_us, float(us)) for free_us in self._stage_free_us]
+
+    @property
+    def free_us(self) -> int:
+        """When all that was handed over will have run."""
+        return self._last_us
 
     def sample(self, batch_id: int, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
@@ -86,6 +103,7 @@ class PipelinedDevice(Device):
                 shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
                 now_us += back_us
             times_us, sampling_us = pipeline.stage_us(shape), 0.0
+            spans: list[int] = []
             if sampled_us:  # the forward of the last stage may run before
                 last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
                 sampling_us, times_us[-1] = times_us[-1] - last, last
@@ -95,6 +113,9 @@ class PipelinedDevice(Device):
                 now_us += took_us
                 free_us[stage] = now_us
                 self.stage_busy_us[stage] += took_us
+                spans += (round(now_us - took_us), round(now_us))
+            if self.notes_times:
+                self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
             if sampled_us:
                 now_us = max(now_us, float(sampled_us)) + sampling_us
                 free_us[-1] = now_us
@@ -105,6 +126,12 @@ class PipelinedDevice(Device):
         if plan.sample_rows.size:
             self._token_back_us[plan.rows[plan.sample_rows]] = finished_us + back_us
         self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), begun_us, finished_us, tokens))
+
+    def times(self) -> StageTimes:
+        """When each batch was in each stage; the wait for grammars before it samples is not in it."""
+        stages = len(self.stage_busy_us)
+        noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * stages)
+        return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])
 
     def describe_stages(self, busy_us: int | None) -> dict[str, Any]:
         """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.core.config import DELAYER_SETTINGS, RANK_SETTINGS, SchedConfig
+from lockstep.core.config import DELAYER_SETTINGS, RANK_SETTINGS, TRIGGER_SETTINGS, SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost.models import ceil_div
 
 if TYPE_CHECKING:
     from lockstep.sim.cluster import ClusterScenario
-    from lockstep.sim.simulate import Scenario
+    from lockstep.sim.simulate import Scenario, Setup
 
-DIVIDED = ("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages")
+DIVIDED = ("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages", "transfer_slots")
 """Limits of an engine that its ranks share out evenly."""
 
 
@@ -29,7 +30,7 @@ def settings_of_rank(given: dict[str, Any], ranks: int) -> dict[str, Any]:
     share = dict(given)
     for name in DIVIDED:
         value = given.get(name, usual[name])
-        if value is not None:
+        if isinstance(value, int):
             share[name] = ceil_div(value, ranks)
     for name in ("chunked_prefill_size", "max_prefill_tokens"):
         value = given.get(name, usual[name])
@@ -37,6 +38,9 @@ def settings_of_rank(given: dict[str, Any], ranks: int) -> dict[str, Any]:
             share[name] = max(value // ranks // page_size * page_size, page_size)
     if "pages" in given:
         share["pages"] = given["pages"] // ranks
+    tiers = given.get("tiers", msgspec.UNSET)
+    if tiers is not msgspec.UNSET:
+        share["tiers"] = msgspec.structs.replace(tiers, host_pages=max(tiers.host_pages // ranks, 1))
     return {**share, "dp_ranks": ranks, "dp_rank": 0}
 
 
@@ -46,9 +50,12 @@ def config_of_engine(config: SchedConfig) -> SchedConfig:
         return config
     ranks = config.dp_ranks
     assert ranks is not msgspec.UNSET
-    unset = dict.fromkeys(("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS), msgspec.UNSET)
+    unset = dict.fromkeys(("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS), msgspec.UNSET)
     names = [*DIVIDED, "chunked_prefill_size", "max_prefill_tokens", "pages"]
-    whole = {name: getattr(config, name) * ranks for name in names if getattr(config, name) is not None}
+    whole = {name: getattr(config, name) * ranks for name in names if isinstance(getattr(config, name), int)}
+    if config.tiers is not msgspec.UNSET:
+        tiers = msgspec.structs.replace(config.tiers, host_pages=config.tiers.host_pages * ranks)
+        return msgspec.structs.replace(config, **(whole | unset | {"tiers": tiers}))
     return msgspec.structs.replace(config, **(whole | unset))
 
 
@@ -61,7 +68,6 @@ def check_ranks(scenario: Scenario) -> None:
         )
     others: dict[str, object] = {
         "pp": scenario.pp > 1 and scenario.pp,
-        "host_cache_gb": scenario.tiers.get("host_cache_gb"),
         "hybrid_memory": scenario.tiers.get("hybrid_memory") == "on" and "on",
         "receive_interval": scenario.receive_interval > 1 and scenario.receive_interval,
     }
@@ -70,16 +76,19 @@ def check_ranks(scenario: Scenario) -> None:
             raise ConfigError(f"`rank_schedulers` is on, and `{name}` is {value}: they do not go together yet")
 
 
-def check_cluster_of_ranks(scenario: ClusterScenario, grammars: Iterable[str]) -> None:
+def check_cluster_of_ranks(scenario: ClusterScenario, setups: Sequence[Setup]) -> None:
     """The same of a cluster whose engines have ranks."""
     others = {
-        "router_report_interval": scenario.report_interval_us,
         "autoscale": scenario.scaling,
         "admission": scenario.dispatch,
-        "engines": scenario.engines,
     }
     for name, value in others.items():
         if value:
             raise ConfigError(f"`rank_schedulers` is on, and `{name}` is given: they do not go together yet")
-    if any(grammars):
-        raise ConfigError("`workload` has grammars, which ranks do not sample under in simulations yet")
+    kinds = Counter((setup.config.role, setup.config.dp_ranks) for setup in setups)
+    if len(kinds) > len({role for role, _ in kinds}):
+        found = ", ".join(sorted(str(ranks) for _, ranks in kinds))
+        raise ConfigError(
+            f"`engines` of one role have {found} ranks: all of a role must have as many\n"
+            "hint: give them the same attention_dp"
+        )

@@ -155,13 +155,34 @@ def _facts_table(summary: Summary) -> Table:
     table.add_row("GPU gap", show_us(device["decode_gap_us_p50"]), gap)
     if "bytes_moved" in cache:
         _add_tiers(table, cache)
+    if "media" in summary:
+        _add_media(table, summary["media"])
     if "pipeline" in device:
         pipeline = device["pipeline"]
         idle = (
             f"of the time with a batch in the pipeline; {show_us(pipeline['pipeline_bubble_us'])} of stages idle then"
         )
         table.add_row("stages busy", show_share(pipeline["stage_busy_share"]), idle)
+        if "batches_by_microbatch" in pipeline:
+            launched = ", ".join(f"{count:,}" for count in pipeline["batches_by_microbatch"])
+            table.add_row("microbatches", str(pipeline["microbatches"]), f"batches of each: {launched}")
     return table
+
+
+def _add_media(table: Table, media: Summary) -> None:
+    """What the encoder did, and for whom."""
+    table.add_section()
+    about = f"images, videos and sounds of {media['requests']:,} requests; {media['prompt_tokens']:,} prompt tokens"
+    table.add_row("media", f"{media['contents']:,}", about)
+    evicted = f"of media were encoded already; {media['embeddings_evicted']:,} evicted"
+    table.add_row("embedding cache hits", show_share(media["embedding_hit_ratio"]), evicted)
+    if media["encoder_passes"] is None:  # read back from a journal, which does not say when the encoder worked
+        return
+    where = f"on {media['encoder_gpus']} GPUs of its own" if media["encoder_gpus"] else "on the engine's GPUs"
+    did = f"{where}: {media['encoded']:,} encoded in {media['encoder_passes']:,} passes"
+    table.add_row("encoder busy", show_share(media["encoder_busy_fraction"]), did)
+    waits = f"p50, of {media['requests_waited']:,} requests; p99 {show_us(media['wait_us_p99'])}"
+    table.add_row("waited for media", show_us(media["wait_us_p50"]), waits)
 
 
 def _add_tiers(table: Table, cache: Summary) -> None:

@@ -22,6 +22,7 @@ import io
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.sim.arrivals import random_stream
+from lockstep.sim.cost.encoder import KINDS
 from lockstep.sim.token_runs import fresh_tokens
+from lockstep.sim.turn_media import MediaColumns
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, TIME_US_MAX, Int64s, Turns, WorkloadError
 
 Floats = NDArray[np.float64]
@@ -63,10 +66,19 @@ class Histogram(NamedTuple):
         return self.tokens[np.searchsorted(self.cumulated, random.random_sample(count), side="right")]
 
 
+class Part(NamedTuple):
+    """Tokens of media among the parts of the input."""
+
+    part: int
+    kind: int  # into KINDS
+    counts: Histogram | None  # how many a request has; None: not recorded, so one
+
+
 class Client(NamedTuple):
     number: int
     windows: tuple[Window, ...]
     lengths: Mapping[float, tuple[tuple[Histogram, ...], Histogram]]  # by start in s: parts of the input, output
+    media: Mapping[float, tuple[Part, ...]] = {}  # by start in s: which of the parts are media
 
 
 class ServeGen(NamedTuple):
@@ -94,7 +106,7 @@ def read_servegen(source: str, files: Mapping[str, bytes]) -> ServeGen:
             if dataset not in files:
                 raise WorkloadError(f"{source}: {dataset}", "no such file", f"it has the lengths of {name}")
             windows = _windows(f"{source}: {name}", files[name])
-            clients.append(Client(int(found[2]), windows, _lengths(f"{source}: {dataset}", files[dataset])))
+            clients.append(Client(int(found[2]), windows, *_lengths(f"{source}: {dataset}", files[dataset])))
     if not clients:
         hint = "expected chunk-N-trace.csv and chunk-N-dataset.json, as ServeGen publishes them"
         raise WorkloadError(source, "no file of a ServeGen client in it", hint)
@@ -160,15 +172,17 @@ def _cell(where: str, column: str, text: str, what: str, most: float) -> float:
     raise WorkloadError(f"{where}, column `{column}`", problem, "correct the row")
 
 
-def _lengths(where: str, data: bytes) -> dict[float, tuple[tuple[Histogram, ...], Histogram]]:
-    """The histograms of a client by the start of their window; a window without requests has none."""
+def _lengths(
+    where: str, data: bytes
+) -> tuple[dict[float, tuple[tuple[Histogram, ...], Histogram]], dict[float, tuple[Part, ...]]]:
+    """The histograms of a client by the start of their window; a window without requests has none. And their media."""
     try:
         content: Any = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise WorkloadError(where, f"not JSON: {error}", "fetch it again") from None
     if not isinstance(content, dict) or not content:
         raise WorkloadError(where, "expected an object with a member per window", "is this a ServeGen dataset file?")
-    lengths = {}
+    lengths, media = {}, {}
     for start, columns in content.items():
         start_s = _cell(where, "window start", start, "seconds", TIME_US_MAX / 1e6)
         if not isinstance(columns, dict):
@@ -183,7 +197,18 @@ def _lengths(where: str, data: bytes) -> dict[float, tuple[tuple[Histogram, ...]
         output = _histogram(f"{where}, window {start}, `output_tokens`", columns["output_tokens"])
         if output is not None and all(inputs):
             lengths[start_s] = (tuple(histogram for histogram in inputs if histogram is not None), output)
-    return lengths
+            media[start_s] = tuple(
+                Part(names.index(f"{kind}_tokens"), number, _count(f"{where}, window {start}", kind, columns))
+                for number, kind in enumerate(KINDS)
+                if f"{kind}_tokens" in names
+            )
+    return lengths, media
+
+
+def _count(where: str, kind: str, columns: Mapping[str, object]) -> Histogram | None:
+    """How many of a kind a request has."""
+    name = f"{kind}_count"
+    return _histogram(f"{where}, `{name}`", columns[name]) if name in columns else None
 
 
 def _histogram(where: str, text: object) -> Histogram | None:
@@ -223,13 +248,23 @@ def _is_number(text: str) -> bool:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def turns_of_servegen(source: str, content: ServeGen, *, seed: int) -> Turns:
-    """Draw the requests of all clients, each from streams of its own; the first at 0. Its tenant is `clientN`."""
+QUESTION_TOKENS = 32  # of text behind the media of a prompt
+
+
+def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool = False) -> Turns:
+    """Draw the requests of all clients, each from streams of its own; the first at 0. Its tenant is `clientN`.
+
+    With `media` the tokens of images, sounds and videos are spans of the prompts, as many as counts say, each of an
+    equal part of the tokens and of a content of its own; lengths and times are those drawn without.
+    """
     times, inputs, outputs, tenants = [], [], [], []
+    spans: list[NDArray[np.int64]] = []
     for tenant, client in enumerate(content.clients):
         random = random_stream(seed, f"servegen/{client.number}/arrivals")
         arrivals_us = np.minimum(_arrivals_s(client.windows, random) * 1e6, float(TIME_US_MAX)).astype(np.int64)
         input_tokens, output_tokens = _draw_lengths(f"{source}: client {client.number}", client, arrivals_us, seed)
+        if media:
+            spans.append(_draw_media(client, arrivals_us, seed))
         times.append(arrivals_us)
         inputs.append(input_tokens)
         outputs.append(output_tokens)
@@ -238,12 +273,55 @@ def turns_of_servegen(source: str, content: ServeGen, *, seed: int) -> Turns:
     if not len(arrival_us):
         raise WorkloadError(source, "its rates are so low that no request was drawn", "try another --seed")
     order = np.argsort(arrival_us, kind="stable")
-    return open_loop_turns(
+    turns = open_loop_turns(
         arrival_us[order] - arrival_us[order[0]],
         np.concatenate(inputs)[order],
         np.concatenate(outputs)[order],
         tenant=np.concatenate(tenants)[order],
         tenants=tuple(f"client{client.number}" for client in content.clients),
+    )
+    if not media or not sum(int(one.sum()) for one in spans):
+        return turns
+    return replace(turns, media=_media_of(turns, np.concatenate(spans)[order], f"servegen/{seed}"))
+
+
+def _draw_media(client: Client, arrivals_us: Int64s, seed: int) -> NDArray[np.int64]:
+    """int64 [requests, kinds, 2]: tokens of each kind, the same as are in the input, and of how many contents."""
+    found = np.zeros((len(arrivals_us), len(KINDS), 2), np.int64)
+    starts_s = np.array(sorted(client.lengths))
+    which = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
+    for window in np.unique(which).tolist():
+        rows = np.flatnonzero(which == window)
+        for part, kind, count in client.media[starts_s[window]]:
+            histogram = client.lengths[starts_s[window]][0][part]
+            random = random_stream(seed, f"servegen/{client.number}/input/{window}/{part}")
+            found[rows, kind, 0] = histogram.draw(random, len(rows))
+            random = random_stream(seed, f"servegen/{client.number}/count/{window}/{kind}")
+            found[rows, kind, 1] = 1 if count is None else count.draw(random, len(rows))
+    found[:, :, 1] = np.clip(found[:, :, 1], found[:, :, 0] > 0, found[:, :, 0])
+    return found
+
+
+def _media_of(turns: Turns, drawn: NDArray[np.int64], salt: str) -> MediaColumns:
+    """Spans in front of the last text of each prompt, kind by kind."""
+    text = turns.prompt_tokens - drawn[:, :, 0].sum(axis=1)
+    totals, counts = drawn[:, :, 0].ravel(), drawn[:, :, 1].ravel()
+    row_and_kind = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(row_and_kind)) - np.repeat(np.cumsum(counts) - counts, counts)
+    total, count, row = totals[row_and_kind], counts[row_and_kind], row_and_kind // len(KINDS)
+    tokens = total * (number + 1) // count - total * number // count
+    before = np.cumsum(tokens) - tokens  # those of earlier requests among them
+    stops = np.cumsum(drawn[:, :, 1].sum(axis=1))
+    first = np.concatenate((np.zeros(1, np.int64), np.append(before, 0)[stops[:-1]]))
+    start = np.maximum(text - QUESTION_TOKENS, 0)[row] + before - first[row]
+    return MediaColumns(
+        stops=stops,
+        kind=(row_and_kind % len(KINDS)).astype(np.int8),
+        start=start.astype(np.int32),
+        tokens=tokens.astype(np.int32),
+        segments=np.ones(len(tokens), np.int32),
+        content=np.arange(len(tokens), dtype=np.int64),
+        salt=salt,
     )
 
 

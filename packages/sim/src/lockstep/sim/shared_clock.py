@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from simpy import Environment, Event
 
 from lockstep.core.events import RequestArrived, RequestCancelled, RequestId, TokenRuns
-from lockstep.core.router import RequestEnded, RequestOffered, Router, prefix_keys
+from lockstep.core.router import LoadReported, RequestEnded, RequestOffered, Router, prefix_keys
 from lockstep.sim.host import NEVER_US, EngineHost
 from lockstep.sim.metrics import RunData
 from lockstep.sim.network import later
@@ -24,6 +24,7 @@ from lockstep.sim.token_runs import prompt_ids
 from lockstep.sim.turns import Turn
 
 if TYPE_CHECKING:
+    from lockstep.core.engine import Engine
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
     from lockstep.sim.cluster import ClusterRun, ClusterSetup
 
@@ -71,9 +72,23 @@ class Routing:
 
     def tell_end(self, time_us: int, request_id: RequestId, output_tokens: int) -> None:
         """A request ended where it was sent to."""
-        fact = RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens)
+        self.tell(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))
+
+    def tell(self, fact: RequestEnded | LoadReported) -> None:
+        """The router hears something that routes nobody."""
         self._router.step(fact)
         self._journal.append(fact, None, self._router.digest)
+
+
+def report_of(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadReported:
+    """What an engine says of itself: requests it has, KV that they hold, and prompts that wait for theirs."""
+    memory = core.memory
+    cached = memory.radix.evictable_pages if memory.radix is not None else 0
+    held = (core.config.pages - memory.pool.free_count - cached) * core.config.page_size
+    waiting = sum(request.prompt_tokens for request in core.waiting)
+    return LoadReported(
+        time_us=due_us, engine=engine, measured_us=measured_us, requests=len(core.requests), tokens=held + waiting
+    )
 
 
 class SharedFeed:
@@ -166,6 +181,11 @@ class SharedClock(Generic[Cluster]):
         self._stop_requested = value
         for host in self.hosts:
             host.stop_requested = value
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any request is open, or is known to come."""
+        return bool(self.arrivals.open_turns) or self.arrivals.next_us < NEVER_US
 
     def at(self, time_us: int, act: Callable[[], None]) -> None:
         """Do something then."""

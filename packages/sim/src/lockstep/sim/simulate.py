@@ -42,7 +42,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.sim.cache_tiers import PageBytes, TierLinks
-from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+from lockstep.sim.catalogue import load_calibration, load_encoders, load_gpu, load_model
 from lockstep.sim.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
 from lockstep.sim.cost import (
     UNCALIBRATED,
@@ -57,25 +57,30 @@ from lockstep.sim.cost import (
     WeightsDtype,
     kv_capacity,
 )
+from lockstep.sim.cost.encoder import Encoders
 from lockstep.sim.cost.expert_balance import spread_of
-from lockstep.sim.cost.models import check_split, checked_weights_dtype
+from lockstep.sim.cost.models import Fp8Activations, check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.cost.tables import base_cost_model
+from lockstep.sim.encoding import Encoding, beside_encoder, check_encoding
 from lockstep.sim.forcing import Forcing
 from lockstep.sim.host import (
     EOS_TOKEN_ID,
     GRAMMAR_COMPILE_US,
     Arrivals,
+    Device,
     EngineHost,
     JournalSink,
     MetricsSink,
+    RankExchange,
     RequestSource,
     TransferPort,
     Witness,
 )
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
 from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
+from lockstep.sim.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
@@ -84,7 +89,7 @@ from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDr
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
 from lockstep.sim.watch import LEVELS, WatchedMetrics
-from lockstep.sim.workload import Workload, open_workload
+from lockstep.sim.workload import Workload, open_workload, workload_digest
 
 if TYPE_CHECKING:
     from lockstep.sim.cluster import ClusterRun
@@ -127,6 +132,7 @@ class Scenario:
     mem_fraction: float = 0.9  # of GPU memory, for weights, activations and KV
     weights_dtype: WeightsDtype | None = None  # None: the checkpoint's own
     kv_dtype: KvDtype = "bf16"
+    fp8_activations: Fp8Activations = "auto"  # whether fp8 weights meet rows in fp8
     max_new_tokens: int | None = None  # the limit of every request; None: its own length
     grammar_compile_us: int = GRAMMAR_COMPILE_US
     receive_interval: int = 1
@@ -140,6 +146,9 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig that were given
     slos: tuple[Slo, ...] = ()
     tiers: Mapping[str, Any] = field(default_factory=dict)  # fields of HostTiers and HybridShares that were given
+    media: str | None = None  # images, videos and sounds that turns bring; see media.py; None: none
+    mm_encoder_tp_mode: str = "weights"  # or data: how encoders are laid out over the tp GPUs
+    encoder_gpus: int = 0  # of the encoder's own; 0: those of the engine
     rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
     @property
@@ -174,6 +183,7 @@ class Scenario:
             "mem_fraction",
             "weights_dtype",
             "kv_dtype",
+            "fp8_activations",
             "operators",
             "calibration",
             "profile",
@@ -181,6 +191,9 @@ class Scenario:
             "acceptance_spread",
             "draft_model",
             "grammar_forces",
+            "media",
+            "mm_encoder_tp_mode",
+            "encoder_gpus",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
@@ -276,6 +289,7 @@ class Setup:
     overridden: tuple[str, ...] = ()  # settings that the environment decided
     drafting: Drafting | None = None  # where drafts are verified
     forcing: Forcing | None = None  # where tokens that grammars force are computed together
+    encoding: Encoding | None = None  # where requests have media
 
     @property
     def title(self) -> str:
@@ -312,9 +326,11 @@ class Setup:
     def slowed(self, factor: float) -> Setup:
         """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
         drafting = self.drafting.slowed(factor) if self.drafting is not None else None
-        return replace(self, cost=UNCALIBRATED.cost_model(self.cost, factor), drafting=drafting, debug=0)
+        encoding = self.encoding.slowed(factor) if self.encoding is not None else None
+        cost = UNCALIBRATED.cost_model(self.cost, factor)
+        return replace(self, cost=cost, drafting=drafting, encoding=encoding, debug=0)
 
-    def doubts(self) -> list[str]:
+    def doubts(self, *, has_intervals: bool = True) -> list[str]:
         """Settings beyond what the model and the GPU are: simulated as asked, and said."""
         lines = []
         asked, context = self.config.context_tokens_max, self.model.context_tokens_max
@@ -332,8 +348,11 @@ class Setup:
                 f"{self.model.name} has layers without full attention; --hybrid-memory on gives them own pools"
             )
         lines += self._layout_doubts()
+        if self.encoding is not None:
+            lines += self.encoding.doubts(self.config)
         depth = self.config.overlap_depth
-        return lines + self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split)
+        more = self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split, has_intervals=has_intervals)
+        return lines + more
 
     def _layout_doubts(self) -> list[str]:
         """What is taken for granted about rows, experts and stages."""
@@ -357,11 +376,16 @@ class Setup:
                 f"eplb: in the long run the fullest rank has {spread.long_run:.2f} times its share, "
                 f"{spread.unbalanced:.2f} times without"
             )
-        if split.pp > 1:
+        if split.pp > 1 and not self.config.pipelines:
             depth = self.config.overlap_depth
             lines.append(
                 f"pp {split.pp}: at most {depth + 1} batches are in the pipeline, and a row decodes again only when "
                 "its token is back; engines with a set of rows per stage keep stages busier"
+            )
+        if self.config.pipelines and self.config.overlap_depth:
+            lines.append(
+                f"overlap_depth {self.config.overlap_depth} with microbatches: where two batches of one follow each "
+                "other, the second keeps the first stage waiting for its tokens; pp_async_batch_depth does not"
             )
         return lines
 
@@ -381,6 +405,7 @@ class Setup:
                 "calibration": self.calibration.title,
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
+                **({} if self.scenario.media is None else {"media": self.scenario.media}),
             },
         )
 
@@ -411,6 +436,7 @@ class Setup:
             "calibration": self.calibration.describe(),
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
             **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
+            **({} if self.encoding is None else {"media": self.encoding.describe()}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
             **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
         }
@@ -445,6 +471,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     overridden = environment_settings(environ)
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
+    check_encoding(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
@@ -456,6 +483,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         scenario.parallelism,
         weights_dtype=scenario.weights_dtype,
         kv_dtype=scenario.kv_dtype,
+        fp8_activations=scenario.fp8_activations,
         operators=None if scenario.operators is None else Path(scenario.operators),
     )
     calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
@@ -475,6 +503,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         overridden=tuple(overridden),
         drafting=_drafting(scenario, config, model, gpu, cost, calibration),
         forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
+        encoding=Encoding.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
     )
 
 
@@ -579,11 +608,38 @@ def open_load(scenario: Scenario) -> Workload:
         time_window=scenario.time_window,
         limit=None if closed else scenario.limit,
         skip_bad_rows=scenario.skip_bad_rows,
+        recorded_media=scenario.media == RECORDED,
     )
+    if scenario.media is not None:
+        workload = _with_media(workload, scenario, scenario.media)
     if not closed:
         return workload
     # When its requests would come by the clock is not asked of a closed loop.
     return replace(workload, notes=tuple(note for note in workload.notes if CLOCKLESS not in note))
+
+
+def _with_media(workload: Workload, scenario: Scenario, media: str) -> Workload:
+    """The same with what turns bring besides text. Raises ConfigError or CatalogueError."""
+    encoders = encoders_of(scenario)
+    turns = workload.turns
+    if media != RECORDED:
+        turns = with_media(turns, parse_media(media), encoders, seed=scenario.seed)
+    assert turns.media is not None
+    for kind in {content.kind for content in turns.media.contents().values()}:
+        encoders.tower(kind)  # raises for a kind that the model does not take
+    notes = (*workload.notes, describe_media(turns.media, len(turns)))
+    return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
+
+
+def encoders_of(scenario: Scenario) -> Encoders:
+    """What the scenario's model sees and hears with. Raises ConfigError if it has nothing for that."""
+    encoders = load_encoders(scenario.model)
+    if encoders is None:
+        raise ConfigError(
+            f"`media` is `{scenario.media}`, but {scenario.model} takes text alone\n"
+            "hint: a model with an encoder, such as --model qwen2.5-vl-7b, qwen3-vl-8b, gemma-3-27b or qwen2-audio-7b"
+        )
+    return encoders
 
 
 def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
@@ -623,12 +679,20 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size))
     shares = hybrid_shares(scenario.tiers)
     if shares.on:
-        check_hybrid(model, split)
+        check_hybrid(model)
+    if given.get("pp_size", 1) != 1 and "overlap_depth" not in scenario.settings:
+        given["overlap_depth"] = 0  # microbatches overlap with each other
     if scenario.rank_schedulers:
         check_ranks(scenario)
         given = settings_of_rank(given, split.attention_dp)
     config = SchedConfig(**given)
+    check_stages(scenario, config)
     check_drafting(scenario, config)
+    if scenario.media is not None and config.hands_over:
+        raise ConfigError(
+            f"`media` is `{scenario.media}`, but `role` is {config.role}: media are not simulated where prefill and "
+            "decode are on different engines\nhint: leave out the roles, or --media"
+        )
     check_split(model, split)
     for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
         value = getattr(config, name)
@@ -645,6 +709,15 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         context = min(config.context_tokens_max, own * config.page_size)
         return msgspec.structs.replace(config, pages=own, context_tokens_max=context), kv
     return _within_a_shard(msgspec.structs.replace(config, pages=kv.pages), split, kv.pages), kv
+
+
+def check_stages(scenario: Scenario, config: SchedConfig) -> None:
+    """Raise ConfigError for microbatches for other stages than there are."""
+    if config.pipelines and config.pp_size != scenario.pp:
+        raise ConfigError(
+            f"`pp_size` is {config.pp_size}, but `pp` is {scenario.pp}: an engine has microbatches for the stages it "
+            f"has\nhint: --pp {config.pp_size} --pp-size {config.pp_size}, or leave out --pp-size"
+        )
 
 
 def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> SchedConfig:
@@ -670,13 +743,20 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         sampled_rows=config.max_running_requests,
         state_rows=0 if shares.on else config.max_running_requests,
     )
+    if scenario.media is not None:
+        kv = beside_encoder(kv, scenario, gpu, config)
     if shares.on:
-        return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares)
-    return kv if config.speculative_method in (msgspec.UNSET, "ngram") else _beside_drafter(kv, scenario, model)
+        drafter = _drafter_bytes(kv, scenario, model) if _has_drafter(config) else (0, 0)
+        return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares, drafter)
+    return _beside_drafter(kv, scenario, model) if _has_drafter(config) else kv
 
 
-def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:
-    """What the drafter's weights leave, its KV being in the same pages. A head is taken as an average layer."""
+def _has_drafter(config: SchedConfig) -> bool:
+    return config.speculative_method not in (msgspec.UNSET, "ngram")
+
+
+def _drafter_bytes(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
+    """Bytes of a drafter's weights, and of its KV of a token. A head is taken as an average layer."""
     split = scenario.parallelism
     weights = kv.weights_bytes // model.layers
     per_token = kv.kv_bytes_per_token // max(model.attention_layers, 1)
@@ -685,6 +765,12 @@ def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvC
         check_split(small, split)
         weights = stages_of(small, split)[0].weights_bytes(checked_weights_dtype(small, None), split)
         per_token = small.kv_bytes_per_token(scenario.kv_dtype, split)
+    return weights, per_token
+
+
+def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:
+    """What the drafter's weights leave, its KV being in the same pages."""
+    weights, per_token = _drafter_bytes(kv, scenario, model)
     kv_bytes = max(kv.kv_bytes - weights, 0)
     per_token += kv.kv_bytes_per_token
     pages = kv_bytes // (per_token * kv.page_tokens) * kv.shards
@@ -764,7 +850,7 @@ class Run:
         extrapolated = self.setup.cost.describe().get("extrapolated")
         if extrapolated:
             lines.append(f"some batches were far from what the operator tables measured, in {', '.join(extrapolated)}")
-        lines += self.setup.doubts()
+        lines += self.setup.doubts(has_intervals=self.intervals is not None)
         return lines + list(workload.notes)
 
 
@@ -843,6 +929,9 @@ def host_of(
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
     port: TransferPort | None = None,
+    exchange: RankExchange | None = None,
+    device_type: type[Device] | None = None,
+    tells: Callable[[MetricsSink], MetricsSink] | None = None,
     witness: Witness | None = None,
 ) -> tuple[EngineHost, MetricsFold]:
     """One engine's host and what measures it, alone or among others: whoever simulates an engine asks here for it.
@@ -851,6 +940,9 @@ def host_of(
         env: the clock, its own or one that it shares.
         check_every: check invariants after so many events; 0: never.
         port: of a prefill or a decode engine.
+        exchange: of one of several data-parallel ranks.
+        device_type: what runs batches; None: what the cost model asks for.
+        tells: who else hears what is measured, in front of what measures it.
         witness: told of every step; see host.Witness.
     """
     scenario = setup.scenario
@@ -862,6 +954,7 @@ def host_of(
             kv_pages=setup.config.pages, warm_up=scenario.warm_up, host_page_bytes=setup.host_page_bytes
         )
     frontend_us = round(setup.calibration.correction.frontend_us)
+    sink: MetricsSink = metrics if tells is None else tells(metrics)
     host = EngineHost(
         env,
         engine,
@@ -869,7 +962,7 @@ def host_of(
         setup.cost,
         setup.cpu,
         journal,
-        FrontEnd(metrics, frontend_us) if frontend_us else metrics,
+        FrontEnd(sink, frontend_us) if frontend_us else sink,
         seed=scenario.seed,
         name=name,
         max_new_tokens=scenario.max_new_tokens,
@@ -879,13 +972,15 @@ def host_of(
         decode_runs=not setup.debug,
         grammar_compile_us=scenario.grammar_compile_us,
         receive_interval=scenario.receive_interval,
-        device_type=device_type_of(setup.cost),
+        device_type=device_type or device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
         forcing=setup.forcing,
         tiers=setup.tier_links(),
         state_copy_us=setup.state_copy_us,
         port=port,
+        exchange=exchange,
         witness=witness,
+        encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
     )
     return host, metrics
 
@@ -905,7 +1000,7 @@ def _run(
     with stopping_on_interrupt(host), collecting_seldom():
         host.env.process(host.run())
         host.env.run()
-    data = with_stages(metrics.result(setup.scenario.slos), host.device)
+    data = with_stages(metrics.result(setup.scenario.slos), host)
     if host.tiers is not None:
         data.summary["cache"]["links"] = host.tiers.describe()
     return Run(

@@ -160,8 +160,7 @@ class ModelDrafter:
             return self._pass_us(replace(shape, draft_tokens=0, sampled_rows=0)) if shape.extend_tokens else 0.0
         us = self._pass_us(replace(shape, sampled_rows=rows))
         for further in range(1, drafts):
-            context_tokens = shape.decode_context_tokens + further * rows
-            us += self._pass_us(BatchShape(decode_rows=rows, decode_context_tokens=context_tokens, sampled_rows=rows))
+            us += self._pass_us(replace(_tokens_on(shape, further), sampled_rows=rows))
         return us
 
     def _pass_us(self, shape: BatchShape) -> float:
@@ -178,6 +177,16 @@ class ModelDrafter:
         if self.layers == 1:
             return {"kind": "model", "model": self.name}
         return {"kind": "head", "layers": 1, "of_layers": self.layers, "pass_us": DRAFT_PASS_US, "source": "estimate"}
+
+
+def _tokens_on(shape: BatchShape, further: int) -> BatchShape:
+    """A token of each row that decodes, so many positions further."""
+    rows = shape.decode_rows
+    return BatchShape(
+        decode_rows=rows,
+        decode_context_tokens=shape.decode_context_tokens + further * rows,
+        own=None if shape.own is None else _tokens_on(shape.own, further),
+    )
 
 
 @dataclass(frozen=True)

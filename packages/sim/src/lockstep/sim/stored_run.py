@@ -43,6 +43,7 @@ NEEDED = {
     "device": ("busy_us", "busy_fraction", "bubble_share"),
 }
 """What is asked of every run by name; the rest is shown if it is there."""
+DEEPER = {"device": "pipeline", "cache": "links"}
 COUNTS = ("arrived", "completed", "unfinished", "prompt_tokens", "output_tokens", "retractions")
 INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
 FLOATS = ("tpot_us",)
@@ -90,6 +91,33 @@ class _Intervals(Struct):
 
 class _Router(Struct):
     routed_by_reason: dict[str, int]
+
+
+class _Pipeline(Struct):
+    """How busy the stages were; with `pp_size` also its microbatches. See sim/pipeline.py."""
+
+    stages: int
+    stage_busy_us: list[Number]  # by stage
+    stage_busy_share: Number | None
+    pipeline_bubble_us: Number
+    microbatches: int | UnsetType = UNSET
+    batches_by_microbatch: list[Number] | UnsetType = UNSET
+    stage_bubble_us: list[Number] | UnsetType = UNSET  # by stage
+
+
+class _Device(Struct):
+    pipeline: _Pipeline | UnsetType = UNSET
+
+
+class _Cache(Struct):
+    links: dict[str, dict[str, Number]] | UnsetType = UNSET  # to and from what lies below the device
+
+
+class _Deeper(Struct):
+    """Groups of metrics.json with a part that is more than numbers and numbers by name; see DEEPER."""
+
+    device: _Device
+    cache: _Cache
 
 
 class _Metrics(Struct):
@@ -302,7 +330,8 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
 def _problem(metrics: Any) -> str:
     """What is missing from metrics.json, or not what it should be; empty if nothing is."""
     try:
-        read = convert(metrics, _Metrics)
+        read = convert({name: _shallow(name, part) for name, part in metrics.items()}, _Metrics)
+        convert(metrics, _Deeper)
     except (ValidationError, OverflowError) as error:
         return str(error)
     for group, names in NEEDED.items():
@@ -322,6 +351,13 @@ def _problem(metrics: Any) -> str:
     assert not isinstance(said, UnsetType)
     assert not isinstance(measured, UnsetType)
     return "" if said and len(said) == len(measured) else f"{len(said)} engines in about, {len(measured)} measured"
+
+
+def _shallow(group: str, part: Any) -> Any:
+    """A part of metrics.json without what `_Deeper` reads."""
+    if group not in DEEPER or not isinstance(part, dict):
+        return part
+    return {name: value for name, value in part.items() if name != DEEPER[group]}
 
 
 def _refuse_constant(name: str) -> float:

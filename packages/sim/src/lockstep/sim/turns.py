@@ -22,6 +22,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.sim.turn_media import MediaColumns, TurnMedia
+
 LENGTH_TOKENS_MAX = 2**24  # of one prompt or one output; beyond any context window, so more is a mistake
 TIME_US_MAX = 2**53  # 285 years: room for times since 1970, and exact as a float
 
@@ -50,6 +52,7 @@ class Turn:
     after: int | None = None  # index of the turn whose finish starts this one's think time
     think_us: int = 0
     grammar: str = ""  # name of the grammar its output must follow; none by default
+    media: tuple[TurnMedia, ...] = ()  # whose placeholders are in the prompt, by position
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +79,7 @@ class Turns(Sequence[Turn]):
     label_forms: tuple[str, ...]  # for str.format with number and part: "line{0}", "s{0}t{1}"
     tenants: tuple[str, ...]
     grammars: tuple[str, ...]
+    media: MediaColumns | None = None  # None: no turn has any
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -112,7 +116,7 @@ class Turns(Sequence[Turn]):
             column.itemsize if column.strides == (0,) else column.nbytes
             for column in columns
             if isinstance(column, np.ndarray)
-        )
+        ) + (self.media.nbytes if self.media is not None else 0)
 
     def by_clock(self) -> Iterator[Turn]:
         """The turns that arrive by the clock, in order of arrival, each made when it is wanted."""
@@ -186,6 +190,7 @@ class Turns(Sequence[Turn]):
                 [after if after >= 0 else None for after in self.after[block].tolist()],
                 self.think_us[block].tolist(),
                 [grammars[code] for code in self.grammar[block].tolist()],
+                self.media.of(block) if self.media is not None else [()] * len(block),
             )
 
     # --- other turns out of these
@@ -210,7 +215,7 @@ class Turns(Sequence[Turn]):
         taken |= {"after": new_after, "run_stops": run_stops}
         taken |= {name: getattr(self, name)[picked] for name in ("run_first_token", "run_tokens")}
         folded: dict[str, Any] = {name: _folded(column) for name, column in taken.items()}
-        return replace(self, **folded)
+        return replace(self, **folded, media=self.media.take(rows) if self.media is not None else None)
 
     def head(self, count: int) -> Turns:
         """The first `count` turns, or all."""
@@ -222,6 +227,8 @@ class Turns(Sequence[Turn]):
             for field in fields(self)
             if isinstance(column := getattr(self, field.name), np.ndarray)
         }
+        if self.media is not None:
+            cut["media"] = self.media.take(np.arange(count))
         return replace(self, **cut)
 
     def at(self, arrival_us: Int64s) -> Turns:

@@ -89,6 +89,7 @@ class _Request(NamedTuple):
     limit: int | None
     time_window: TimeWindow | None
     skip_bad_rows: bool
+    recorded_media: bool
 
     @property
     def target_rate(self) -> float | None:
@@ -105,6 +106,7 @@ def open_workload(
     rate: float | None = None,
     time_window: TimeWindow | str | None = None,
     digest: bool = True,
+    recorded_media: bool = False,
 ) -> Workload:
     """Read a trace, generate from a spec that begins with `gen:`, draw from a fitted model, or mix several with `mix:`.
 
@@ -119,6 +121,8 @@ def open_workload(
             workload's own clock, which begins with the first arrival and knows nothing of `rate` and `rate_scale`.
             Sessions are kept whole if they begin in it. `limit` counts what it leaves.
         digest: whether to work out the digest, which takes most of the time; it is "" otherwise.
+        recorded_media: of a trace that tells media tokens from text, such as ServeGen's, they are spans of prompts;
+            otherwise they are tokens like any other.
     Raises: WorkloadError, before any of it is simulated.
     """
     if isinstance(time_window, str):
@@ -127,8 +131,11 @@ def open_workload(
         except ValueError as error:
             raise WorkloadError(spec, f"`time_window` cannot be `{time_window}`: {error}", "try 10m..1h") from None
     _check_arguments(spec, rate_scale, limit, rate)
-    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, skip_bad_rows)
+    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, skip_bad_rows, recorded_media)
     content = _open(asked)
+    if recorded_media and content.turns.media is None:
+        hint = "such as --media image=0.3x1..4:1024x768, which adds some"
+        raise WorkloadError(spec, "`media` is recorded, but this workload tells no media from text", hint)
     turns = content.turns
     if time_window is not None:
         turns = _cut_to_window(spec, turns, time_window)
@@ -164,6 +171,9 @@ def workload_digest(turns: Turns) -> str:
         if turns.grammars != ("",):
             grammars = [turns.grammars[code] for code in turns.grammar[rows].tolist()]
             block = [(*turn, grammar) if grammar else turn for turn, grammar in zip(block, grammars, strict=True)]
+        if turns.media is not None:
+            media = turns.media.of(rows)
+            block = [(*turn, "media", items) if items else turn for turn, items in zip(block, media, strict=True)]
         digest.update(encode(block)[len(_array_header(len(block))) :])
     return digest.hexdigest()
 
@@ -240,7 +250,7 @@ def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | N
 
 def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
     content = read_servegen(asked.spec, files)
-    turns = turns_of_servegen(asked.spec, content, seed=asked.seed)
+    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.recorded_media)
     return _Content(name, "servegen", turns, notes=content.notes)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.core.errors import ConfigError
-from lockstep.host.quantization import FIELD
+from lockstep.host.quantization import FIELD, Fp8Activations
 from lockstep.runtime.checkpoint import DTYPES as FLOATS
 from lockstep.runtime.checkpoint import (
     Checkpoint,
@@ -46,6 +46,7 @@ def build_model(
     random_weights_seed: int | None = None,
     parallel: Parallel | None = None,
     kv_fp8: bool = False,
+    fp8_activations: Fp8Activations = "off",
 ) -> Decoder:
     """A model ready to run, without gradients.
 
@@ -55,6 +56,7 @@ def build_model(
         random_weights_seed: fill with small random values instead of the folder's; only config.json is read.
         parallel: this rank's part, with how partial results are summed; None is the whole model.
         kv_fp8: its KV is to lie in fp8, with the scales that the folder has, or 1.
+        fp8_activations: whether rows are rounded to fp8 where they meet fp8 weights: quantized/activations.py.
     Raises: ConfigError for settings that cannot be served; CheckpointError, which is one, for tensors.
     """
     config: Mapping[str, Any]
@@ -71,7 +73,7 @@ def build_model(
         raise ConfigError(f"`dtype` must be {', '.join(DTYPES)}, got `{dtype}`")
     parallel = parallel or Parallel()
     with torch.no_grad():
-        maker = Maker(dtype, torch.device(device), parallel)
+        maker = Maker(dtype, torch.device(device), parallel, fp8_activations=fp8_activations)
         if random_weights_seed is not None or folder is None:
             model = _builder(config)(config, maker)
             fill_randomly(model.tensors(), random_weights_seed or 0, rank=parallel.rank, ranks=parallel.ranks)

@@ -17,6 +17,7 @@ from lockstep.runtime.models.experts import Experts
 from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, Vocabulary
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
+from lockstep.runtime.quantized.activations import choose_activations
 
 OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Ends of names of what a quantised checkpoint may say of rows and KV, which are not rounded unless asked for."""
@@ -89,7 +90,9 @@ class Decoder(nn.Module):
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
         self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
-        of_layers = replace(make, stored=settings.quantization)
+        # How rows of fp8 products are rounded to fp8; "": not.
+        self.activations = choose_activations(make.fp8_activations, settings.quantization, make.device)
+        of_layers = replace(make, stored=settings.quantization, activations=self.activations)
         stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
         self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)

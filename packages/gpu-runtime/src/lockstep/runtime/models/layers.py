@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.core.errors import ConfigError
-from lockstep.host.quantization import FIELD, WeightFormat
+from lockstep.host.quantization import FIELD, Activations, Fp8Activations, WeightFormat
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Split, Wanted
 from lockstep.runtime.forward import ForwardBatch
@@ -64,6 +64,8 @@ class Maker:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: Parallel = field(default_factory=Parallel)
     stored: WeightFormat | None = None  # how matrices of layers are stored, where not in `dtype`
+    fp8_activations: Fp8Activations = "off"  # what is asked for: quantized/activations.py
+    activations: Activations = ""  # what came of it
     prefix: str = ""  # of what is being made, in a checkpoint
 
     def within(self, prefix: str) -> Maker:
@@ -82,8 +84,10 @@ class Maker:
             called = [f"{self.prefix}.{name}" for name in names]
             kept = [name for name in called if self.stored.keeps(name)]
             if not kept:
-                kind = Fp8Matrices if self.stored.layout == "fp8" else Int4Matrices
-                return kind(parts, groups, self.parallel.rank, ranks, self.dtype, self.device, self.stored)
+                place = (parts, groups, self.parallel.rank, ranks, self.dtype, self.device, self.stored)
+                if self.stored.layout != "fp8":
+                    return Int4Matrices(*place)
+                return Fp8Matrices(*place, self.activations, self.fp8_activations == "on")
             if len(kept) < len(called):
                 other = next(name for name in called if name not in kept)
                 raise ConfigError(

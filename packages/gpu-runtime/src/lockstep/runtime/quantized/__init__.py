@@ -5,7 +5,8 @@
 | `matrices.py` | what of a checkpoint goes where on this rank, and the product in torch |
 | `fp8.py`, `int4.py` | the two ways of storing |
 | `kernels.py` | the products in Triton: weights are widened on their way into a tile |
+| `activations.py` | whether rows are rounded to fp8, too |
+| `fp8_kernels.py` | the rounding, and products of fp8 by fp8, in Triton |
 
-What config.json says of them is read by `lockstep.host.quantization`, whose table the simulator prices them by. Rows
-stay in the dtype of the model: weights are widened to it, rows are never rounded to fp8.
+What config.json says of them is read by `lockstep.host.quantization`, whose table the simulator prices them by.
 """

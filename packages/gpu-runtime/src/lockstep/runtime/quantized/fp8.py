@@ -6,29 +6,51 @@ borders of the checkpoint's blocks. A scale is then there more than once:
 
     checkpoint   | 0 . . . . . . 127 | 128 . . . . . . 255 |       two scales
     this rank            | 64 . . . . . . . . . 191 |              blocks of 64: [0, 1]
+
+Rows stay in the dtype of the model, or are rounded to fp8 as well, where the checkpoint was made for that and the GPU
+multiplies fp8 by fp8 (`activations.py`, `fp8_kernels.py`). Each run of a row that meets one column of scales then has
+a scale of its own, which makes its largest number 448, or all have the checkpoint's `input_scale`.
+
+    rows [M, K]      | 0 ... 127 | 128 ... 255 |       codes e4m3, one scale for each run of 128 where weights lie in
+                                                       blocks of 128 inputs; else one for each row
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.core.errors import ConfigError
-from lockstep.host.quantization import WeightFormat
+from lockstep.host.quantization import Activations, WeightFormat
 from lockstep.runtime.checkpoint import FP8_STD, RANDOM_STD, Wanted
 from lockstep.runtime.quantized.matrices import Matrix, Quantized
 
+log = logging.getLogger("lockstep.runtime")
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+LEAST = 1e-10  # rows of smaller numbers, such as of zeros, are scaled as if this were the largest of them
 STORED = ("F8_E4M3",)
+STEP_LEAST = 32  # of inputs, that a GPU multiplies fp8 by
+RANDOM_INPUT_SCALE = 8 / FP8_MAX  # with random weights: what follows a norm is hardly above 8
 
 
 class Fp8Matrices(Quantized):
-    """Parameters: `weight` e4m3 [groups?, outputs, inputs], `scale` float32 [groups?, outputs / y, inputs / x]."""
+    """Parameters: `weight` e4m3 [groups?, outputs, inputs], `scale` float32 [groups?, outputs / y, inputs / x].
+
+    Args:
+        activations: how rows are rounded to fp8; static takes a parameter more, `input_scale` float32 [groups?, parts],
+            of which the largest is every row's: parts and groups share their rows.
+        must: they are; else, where a GPU cannot, they are not.
+    Raises: ConfigError where they must be, and a GPU cannot.
+    """
 
     def __init__(
         self,
@@ -39,9 +61,11 @@ class Fp8Matrices(Quantized):
         dtype: torch.dtype,
         device: torch.device,
         stored: WeightFormat,
+        activations: Activations = "",
+        must: bool = False,
     ) -> None:
         super().__init__(parts, groups, rank, ranks, dtype, device)
-        self.stored = stored
+        self.stored, self.activations = stored, activations
         # 0: one scale for all; every size divides it.
         self.each = stored.block or ((1, 0) if stored.by_output else (0, 0))
         down, across = self.each
@@ -52,6 +76,24 @@ class Fp8Matrices(Quantized):
         )
         self.weight = self.empty(self.outputs, self.inputs, dtype=FP8)
         self.scale = self.empty(self.outputs // self.block[0], self.inputs // self.block[1], dtype=torch.float32)
+        self.activations = activations = self._gpu_rounds(must)
+        self.run = self.block[1] if activations == "dynamic" else self.inputs  # numbers of a row that share a scale
+        self.input_scale = self.empty(len(parts), dtype=torch.float32) if activations == "static" else None
+
+    def _gpu_rounds(self, must: bool) -> Activations:
+        """As asked for, or not at all where a step of the product would cross a border of scales."""
+        if not self.activations or self.device.type != "cuda":
+            return self.activations
+        if self.block[1] == self.inputs or self.block[1] % STEP_LEAST == 0:
+            return self.activations
+        why = (
+            f"on this rank {self.block[1]} inputs of `{self.parts[0].name}` share a scale, and a GPU multiplies fp8 by "
+            f"multiples of {STEP_LEAST}"
+        )
+        if must:
+            raise ConfigError(f"`fp8_activations` is on, but {why}\nhint: fewer ranks, or leave it out")
+        log.info("rows that meet `%s` are not rounded to fp8: %s", self.parts[0].name, why)
+        return ""
 
     def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
         """q * scale, computed in float32."""
@@ -75,6 +117,41 @@ class Fp8Matrices(Quantized):
 
         return fp8_linear(rows, self.weight, self.scale, self.block, bias, ends)
 
+    # ------------------------------------------------------------------------------------------- rows in fp8 as well
+
+    def linear(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[rows, inputs] to [rows, outputs]."""
+        if not self.activations:
+            return super().linear(rows, bias)
+        return self.scaled(rows, bias, None) if self._in_triton(rows) else self.rounded_linear(rows, bias)
+
+    def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """As `models.grouped.grouped_linear`."""
+        if not self.activations:
+            return super().grouped(rows, ends)
+        if self._in_triton(rows):
+            return self.scaled(rows, None, ends)
+        starts = [0, *ends.tolist()]
+        out = rows.new_empty(len(rows), self.outputs)
+        for group, (start, stop) in enumerate(pairwise(starts)):
+            if start != stop:
+                out[start:stop] = self.rounded_linear(rows[start:stop], None, group)
+        return out
+
+    def scaled(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """The product of fp8 by fp8 in Triton."""
+        from lockstep.runtime.quantized.fp8_kernels import rounded_rows, scaled_linear
+
+        codes, scale = rounded_rows(rows, self.run, self.input_scale)
+        return scaled_linear(codes, scale, self.weight, self.scale, self.block, bias, ends, rows.dtype)
+
+    def rounded_linear(self, rows: Tensor, bias: Tensor | None, group: int = 0) -> Tensor:
+        """The reference: rows rounded in the same way, and all of it multiplied in float32."""
+        codes, scale = to_codes(rows, self.run, self.input_scale)
+        wide = codes.to(torch.float32).view(*scale.shape, self.run) * scale[..., None]
+        weight = self.widened(torch.float32, group)
+        return F.linear(wide.view(rows.shape), weight, None if bias is None else bias.float()).to(rows.dtype)
+
     def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
         """The matrix, and its scales, which every rank reads whole and takes its own from."""
         part, first, size = self.parts[number], self.firsts[number], self.sizes[number]
@@ -95,16 +172,35 @@ class Fp8Matrices(Quantized):
             also=() if down else (1,),
             convert=partial(self._spread, part=part, size=size),
         )
+        if self.input_scale is not None:
+            yield Wanted(
+                f"{prefix}.input_scale",
+                (),
+                self.of_group(self.input_scale, group)[number],
+                initial=RANDOM_INPUT_SCALE,
+                also=(1,),
+                convert=_of_rows,
+            )
 
     def _spread(self, scale: Tensor, part: Matrix, size: int) -> Tensor:
         """Of a matrix's scales those of this rank's blocks."""
-        scale = scale.to(torch.float32)
-        if not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
-            raise ValueError("holds scales that are not above 0")
+        scale = _checked(scale)
         steps = (self.each[0], part.first_output(self.rank, self.ranks), size, self.block[0])
         down = _blocks(*steps)
         across = _blocks(self.each[1], part.first_input(self.rank, self.ranks), self.inputs, self.block[1])
         return scale.reshape(-1, 1)[down] if scale.dim() < 2 else scale[down][:, across]
+
+
+def _checked(scale: Tensor) -> Tensor:
+    """In float32. Raises ValueError for what cannot be a scale."""
+    scale = scale.to(torch.float32)
+    if not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
+        raise ValueError("holds scales that are not above 0")
+    return scale
+
+
+def _of_rows(scale: Tensor) -> Tensor:
+    return _checked(scale).reshape(())
 
 
 def _blocks(each: int, first: int, size: int, step: int) -> Tensor:
@@ -116,3 +212,19 @@ def _blocks(each: int, first: int, size: int, step: int) -> Tensor:
 def to_fp8(tensor: Tensor) -> Tensor:
     """Rounded to e4m3; what is larger than it has becomes the largest, not NaN."""
     return tensor.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def to_codes(rows: Tensor, run: int, static: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows in fp8: the reference of `fp8_kernels.rounded_rows`.
+
+    Args:
+        rows: [M, K]. run: numbers that share a scale, which divide K.
+        static: scales, of which the largest holds for all; None: each run has that which makes its largest number 448.
+    Returns: e4m3 [M, K], float32 [M, K / run]: a number is code times scale.
+    """
+    runs = rows.to(torch.float32).view(len(rows), rows.shape[1] // run, run)
+    if static is None:
+        scale = runs.abs().amax(-1).clamp(min=LEAST) / FP8_MAX
+    else:
+        scale = static.max().expand(runs.shape[:2])
+    return to_fp8(runs / scale[..., None]).view(rows.shape), scale

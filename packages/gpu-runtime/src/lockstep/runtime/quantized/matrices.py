@@ -11,6 +11,7 @@ for by far.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,7 +54,7 @@ class Matrix:
         return self.columns.shard(self.inputs, rank, ranks).start
 
 
-class Quantized(nn.Module):
+class Quantized(nn.Module, ABC):
     """Matrices of one product, or of one for each group of rows.
 
     Args:
@@ -89,25 +90,25 @@ class Quantized(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- to be said
 
+    @abstractmethod
     def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
         """A group's matrices as [outputs, inputs]: the reference."""
-        raise NotImplementedError
 
     def widened_fast(self, dtype: torch.dtype) -> Tensor:
         """The same of the only group on a GPU, with little memory beside."""
         return self.widened(dtype)
 
+    @abstractmethod
     def kernel_fits(self, dtype: torch.dtype) -> bool:
         """Whether `kernel_linear` knows these sizes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """The product in Triton."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
         """What fills one part."""
-        raise NotImplementedError
 
     # -------------------------------------------------------------------------------------------------------- products
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.encoder import Encoders, encoders_from_config
 from lockstep.sim.cost.errors import CalibrationError, CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec, gpu_from_json
 from lockstep.sim.cost.models import ModelSpec, model_from_config
@@ -26,6 +27,7 @@ __all__ = [
     "calibration_names",
     "gpu_names",
     "load_calibration",
+    "load_encoders",
     "load_gpu",
     "load_model",
     "model_names",
@@ -55,6 +57,21 @@ def load_model(name_or_path: str) -> ModelSpec:
     wanted = _model_key(name_or_path)
     if wanted in known:
         return model_from_config(_read(known[wanted]), wanted, f"catalogue model {wanted}")
+    raise _unknown("model", name_or_path, wanted, model_names(), "the path of a Hugging Face config.json or its folder")
+
+
+def load_encoders(name_or_path: str) -> Encoders | None:
+    """Return what a model sees and hears with; None if it takes text alone.
+
+    Raises: CatalogueError as `load_model`, and for an encoder that is not modelled.
+    """
+    path = _local(name_or_path, "config.json")
+    if path is not None:
+        name = path.parent.resolve().name if path.name == "config.json" else path.stem
+        return encoders_from_config(_read(path), name, str(path))
+    known, wanted = _entries("models"), _model_key(name_or_path)
+    if wanted in known:
+        return encoders_from_config(_read(known[wanted]), wanted, f"catalogue model {wanted}")
     raise _unknown("model", name_or_path, wanted, model_names(), "the path of a Hugging Face config.json or its folder")
 
 

@@ -300,11 +300,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         low, high = self.residuals_of(metric, model).at([(1.0 - coverage) / 2.0, (1.0 + coverage) / 2.0])
         return float(low), float(high)
 
-    def doubts(self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL) -> list[str]:
-        """Return where a simulation leaves what was measured, one sentence each."""
+    def doubts(
+        self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL, *, has_intervals: bool = True
+    ) -> list[str]:
+        """Return where a simulation leaves what was measured, one sentence each. `has_intervals`: its answers do."""
         if self.engine == "none":
             beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
-            if beyond:
+            if beyond and has_intervals:
                 return [f"intervals are those of engines without {', '.join(beyond)}: they do not cover that"]
             return []
         lines = []

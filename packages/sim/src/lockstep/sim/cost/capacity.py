@@ -56,6 +56,7 @@ class KvCapacity:
     kv_bytes_per_token: int
     shards: int = 1  # of attention data parallelism: a token is in one of them
     stages_weights_bytes: tuple[int, ...] = ()  # where there are several stages
+    stages_left_bytes: tuple[int, ...] = ()  # of each of several stages: what it has for KV; not described
     window_pages: int = 0  # of sliding layers, where they have a pool of their own; `kv_bytes` is then of both pools
     window_bytes_per_token: int = 0  # there; `kv_bytes_per_token` is then of full layers
     state_slots: int = 0  # of linear attention, where checkpoints are kept; `state_bytes` is then of all of them
@@ -69,6 +70,7 @@ class KvCapacity:
     def describe(self) -> dict[str, Any]:
         """Return every figure, for a run's metrics.json."""
         described = asdict(self)
+        del described["stages_left_bytes"]
         if self.shards == 1:
             del described["shards"]
         if not self.stages_weights_bytes:
@@ -115,7 +117,11 @@ def kv_capacity(
         for number, stage in enumerate(stages, 1)
     ]  # fmt: skip
     tightest = min(found, key=lambda one: one.pages)
-    return replace(tightest, stages_weights_bytes=tuple(weights) if len(weights) > 1 else ())
+    if len(found) == 1:
+        return tightest
+    taken = (one.weights_bytes + one.activation_bytes + one.runtime_bytes + one.state_bytes for one in found)
+    left = tuple(tightest.usable_bytes - bytes_taken for bytes_taken in taken)
+    return replace(tightest, stages_weights_bytes=tuple(weights), stages_left_bytes=left)
 
 
 UNBOUNDED_PAGES = 2**40  # of a stage whose layers keep no KV

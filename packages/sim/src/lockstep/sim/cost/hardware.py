@@ -85,7 +85,8 @@ FRACTIONS: dict[str, tuple[str, float, str]] = {
     "weight_read_gbs": ("memory_gbs", 0.80, "measured: 0.76, 0.85, 0.83, 0.77, 0.81"),
     "attention_prefill_tflops": ("bf16_tflops", 0.60, "measured: A100 0.64, H100 0.64, H200 0.63, L40S 0.52"),
     "attention_decode_read_gbs": ("memory_gbs", 0.85, "measured: A100 0.54, H100 0.90, H200 0.88, L40S 0.84"),
-    "delta_rule_tflops": ("bf16_tflops", 0.17, "H100 chunk_gated_delta_rule, 32,768 tokens in 1.06 ms: 0.17 to 0.2"),
+    "delta_rule_tflops": ("bf16_tflops", 0.045, "measured: H100 0.051, H200 0.042, L40S 0.044"),
+    "latent_decode_tflops": ("bf16_tflops", 0.55, "measured: H100 0.56, H200 0.58; L40S, in Triton, 0.11"),
 }
 
 # The same for what goes over the link between GPUs: (fraction of the link, why this fraction).
@@ -103,6 +104,10 @@ LATENCIES: dict[str, tuple[float, str]] = {
     "attention_prefill_latency_us": (10.0, "rounded from A100 15, H100 11, H200 11, L40S 6 us"),
     "attention_prefill_extra_keys": (250.0, "keys, not us; between A100 163, H100 400, H200 365 and L40S 88"),
     "attention_decode_latency_us": (9.5, "rounded from H100 and H200 9.5 us"),
+    "latent_decode_latency_us": (14.5, "rounded from H100 14.2, H200 14.6 us; L40S 20.6"),
+    "delta_rule_latency_us": (23.0, "rounded from H100 23.3, H200 23.6 us; L40S 14.0"),
+    "delta_rule_chunk_us": (1.3, "rounded from H100 1.3, H200 1.0, L40S 1.7 us"),
+    "delta_rule_cached_token_heads": (0.0, "tokens x heads, not us; none on H100 and H200, 40,300 on L40S"),
     "small_kernel_us": (1.7, "rounded from H100 1.7, H200 1.6, L40S 1.7 us"),
     "dispatch_latency_us": (27.0, "DeepEP on 8 GPUs: H100 26.8, H200 27.1 us"),
     "dispatch_low_latency_us": (11.0, "DeepEP on 8 GPUs: H100 11.5, H200 10.2 us"),

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lockstep.host.quantization import INT4_BITS, INT4_GROUP, METHODS, read_weight_format
+from lockstep.host.quantization import INT4_BITS, INT4_GROUP, METHODS, Activations, read_weight_format, rounds_rows
 from lockstep.host.quantization import KV_BYTES as KV_BYTES
 from lockstep.host.quantization import WEIGHT_BYTES as WEIGHT_BYTES
+from lockstep.host.quantization import Fp8Activations as Fp8Activations
 from lockstep.host.quantization import KvDtype as KvDtype
 from lockstep.host.quantization import WeightsDtype as WeightsDtype
 from lockstep.sim.cost.errors import CapacityError, CatalogueError
 from lockstep.sim.cost.parallel import Parallelism, divisors, parallelism_of
 
+if TYPE_CHECKING:
+    from lockstep.sim.cost.hardware import GpuSpec
+
 ACTIVATION_BYTES = 2  # bf16
+DELTA_CHUNK = 64  # tokens per chunk of the chunked delta rule
 STATE_BYTES = 4  # the recurrent state of linear attention is float32 (`mamba_ssm_dtype`)
 
 
@@ -90,6 +95,11 @@ class GatedDelta:
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
+    def chunk_flops(self) -> int:
+        """FLOPs of one token and value head by the chunked rule: with the state, and with the tokens of its chunk."""
+        return 4 * self.key_dim * self.value_dim + 4 * DELTA_CHUNK * (self.key_dim + self.value_dim)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of state per request and layer: the recurrent matrix in float32, the convolution's tail in bf16."""
         return STATE_BYTES * self.recurrent_elements + ACTIVATION_BYTES * (self.conv_kernel - 1) * self.conv_channels
@@ -134,6 +144,7 @@ class ModelSpec:
     experts: Experts | None = None
     norms_per_layer: int = 2
     checkpoint_dtype: WeightsDtype = "bf16"
+    weights_only: bool = False  # a checkpoint in fp8 that does not say its activations are
     context_tokens_max: int
 
     @property
@@ -290,6 +301,23 @@ def checked_kv_dtype(dtype: KvDtype) -> KvDtype:
     return dtype
 
 
+def products_in_fp8(model: ModelSpec, gpu: GpuSpec, weights: WeightsDtype, setting: Fp8Activations) -> bool:
+    """Whether products with the weights run in fp8, by the runtime's own rule; else these are widened for them.
+
+    Weights that are fp8 by `--weights-dtype` alone are taken for a checkpoint whose activations are, too.
+    Raises: CatalogueError where they are to be in fp8, and cannot.
+    """
+    if setting not in get_args(Fp8Activations):
+        raise CatalogueError(f"`fp8_activations` must be auto, on or off, got `{setting}`")
+    if setting == "on" and (weights != "fp8" or not gpu.has_fp8):
+        why = f"weights are {weights}" if weights != "fp8" else f"{gpu.name} has no fp8 tensor cores"
+        raise CatalogueError(
+            f"`fp8_activations` is on, but {why}\nhint: leave it out, or --weights-dtype fp8 on an H100"
+        )
+    said: Activations = "" if model.weights_only and model.checkpoint_dtype == weights else "dynamic"
+    return weights == "fp8" and rounds_rows(setting, said, gpu.has_fp8)
+
+
 def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
     """Raise CapacityError unless heads, experts and layers can be split as asked."""
     split = parallelism_of(tp)
@@ -362,6 +390,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(sliding="all", experts="num_local_experts", expert_ffn="intermediate_size"),
     "qwen2": _QWEN2,
     "qwen2_5_vl": _QWEN2,
+    "qwen2_audio": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_vl": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
@@ -463,6 +492,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         experts=_experts(f, family) if moe_layers else None,
         norms_per_layer=family.norms_per_layer,
         checkpoint_dtype=_checkpoint_dtype(f),
+        weights_only=_weights_only(f),
         context_tokens_max=_context_tokens_max(f, model_type),
     )
 
@@ -592,6 +622,12 @@ def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
     if dtype not in TORCH_DTYPES:
         raise CatalogueError(f"{f.where}: `torch_dtype` must be one of {', '.join(TORCH_DTYPES)}, got `{dtype}`")
     return "bf16"
+
+
+def _weights_only(f: _Fields) -> bool:
+    """Whether a checkpoint in fp8 wants its rows as they are, as the runtime reads it."""
+    stored = read_weight_format(f.data, [])
+    return stored is not None and stored.layout == "fp8" and not stored.activations
 
 
 def _context_tokens_max(f: _Fields, model_type: str) -> int:

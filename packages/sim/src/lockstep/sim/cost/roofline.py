@@ -21,9 +21,12 @@ from lockstep.sim.cost.hardware import AllReduce, Constant, GpuSpec, achieved, a
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
+    DELTA_CHUNK,
     KV_BYTES,
     WEIGHT_BYTES,
     Attention,
+    Fp8Activations,
+    GatedDelta,
     KvDtype,
     LatentAttention,
     Matrix,
@@ -32,6 +35,7 @@ from lockstep.sim.cost.models import (
     ceil_div,
     checked_kv_dtype,
     checked_weights_dtype,
+    products_in_fp8,
 )
 from lockstep.sim.cost.parallel import Parallelism, parallelism_of
 
@@ -40,12 +44,16 @@ Precision = Literal["bf16", "fp8"]
 
 # Estimates, used as they are; a calibration replaces them.
 EAGER_KERNEL_US = Constant(5.0, "estimate: CPU time to launch one kernel from Python, 4 to 6 us in PyTorch eager mode")
+LATENT_EAGER_US = Constant(
+    620.0,
+    "p50 of latent attention with its projections, prompts of up to 64 tokens in all, launched from Python: H100 634, "
+    "H200 613 us (ai-dynamo/aiconfigurator@095f58a5, Apache-2.0: wideep_context_mla, SGLang 0.5.10)",
+)
 FORWARD_FIXED_US = Constant(10.0, "estimate: inputs to the device, graph replay, sampled tokens back")
 SAMPLING_FIXED_US = Constant(20.0, "estimate: about ten small kernels for penalties, top-k, top-p and the draw")
 SAMPLING_PASSES = Constant(4.0, "passes over the float32 logits: copy, maximum, softmax, draw")
 GRAPH_ROWS_MAX = 512  # largest decode batch captured as a CUDA graph: SGLang's default from 60 GB with tp >= 4
 LOGIT_BYTES = 4  # float32
-DELTA_CHUNK = 64  # tokens per chunk of the chunked delta rule
 
 # Small kernels per layer besides GEMMs and attention.
 NORM_KERNELS = 1  # residual add and norm are one kernel, per norm
@@ -53,8 +61,13 @@ ATTENTION_SMALL_KERNELS = 2  # rope; KV write
 ACTIVATION_KERNELS = 1  # silu and multiply
 EXPERT_KERNELS = 3  # top-k, sort by expert, sum over experts
 DELTA_KERNELS = 3  # convolution, recurrence, gated norm
+LATENT_KERNELS = 8  # of one layer of latent attention: four GEMMs, attention, and small ones with the latents' norms
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward
+
+# Compute and latency of attention that decodes.
+DECODE = ("attention_prefill_tflops", "attention_decode_latency_us")
+LATENT_DECODE = ("latent_decode_tflops", "latent_decode_latency_us")
 
 # Matrices by whose rows they see: those of a shard; with all-to-all, those of a rank; all others see the rows of all.
 OF_SHARD = frozenset(("qkv_a", "q_b", "kv_b", "qkv", "o", "delta_qkvz", "delta_ba", "delta_o"))
@@ -76,11 +89,14 @@ class RooflineModel:
         kv_dtype: KvDtype,
         cuda_graph: bool,
         graph_rows_max: int,
+        fp8_activations: Fp8Activations = "auto",
     ) -> None:
         tp = split.tp
         self.model, self.gpu, self.tp, self.split = model, gpu, tp, split
         self.shards = split.attention_dp
         self.weights_dtype, self.kv_dtype = weights_dtype, kv_dtype
+        self.fp8_activations = fp8_activations
+        self.fp8_products = products_in_fp8(model, gpu, weights_dtype, fp8_activations)
         self.cuda_graph, self.graph_rows_max = cuda_graph, graph_rows_max
         self.constants: dict[str, Constant] = {}
         self.matrices = [m for m in model.matrices(split) if m.name != "embedding"]
@@ -90,8 +106,9 @@ class RooflineModel:
         self._small_us = self._rate("small_kernel_us")
         self.exchange: Exchange | None = None  # None: all-reduces, if anything
         if split.attention_dp > 1 or split.moe_a2a:
-            fp8 = weights_dtype == "fp8" and gpu.has_fp8
-            self.exchange = Exchange(model, gpu, split, fp8=fp8, rate=self._rate, all_reduce_us=self.all_reduce_us)
+            self.exchange = Exchange(
+                model, gpu, split, fp8=self.fp8_products, rate=self._rate, all_reduce_us=self.all_reduce_us
+            )
             self.collectives = self.exchange.calls
         self.spread: Spread | None = None if model.experts is None else spread_of(model.experts, split)
         self._moves_us = self._rebalancing_us() if split.eplb else 0.0  # once an interval
@@ -106,7 +123,13 @@ class RooflineModel:
         kernels = sum(self._gemm_kernels.values()) + self._small_kernels
         kernels += model.attention_layers + self.collectives
         self.kernels = kernels
-        self._eager_floor_us = self.kernels * self._note("eager_kernel_us", EAGER_KERNEL_US)
+        eager_us = self._note("eager_kernel_us", EAGER_KERNEL_US)
+        self._eager_floor_us = self.kernels * eager_us
+        if isinstance(model.attention, LatentAttention):
+            counted_us = LATENT_KERNELS * eager_us
+            self._eager_floor_us += model.attention_layers * (
+                self._note("latent_eager_us", LATENT_EAGER_US) - counted_us
+            )
         self._fixed_us = self._note("forward_fixed_us", FORWARD_FIXED_US)
 
     def batch_us(self, shape: BatchShape) -> Duration:
@@ -210,6 +233,7 @@ class RooflineModel:
             **self.split.describe(),
             "weights_dtype": self.weights_dtype,
             "kv_dtype": self.kv_dtype,
+            **({"fp8_activations": self.fp8_activations} if self._rows_named() else {}),
             "cuda_graph": self.cuda_graph,
             "graph_rows_max": self.graph_rows_max,
             "kernels": self.kernels,
@@ -229,6 +253,9 @@ class RooflineModel:
             described["all_gather"] = {str(gpus): asdict(line) for gpus, line in self.exchange.lines.items()}
         return described
 
+    def _rows_named(self) -> bool:
+        return self.weights_dtype == "fp8" and self.fp8_activations != "auto"
+
     # --- constants ----------------------------------------------------------------------------------------------------
 
     def _note(self, name: str, constant: Constant) -> float:
@@ -246,7 +273,7 @@ class RooflineModel:
 
     def precision_of(self, m: Matrix) -> Precision:
         """Return the precision a dense matrix is multiplied in: low-precision weights are widened where need be."""
-        return "fp8" if self.weights_dtype == "fp8" and self.gpu.has_fp8 and m.kind == "linear" else "bf16"
+        return "fp8" if self.fp8_products and m.kind == "linear" else "bf16"
 
     def gemm_us(self, precision: Precision, m: Float64s, k: Float64s, n: Float64s, weight_bytes: float) -> Float64s:
         """Return the time of GEMMs [m, k] x [k, n], each float64 [shapes]; what `tokens_terms_us` charges a matrix."""
@@ -255,21 +282,28 @@ class RooflineModel:
         return achieved(self.gpu, f"{precision}_gemm_latency_us").value + np.maximum(compute, memory)
 
     def experts_us(
-        self, tokens: Float64s, hidden: Float64s, ffn: Float64s, per_token: Float64s, count: Float64s, ep: int = 1
+        self,
+        tokens: Float64s,
+        hidden: Float64s,
+        ffn: Float64s,
+        per_token: Float64s,
+        count: Float64s,
+        ep: int = 1,
+        cv: float = 0.0,
     ) -> Float64s:
         """Return the time of the grouped GEMMs of one layer, each float64 [shapes]; what `tokens_terms_us` charges.
 
-        With `ep` above 1: on the fullest of so many ranks, routing even.
+        With `ep` above 1: on the fullest of so many ranks; `cv` is that of the popularity of experts, 0: routing even.
         """
-        low = self.weights_dtype == "fp8" and self.gpu.has_fp8
+        low = self.fp8_products
         flops_us = achieved(self.gpu, "fp8_moe_tflops" if low else "bf16_moe_tflops").value * 1e6
         latency_us = achieved(self.gpu, "fp8_gemm_latency_us" if low else "bf16_gemm_latency_us").value
         touched = count * (1.0 - (1.0 - per_token / count) ** tokens)
         load = per_token * tokens
         if ep > 1:
             rows = list(zip(*(column.astype(int).tolist() for column in (tokens, per_token, count)), strict=True))
-            load = np.array([expected_max_load(n * k, ep, c // ep) for n, k, c in rows])
-            touched = np.array([expected_max_touched(n, k, c, ep) for n, k, c in rows])
+            load = np.array([expected_max_load(n * k, ep, c // ep, cv) for n, k, c in rows])
+            touched = np.array([expected_max_touched(n, k, c, ep, cv) for n, k, c in rows])
         total = np.zeros_like(tokens)
         for inputs, outputs in ((hidden, 2.0 * ffn), (ffn, hidden)):
             compute = load * 2.0 * inputs * outputs / flops_us
@@ -281,7 +315,7 @@ class RooflineModel:
     def _prepare_gemms(self) -> None:
         """Work out, per matrix: layers, latency, us per token of compute, us of weights, us per token of memory."""
         weight_bytes = WEIGHT_BYTES[self.weights_dtype]
-        low = self.weights_dtype == "fp8" and self.gpu.has_fp8
+        low = self.fp8_products
         self.gemm_matrices: list[Matrix] = []
         self._gemms: dict[str, tuple[int, float, float, float, float]] = {}
         self._gemm_kernels: dict[str, int] = {}
@@ -461,28 +495,42 @@ class RooflineModel:
             # Prefill expands the latent to keys and values per head; decode stays in the latent ("absorbed").
             pair_flops = 2.0 * heads * (a.nope_dim + a.rope_dim + a.value_dim)
             decode_flops = 2.0 * heads * (2 * a.kv_rank + a.rope_dim)
+            decode_flops_us = self._us_rate("latent_decode_tflops", 1e6)
+            decode_latency_us = self._rate("latent_decode_latency_us")
             expand_us = self._gemms["kv_b"][2]
         else:
             pair_flops = decode_flops = 4.0 * heads * a.head_dim
+            decode_flops_us, decode_latency_us = flops_us, self._rate("attention_decode_latency_us")
             expand_us = 0.0
         self._pair_us = pair_flops / flops_us
         self._read_us = kv_bytes / read_us
-        self._decode_query_us = decode_flops / flops_us
+        self._decode_query_us = decode_flops / decode_flops_us
         self._decode_token_us = max(self._read_us, self._decode_query_us)
         self._expand_us = expand_us  # per context token and layer: keys and values of earlier chunks, once more
         self._extra_keys = self._rate("attention_prefill_extra_keys")
-        self._decode_latency_us = model.attention_layers * self._rate("attention_decode_latency_us")
+        self._decode_latency_us = model.attention_layers * decode_latency_us
         self._extend_latency_us = model.attention_layers * self._rate("attention_prefill_latency_us")
         self._full, self._sliding = model.full_layers, model.sliding_layers
         self._window = a.window if isinstance(a, Attention) else 0
-        self._delta_row_us = self._delta_token_us = 0.0
+        self._delta_row_us = 0.0
         if model.delta is not None:
-            d = model.delta
-            flops = 4 * d.key_dim * d.value_dim + 4 * DELTA_CHUNK * (d.key_dim + d.value_dim)
-            flops *= d.value_heads // tp
-            state_us = 2 * d.state_bytes / tp * self._memory  # read and written
-            self._delta_row_us = model.linear_layers * state_us
-            self._delta_token_us = model.linear_layers * flops / self._us_rate("delta_rule_tflops", 1e6)
+            self._prepare_delta(model.delta)
+
+    def _prepare_delta(self, d: GatedDelta) -> None:
+        """Work out the gated delta rule of all linear layers together.
+
+        A prompt goes through a row of kernels: inverses within chunks of DELTA_CHUNK tokens, then states from chunk to
+        chunk, then outputs. So there is a latency, a time per chunk of a request, whose chunks follow one another, and
+        work that all tokens and heads share the GPU for. While it is little, it stays in the cache and costs nothing.
+        """
+        layers, tp = self.model.linear_layers, self.split.attention_tp
+        state_us = 2 * d.state_bytes / tp * self._memory  # read and written
+        self._delta_row_us = layers * state_us
+        head_us = d.chunk_flops / self._us_rate("delta_rule_tflops", 1e6)
+        self._delta_token_us = layers * d.value_heads / tp * head_us
+        self._delta_cached_tokens = self._rate("delta_rule_cached_token_heads") / (d.value_heads / tp)
+        self._delta_latency_us = layers * self._rate("delta_rule_latency_us")
+        self._delta_chunk_us = layers * self._rate("delta_rule_chunk_us")
 
     def decode_attention_us(self, rows: int, context_tokens: int, draft_tokens: int = 0) -> float:
         """Return the time of attention in all layers that keep KV, for rows that decode; see `delta_us`.
@@ -500,8 +548,13 @@ class RooflineModel:
 
     def delta_us(self, shape: BatchShape) -> float:
         """Return the time of linear attention in all its layers."""
-        extend_us = max(shape.extend_tokens * self._delta_token_us, shape.extend_rows * self._delta_row_us)
-        return shape.decode_rows * self._delta_row_us + shape.draft_tokens * self._delta_token_us + extend_us
+        us = shape.decode_rows * self._delta_row_us + shape.draft_tokens * self._delta_token_us
+        if shape.extend_tokens:
+            tokens = shape.extend_tokens
+            us += self._delta_latency_us + shape.extend_rows * self._delta_row_us
+            us += max(1.0, long_row_tokens(shape) / DELTA_CHUNK) * self._delta_chunk_us
+            us += max(0.0, tokens - self._delta_cached_tokens) * self._delta_token_us
+        return us
 
     def _per_kv_token(self, heads: Float64s, *rest: Float64s, expanded: bool) -> tuple[Float64s, Float64s]:
         """Return values read, and FLOPs of one query, per token of KV in one layer; float64 [shapes] both.
@@ -523,13 +576,18 @@ class RooflineModel:
         """
         values, flops = self._per_kv_token(heads, *rest, expanded=False)
         read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3
-        flops_us = achieved(self.gpu, "attention_prefill_tflops").value * 1e6
-        per_token = np.maximum(values * KV_BYTES[self.kv_dtype] / read_us, flops / flops_us)
-        return achieved(self.gpu, "attention_decode_latency_us").value + tokens * per_token
+        flops_us, latency_us = (achieved(self.gpu, name).value for name in (LATENT_DECODE if not rest else DECODE))
+        per_token = np.maximum(values * KV_BYTES[self.kv_dtype] / read_us, flops / (flops_us * 1e6))
+        return latency_us + tokens * per_token
 
-    def one_layer_extend_us(self, rows: Float64s, tokens: Float64s, heads: Float64s, *rest: Float64s) -> Float64s:
-        """Return the time of one layer over `rows` prompts of `tokens` each, each float64 [shapes]."""
-        values, flops = self._per_kv_token(heads, *rest, expanded=True)
+    def one_layer_extend_us(
+        self, rows: Float64s, tokens: Float64s, heads: Float64s, *rest: Float64s, expanded: bool = True
+    ) -> Float64s:
+        """Return the time of one layer over `rows` prompts of `tokens` each, each float64 [shapes].
+
+        MLA with `expanded` False is that of a kernel that stays in the latent, which `batch_us` never charges.
+        """
+        values, flops = self._per_kv_token(heads, *rest, expanded=expanded)
         pairs = rows * tokens * (tokens + 1.0) / 2.0 + self._extra_keys * rows * tokens
         compute = pairs * flops / (achieved(self.gpu, "attention_prefill_tflops").value * 1e6)
         read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3
@@ -580,6 +638,16 @@ class RooflineModel:
         return head + gather + self._draw_fixed_us + rows * self._draw_row_us
 
 
+def long_row_tokens(shape: BatchShape) -> float:
+    """Return the new tokens of the row that an average new token is in: those of each row if they are equally long.
+
+    Rows behind a context look longer, for sums do not tell contexts from lengths; at most one row has all tokens.
+    """
+    tokens = shape.extend_tokens
+    squares = 2.0 * shape.extend_pairs - tokens  # without contexts, of the rows' lengths, summed
+    return min(squares / tokens, tokens - shape.extend_rows + 1.0)
+
+
 def fullest_shard(shape: BatchShape, shards: int) -> BatchShape:
     """Return the part of a batch on the shard with the most rows: rows are spread evenly, and taken as equally long."""
     extends, decodes = ceil_div(shape.extend_rows, shards), ceil_div(shape.decode_rows, shards)
@@ -607,10 +675,11 @@ def roofline(
     kv_dtype: KvDtype = "bf16",
     cuda_graph: bool = True,
     graph_rows_max: int = GRAPH_ROWS_MAX,
+    fp8_activations: Fp8Activations = "auto",
 ) -> RooflineModel:
     """Build the roofline of `model` on `tp` GPUs, or on one stage laid out as said; `base_cost_model` builds several.
 
-    `weights_dtype` None is the checkpoint's own.
+    `weights_dtype` None is the checkpoint's own. `fp8_activations` is whether fp8 weights meet rows in fp8.
 
     Batches with extend rows, or with more than `graph_rows_max` decode rows, are launched eagerly.
     Raises: CatalogueError for a dtype that is not modelled, CapacityError for a split that is not possible.
@@ -618,4 +687,5 @@ def roofline(
     weights, split = checked_weights_dtype(model, weights_dtype), parallelism_of(tp)
     if split.pp > 1:
         raise CapacityError(f"a roofline is of one stage, got pp {split.pp}\nhint: base_cost_model builds pipelines")
-    return RooflineModel(model, gpu, split, weights, checked_kv_dtype(kv_dtype), cuda_graph, graph_rows_max)
+    kv = checked_kv_dtype(kv_dtype)
+    return RooflineModel(model, gpu, split, weights, kv, cuda_graph, graph_rows_max, fp8_activations)

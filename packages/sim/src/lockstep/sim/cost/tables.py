@@ -31,7 +31,15 @@ from lockstep.sim.cost.collective_tables import DTYPE_COLUMNS, add_operations
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
 from lockstep.sim.cost.model import BatchShape, Duration
-from lockstep.sim.cost.models import ACTIVATION_BYTES, Attention, KvDtype, LatentAttention, ModelSpec, WeightsDtype
+from lockstep.sim.cost.models import (
+    ACTIVATION_BYTES,
+    Attention,
+    Fp8Activations,
+    KvDtype,
+    LatentAttention,
+    ModelSpec,
+    WeightsDtype,
+)
 from lockstep.sim.cost.parallel import Parallelism, parallelism_of
 from lockstep.sim.cost.roofline import OF_RANK, OF_SHARD, RooflineModel, roofline
 from lockstep.sim.cost.stages import PipelineModel, stages_of
@@ -484,6 +492,9 @@ class MeasuredModel:
         if e is None:
             return None
         dtype = self.base.weights_dtype
+        if dtype == "fp8" and not self.base.fp8_products:  # tables have fp8 by fp8 only
+            self.without_table.append("experts")
+            return None
         found = self._rows("moe", "experts", moe_dtype=MOE_DTYPES[dtype], distribution=(self.distribution, "balanced"))
         if found is None:
             return None
@@ -611,6 +622,7 @@ def base_cost_model(
     weights_dtype: WeightsDtype | None = None,
     kv_dtype: KvDtype = "bf16",
     operators: Path | None = None,
+    fp8_activations: Fp8Activations = "auto",
 ) -> BaseModel | PipelineModel:
     """Build the roofline, or with a folder of operator tables the measured model; one per stage.
 
@@ -620,6 +632,8 @@ def base_cost_model(
     stages: list[BaseModel] = []
     for stage in stages_of(model, split):
         one = replace(split, pp=1)
-        base = roofline(stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+        base = roofline(
+            stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype, fp8_activations=fp8_activations
+        )
         stages.append(base if operators is None else MeasuredModel(base, read_operator_tables(operators, gpu)))
     return stages[0] if len(stages) == 1 else PipelineModel(stages, split, model, gpu)

@@ -16,7 +16,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, RANK_SETTINGS, profile_settings
+from lockstep.core.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -29,16 +29,23 @@ KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a 
 
 CONFIGURED = (
     "tp", "ep", "attention_dp", "pp", "moe_a2a", "eplb", "redundant_experts", "weights_dtype", "kv_dtype", "operators",
-    "rank_schedulers",
+    "rank_schedulers", "fp8_activations",
 )  # fmt: skip
 """What a configuration may be besides settings of the scheduler."""
 
-OF_RANKS = (*RANK_SETTINGS, *DELAYER_SETTINGS)
-"""Settings of the scheduler that only ranks have."""
 SIDES = (
     "prefill busy", "queue", "compute", "links busy", "transfer", "wait for pages", "decode busy", "KV peak", "rows",
 )  # fmt: skip
 SIDES_TITLE = "Prefill and decode at the load that each sustains (times: means)"
+
+CARRIED = ("kv_dtype", "fp8_activations")
+"""What `lockstep serve` has an option for."""
+
+OF_MEDIA = ("media", "mm_encoder_tp_mode")
+"""What is asked for of media; their settings of the scheduler are simulated only by themselves."""
+
+NOT_EMULATED = "jump_forward_tokens"
+"""Served by a real engine; an emulated one draws each token by itself."""
 
 EMULATED = ("tp", "profile")
 """What an emulated server takes of it; of a real one, nothing yet."""
@@ -186,7 +193,7 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         trial = msgspec.structs.replace(trial, tp=split.decode.tp)
     usual = {field.name: field.default for field in msgspec.structs.fields(Trial)}
     unlike = [name for name in CONFIGURED if getattr(trial, name) != usual[name]]
-    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike if name != "kv_dtype"]
+    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike if name not in CARRIED]
     if split is not None:
         groups = split.groups(trial.gpu, candidate.best.replicas)
         lacks.insert(0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, simulated only")
@@ -194,12 +201,16 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
     if trial.settings.get("speculative_method", "none") != "none":
         lacks.append(f"speculative_method {trial.settings['speculative_method']}")
-    lacks += [f"{name} {shown(value)}" for name, value in trial.settings.items() if name in OF_RANKS and value]
+    lacks += [f"{name} {shown(value)}" for name, value in trial.settings.items() if _is_missed(name, value)]
+    media = {name: getattr(trial, name) for name in OF_MEDIA}
+    lacks += [f"{name} {value}" for name, value in media.items() if value is not msgspec.UNSET]
     if trial.tiers is not msgspec.UNSET and (trial.tiers.get("host_cache_gb") or "hybrid_memory" in trial.tiers):
         lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
     if trial.kv_dtype == "fp8":
         common += ["--kv-cache-dtype", "fp8_e4m3"]
+    if trial.fp8_activations is not msgspec.UNSET:
+        common += ["--fp8-activations", trial.fp8_activations]
     settings = profile_settings(trial.profile) | trial.settings
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
     emulated = ["--emulate", f"{trial.model}@{trial.gpu}", *common]
@@ -208,17 +219,29 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
             emulated += [option_of(name), str(getattr(trial, name))]
     if trial.calibration is not None:
         emulated += ["--calibration", trial.calibration]
-    emulated += _set_words(trial.settings)
+    emulated += _set_words({name: value for name, value in trial.settings.items() if name != NOT_EMULATED})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
+    if trial.settings.get(NOT_EMULATED):
+        emulated_lacks.append(f"{NOT_EMULATED} {trial.settings[NOT_EMULATED]}")
     return (
         ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),
         ServeCommand(shlex.join(["lockstep", "serve", *emulated]), emulated_lacks),
     )
 
 
+def _is_served(name: str) -> bool:
+    """Whether `lockstep serve` takes a setting of the scheduler; its drafts follow from options of its own."""
+    return not simulated_only(name) and name not in (*DRAFT_SETTINGS, *TRANSFER_SETTINGS)
+
+
+def _is_missed(name: str, value: Any) -> bool:
+    """Whether a setting does something that a server does not. Off, none, and one stage are what it has anyway."""
+    return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value) and (name, value) != ("pp_size", 1)
+
+
 def _set_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. No drafts, no ranks."""
-    served = {name: value for name, value in settings.items() if name not in (*DRAFT_SETTINGS, *OF_RANKS)}
+    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. Only what it takes."""
+    served = {name: value for name, value in settings.items() if _is_served(name)}
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in served.items()}
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 

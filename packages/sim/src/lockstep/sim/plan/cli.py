@@ -20,6 +20,7 @@ from lockstep.sim.cli import (
     cluster_options,
     drafting_options,
     given_settings,
+    media_options,
     parallel_options,
     refusals,
     scheduler_options,
@@ -72,6 +73,7 @@ EXIT_NONE_FOUND = 3
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
+@click.option("--fp8-activations", help="whether fp8 weights meet rows in fp8: auto, on, off  [default: auto]")
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
 @click.option("--operators", metavar="DIR", help="operator tables instead of the roofline's kernels")
@@ -79,6 +81,7 @@ EXIT_NONE_FOUND = 3
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @cluster_options(engines=False)
 @drafting_options
+@media_options(gpus=False)
 @tier_options
 @scheduler_options
 def plan(
@@ -124,6 +127,7 @@ def plan(
             FULL,
             LINK_KEYS,
             QUICK,
+            ROWS_KEY,
             Length,
             Question,
             natural_load,
@@ -142,7 +146,11 @@ def plan(
         if options["autoscale"] != "none":
             parse_scaling(options["autoscale"])
         options["prefill_decode"] = split_of(options["prefill_decode"])
-        options = {name: value for name, value in options.items() if value is not None or name not in LINK_KEYS}
+        options = {
+            name: value for name, value in options.items() if value is not None or name not in (*LINK_KEYS, ROWS_KEY)
+        }
+        usual = {"media": None, "mm_encoder_tp_mode": "weights"}  # nothing is said of what was not asked for
+        options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
         bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)
         searched = parse_search(search)

@@ -26,9 +26,10 @@ from lockstep.sim.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
+ROWS_KEY = "fp8_activations"
 OWN_KEYS = (
     *COUNTS, "moe_a2a", "expert_cv", "eplb", "redundant_experts", "eplb_interval", "expert_drift", "mem_fraction",
-    "weights_dtype", "kv_dtype", "profile", "router", "autoscale", PREFILL_DECODE,
+    "weights_dtype", "kv_dtype", ROWS_KEY, "profile", "router", "autoscale", PREFILL_DECODE,
 )  # fmt: skip
 """What can be searched besides the scheduler's settings."""
 
@@ -157,9 +158,15 @@ class Question:
     def _check_engine(self) -> None:
         """What no GPU could have is a mistake, and not a configuration that does not fit."""
         searched = dict(self.search)
-        for tp in searched.get("tp", (self.common.get("tp", 1),)):
+        tps = searched.get("tp", (self.common.get("tp", 1),))
+        for tp in tps:
             if tp < 1:
                 raise ConfigError(f"`tp` must be a whole number of at least 1, got `{tp}`")
+        if "media" in self.common and self.common.get("mm_encoder_tp_mode") == "data" and max(tps) == 1:
+            raise ConfigError(
+                "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
+                "hint: --search tp=1,2,4, or leave it out"
+            )
         for fraction in searched.get("mem_fraction", (self.common.get("mem_fraction", 0.9),)):
             if not 0.0 < fraction <= 1.0:
                 raise ConfigError(

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS
+from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
 from lockstep.core.errors import ConfigError
 from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.catalogue import load_gpu
@@ -217,6 +217,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             concurrency=1 if question.load == "sessions" else None,
             limit=limit,
             skip_bad_rows=bool(question.common.get("skip_bad_rows", False)),
+            media=question.common.get("media"),
         )
     )
     if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:
@@ -307,7 +308,8 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     if not common.get("rank_schedulers"):
         common.pop("rank_schedulers", None)
     if chosen.get("prefill_delayer") is False:  # searched beside one that the rest is about
-        settings = {name: value for name, value in settings.items() if name not in DELAYER_SETTINGS}
+        delays = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
+        settings = {name: value for name, value in settings.items() if name not in delays}
     split = own.pop(PREFILL_DECODE, common.pop(PREFILL_DECODE, MIXED))
     common.pop(PREFILL_DECODE, None)
     if split == MIXED and question.splits:  # beside splits, which the rest is about

@@ -7,7 +7,7 @@ whoever has the result need not run it again. `run_trial` is all that a worker d
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.core.router import RouterConfig
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, parse_scaling, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
+from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.handover import HandoverCluster
@@ -78,8 +79,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # fields of HostTiers that were given; unset: none
     rank_schedulers: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
     prefill_decode: str | msgspec.UnsetType = msgspec.UNSET  # of a replica, see split.py; unset: all engines do both
+    fp8_activations: Fp8Activations | msgspec.UnsetType = msgspec.UNSET  # unset: auto
     link_gbs: float | msgspec.UnsetType = msgspec.UNSET  # of each GPU to other engines; unset: ClusterScenario's
     link_latency_us: int | msgspec.UnsetType = msgspec.UNSET
+    media: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_media` reads it; unset: none
+    mm_encoder_tp_mode: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def key(self) -> str:
@@ -89,6 +93,12 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def split(self) -> Split | None:
         """How prefill and decode are shared out; None if all engines do both."""
         return None if self.prefill_decode is msgspec.UNSET else parse_split(self.prefill_decode)
+
+    @property
+    def _encoder_tp_mode(self) -> str:
+        """As asked for, where it means something: beside others a plan may have configurations of one GPU."""
+        mode = "weights" if self.mm_encoder_tp_mode is msgspec.UNSET else self.mm_encoder_tp_mode
+        return "weights" if mode == "data" and self.tp == 1 and self.media is not msgspec.UNSET else mode
 
     def scenario(self) -> ClusterScenario:
         """The same in the words of the command line; the factor is not among them."""
@@ -115,6 +125,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             mem_fraction=self.mem_fraction,
             weights_dtype=self.weights_dtype,
             kv_dtype=self.kv_dtype,
+            fp8_activations="auto" if self.fp8_activations is msgspec.UNSET else self.fp8_activations,
             max_new_tokens=self.max_new_tokens,
             profile=self.profile,
             calibration=self.calibration,
@@ -127,18 +138,23 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             slos=tuple(map(Slo.parse, self.slos)),
             tiers={} if self.tiers is msgspec.UNSET else self.tiers,
             rank_schedulers=self.rank_schedulers is True,
+            media=None if self.media is msgspec.UNSET else self.media,
+            mm_encoder_tp_mode=self._encoder_tp_mode,
         )
         split = self.split
-        links = {"link_gbs": self.link_gbs, "link_latency_us": self.link_latency_us}
-        return ClusterScenario(
+        scenario = ClusterScenario(
             base=base,
             replicas=self.replicas,
             engines=() if split is None else split.groups(self.gpu, self.replicas),
             router=self.router,
             hop_us=self.hop_us,
             scaling=None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas),
-            **{name: value for name, value in links.items() if value is not msgspec.UNSET},  # type: ignore[arg-type]
         )
+        if self.link_gbs is not msgspec.UNSET:
+            scenario = replace(scenario, link_gbs=self.link_gbs)
+        if self.link_latency_us is not msgspec.UNSET:
+            scenario = replace(scenario, link_latency_us=self.link_latency_us)
+        return scenario
 
 
 class SloResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,9 +217,9 @@ def simulate_trial(trial: Trial) -> ClusterRun:
 
 @lru_cache(maxsize=4)
 def _workload(key: tuple[Any, ...]) -> Workload:
-    source, seed, rate, closed, limit, skip_bad_rows = key
+    source, seed, rate, closed, limit, skip_bad_rows, model, media = key
     scenario = Scenario(
-        model="",
+        model=model,
         gpu="",
         workload=source,
         seed=seed,
@@ -211,6 +227,7 @@ def _workload(key: tuple[Any, ...]) -> Workload:
         concurrency=1 if closed else None,
         limit=limit,
         skip_bad_rows=skip_bad_rows,
+        media=media,
     )
     return open_load(scenario)
 
@@ -222,7 +239,8 @@ def _workload_of(trial: Trial) -> Workload:
     """
     closed = trial.concurrency is not None
     limit = None if closed else trial.limit
-    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows))
+    media = (trial.model, trial.media) if isinstance(trial.media, str) else ("", None)  # prompts grow by the model
+    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media))
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:

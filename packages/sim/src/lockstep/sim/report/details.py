@@ -110,6 +110,13 @@ def _cards(run: ReportRun) -> str:
         card("Retractions", count(scheduler["retractions"]), f"{retracted} gave memory back"),
         latency("Queued p50", "queue_us_p50", "arrival to admission, median"),
     ]
+    media = run.data.summary.get("media")
+    if media is not None:
+        there = f"{percent(media['embedding_hit_ratio'])} were there already"
+        cards.append(card("Media encoded", count(media["encoded"]), there, f"of {count(media['contents'])}"))
+        if media["wait_us_p50"] is not None:
+            about = f"encoder busy {percent(media['encoder_busy_fraction'])}; p99 {duration(media['wait_us_p99'])}"
+            cards.append(card("Waited for media", duration(media["wait_us_p50"]), about, "p50"))
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in run.remarks)
     notes = f'<ul class="remarks" aria-label="What to know">{remarks}</ul>' if remarks else ""
     return f'<section><h2 class="unseen">In numbers</h2><dl class="cards">{"".join(cards)}</dl>{notes}</section>'

@@ -1,0 +1,143 @@
+"""Encoders of a simulated engine, in the words of the command line: checked, put beside the KV, made into a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from lockstep.core.config import SchedConfig
+from lockstep.core.errors import ConfigError
+from lockstep.sim.cost import CapacityError, GpuSpec, KvCapacity
+from lockstep.sim.cost.encoder import Content, EncoderCost, EncoderTpMode
+from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
+from lockstep.sim.encoder_lane import ENCODER_GPUS_MAX, EncoderLane, MediaSink
+from lockstep.sim.media import parse_media
+from lockstep.sim.turns import Turns
+
+if TYPE_CHECKING:
+    from lockstep.sim.simulate import Scenario
+
+CACHE_TOKENS = 16_384  # set aside for an embedding cache without a limit
+
+
+def check_encoding(scenario: Scenario) -> None:
+    """Raise ConfigError for options that nobody looks at, cannot be, or are not simulated together."""
+    if scenario.mm_encoder_tp_mode not in get_args(EncoderTpMode):
+        raise ConfigError(f"`mm_encoder_tp_mode` must be weights or data, got `{scenario.mm_encoder_tp_mode}`")
+    if not 0 <= scenario.encoder_gpus <= ENCODER_GPUS_MAX:
+        raise ConfigError(
+            f"`encoder_gpus` must be from 0 (the engine's) to {ENCODER_GPUS_MAX:,}, got `{scenario.encoder_gpus}`"
+        )
+    if scenario.media is None:
+        given = {"mm_encoder_tp_mode": scenario.mm_encoder_tp_mode != "weights", "encoder_gpus": scenario.encoder_gpus}
+        given["encoder_budget_tokens"] = scenario.settings.get("encoder_budget_tokens") is not None
+        usual = SchedConfig().encoder_cache_tokens  # which settings that were read off a journal have, too
+        given["encoder_cache_tokens"] = scenario.settings.get("encoder_cache_tokens", usual) != usual
+        for name, is_given in given.items():
+            if is_given:
+                value = scenario.settings[name] if name in scenario.settings else getattr(scenario, name)
+                raise ConfigError(
+                    f"`{name}` is about media, and there are none, got `{'none' if value is None else value}`\n"
+                    "hint: --media image=0.3x1..4:1024x768, or leave it out"
+                )
+        return
+    parse_media(scenario.media)
+    if scenario.encoder_gpus and scenario.mm_encoder_tp_mode == "data":
+        raise ConfigError(
+            f"`encoder_gpus` is {scenario.encoder_gpus}, each of which has the encoder whole, and `mm_encoder_tp_mode` "
+            "data is about those of the engine\nhint: leave out one of the two"
+        )
+    if scenario.mm_encoder_tp_mode == "data" and scenario.tp == 1:
+        raise ConfigError(
+            "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
+            "hint: --tp 2 or more, or leave it out"
+        )
+    if scenario.pp > 1 and not scenario.encoder_gpus:
+        raise ConfigError(
+            f"`media` is `{scenario.media}`, but `pp` is {scenario.pp}: encoders beside the stages of a pipeline are "
+            "not simulated\nhint: --encoder-gpus 1, or --pp 1"
+        )
+    if scenario.rank_schedulers:
+        raise ConfigError(
+            f"`media` is `{scenario.media}`, but `rank_schedulers` is on: media of data-parallel ranks are not "
+            "simulated\nhint: leave out one of the two"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """What encodes for an engine, and every content that may come."""
+
+    cost: EncoderCost
+    gpus: int
+    contents: Mapping[bytes, Content]
+
+    @classmethod
+    def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> Encoding:
+        """Of a scenario that has media."""
+        assert turns.media is not None
+        return cls(cost=encoder_cost(scenario, gpu), gpus=scenario.encoder_gpus, contents=turns.media.contents())
+
+    def lane(self, told: MediaSink) -> EncoderLane:
+        """A fresh one for one engine, whose metrics are told what it does."""
+        return EncoderLane(self.cost, self.contents, self.gpus, told)
+
+    def slowed(self, factor: float) -> Encoding:
+        """The same with all times multiplied."""
+        one = self.cost
+        cost = EncoderCost(one.encoders, one.gpu, one.tp, one.mode, one.factor * factor)
+        return replace(self, cost=cost)
+
+    def doubts(self, config: SchedConfig) -> list[str]:
+        """What a reader must know."""
+        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else "the engine's GPUs"
+        lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
+        if not self.gpus and config.encoder_budget is None:
+            lines.append(
+                "encoder_budget_tokens is not set: decodes wait for as many media as come at once; "
+                "vLLM encodes up to a batch's tokens (2,048 to 16,384) in one go"
+            )
+        return lines
+
+    def describe(self) -> dict[str, Any]:
+        """For metrics.json."""
+        network = {"network_gbs": asdict(NETWORK_GBS), "network_latency_us": asdict(NETWORK_LATENCY_US)}
+        found = {"contents": len(self.contents), "gpus": self.gpus, **self.cost.describe()}
+        return found | (network if self.gpus else {})
+
+
+def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
+    """What encoding takes. Raises CapacityError for a split that cannot be."""
+    from lockstep.sim.simulate import encoders_of
+
+    encoders = encoders_of(scenario)
+    if scenario.encoder_gpus:
+        return EncoderCost(encoders, gpu, 1, "weights")
+    return EncoderCost(encoders, gpu, scenario.tp, cast(EncoderTpMode, scenario.mm_encoder_tp_mode))
+
+
+def beside_encoder(kv: KvCapacity, scenario: Scenario, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
+    """What encoders and the embedding cache leave for KV. Raises CapacityError if that is nothing.
+
+    Encoders count as weights, and what they made, which each GPU of the engine has, as activations.
+    """
+    cost = encoder_cost(scenario, gpu)
+    weights = 0 if scenario.encoder_gpus else cost.weights_bytes()
+    cache = (config.encoder_cache_tokens or CACHE_TOKENS) * cost.encoders.embedding_bytes
+    kv_bytes = max(kv.kv_bytes - weights - cache, 0)
+    pages = kv_bytes // (kv.kv_bytes_per_token * kv.page_tokens) * kv.shards
+    if pages < 1:
+        raise CapacityError(
+            f"{cost.encoders.model} leaves {kv.kv_bytes / 1e9:.1f} GB for KV; its encoder takes {weights / 1e9:.1f} GB "
+            f"of them, and what it made up to {cache / 1e9:.1f} GB\n"
+            "hint: raise --tp, or lower --encoder-cache-tokens"
+        )
+    return replace(
+        kv,
+        pages=pages,
+        tokens=pages * kv.page_tokens,
+        weights_bytes=kv.weights_bytes + weights,
+        activation_bytes=kv.activation_bytes + cache,
+        kv_bytes=kv_bytes,
+    )
