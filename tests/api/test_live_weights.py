@@ -198,7 +198,7 @@ def test_a_model_has_the_weights_of_its_journal_after_a_kill(model: Operated, ot
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(model.ask("def f(", 200)))
     asking.start()
-    until(lambda: model.order("/get_server_info")[1]["state"]["launches"] > 40, 60)
+    until(lambda: model.order("/get_server_info")[1]["state"]["launches"] > 40)
     os.kill(model.server.children()["engine"], signal.SIGKILL)
     asking.join(120)
     assert found[0]["output_ids"][:12] == second["output_ids"]

@@ -65,6 +65,10 @@ class Reader:
                     one["tops"] += [sorted(tops) for tops in beside["top_logprobs"]]
                     self.tokens += 1
 
+    def ended(self) -> bool:
+        """Whether there is nothing more to come."""
+        return not any(thread.is_alive() for thread in self._threads)
+
     def wait(self) -> dict[tuple[int, int], dict[str, Any]]:
         """What came, when all have ended."""
         for thread in self._threads:
@@ -90,22 +94,21 @@ def equal(found: Found, wanted: Found) -> None:
         assert one["logprobs"] == pytest.approx(wanted[key]["logprobs"], abs=1e-4)  # a CPU's sums depend on the batch
 
 
-def test_killed_twice_a_model_says_what_it_says_undisturbed(undisturbed: Found, tmp_path: Path) -> None:
+def test_killed_twice_at_any_instant_a_model_says_what_it_says_undisturbed(undisturbed: Found, tmp_path: Path) -> None:
     with serving(tmp_path / "log", *SETTINGS) as server:
         reader = Reader(server)
         for kill in range(2):
             before = reader.tokens
-            until(lambda before=before: reader.tokens > before + 8, 120)
+            until(lambda before=before: reader.tokens > before + 8 or reader.ended())
             os.kill(server.children()["engine"], signal.SIGKILL)
-            until(lambda kill=kill: f"engine {kill + 1} serves" in server.text(), 120)
+            until(lambda kill=kill: f"engine {kill + 1} serves" in server.text())
         equal(reader.wait(), undisturbed)
-        assert "recovered 0 requests" not in server.text()
 
 
 def test_logprobs_that_were_written_and_not_sent_are_sent_by_the_next_engine(
     undisturbed: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:3")
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:9:3:BatchFinished")
     with serving(tmp_path / "log", *SETTINGS) as server:
         equal(Reader(server).wait(), undisturbed)
         assert server.text().count(" s after the end of the one before") == 3
@@ -117,9 +120,9 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
     two = ("--dp", "2", "--router", "least_tokens", "--journal", str(run))
     with serving(tmp_path / "log", *SETTINGS, *two) as server:
         reader = Reader(server)
-        until(lambda: reader.tokens > 12, 120)
+        until(lambda: reader.tokens > 12)
         os.kill(server.children()["engine 1"], signal.SIGKILL)
-        until(lambda: "engine 1, life 1, serves" in server.text(), 120)
+        until(lambda: "engine 1, life 1, serves" in server.text())
         equal(reader.wait(), undisturbed)
         assert "engine 0, life" not in server.text()
         about = httpx2.get(f"{server.url}/get_model_info").json()
@@ -132,8 +135,8 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
 
 
 def test_vectors_and_scores_are_asked_again_of_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine dies behind the second prompt that it computes, before anybody is answered."""
-    monkeypatch.setenv("LOCKSTEP_FAULT", "written:6:1")
+    """The engine dies behind the first batch that it computes, before anybody is answered."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:1:1:BatchFinished")
     run = tmp_path / "run"
     vectors = ("/v1/embeddings", {"input": ["a list", "a number", "zebra"], "encoding_format": "float"})
     scores = ("/v1/score", {"query": "Return the", "items": [" number", " name"], "label_token_ids": [300, 301]})
@@ -154,7 +157,7 @@ def test_drafts_change_no_text_and_are_counted(
     undisturbed: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed where tokens and their logprobs were written and not sent, in the midst of verified drafts."""
-    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:1")
+    monkeypatch.setenv("LOCKSTEP_FAULT", "written:9:1:BatchFinished")
     run = tmp_path / "run"
     drafting = ("--set", "speculative_method=ngram", "--metrics-compat", "vllm", "--journal", str(run))
     with serving(tmp_path / "log", *SETTINGS, *drafting) as server:

@@ -292,7 +292,8 @@ def test_killed_in_the_middle_of_an_answer_it_goes_on_and_its_journal_replays_st
                 assert re.fullmatch(BODIES[number]["regex"], text)
             else:
                 Kind.model_validate_json(text)
-    monkeypatch.setenv("LOCKSTEP_FAULT", "written:21:1")
+    tokens = TokensForced if jump else BatchFinished
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"written:{1 if jump else 6}:1:{tokens.__name__}")
     settings = ("--set", f"jump_forward_tokens={jump}", "--journal", str(tmp_path / "run"))
     with serving(tmp_path / "log", *SETTINGS, *settings) as made:
         assert answers(made.url) == undisturbed
@@ -303,7 +304,6 @@ def test_killed_in_the_middle_of_an_answer_it_goes_on_and_its_journal_replays_st
         assert [float(line.rpartition(" ")[2]) > 10 for line in forced] == [True] * (jump > 0)
         assert made.end() == 0
     kinds = [type(event) for event, _ in fold(tmp_path / "run")]  # raises Divergence
-    tokens = TokensForced if jump else BatchFinished
     assert EngineRestarted in kinds[kinds.index(tokens) :]
     assert tokens in kinds[kinds.index(EngineRestarted) :]
 

@@ -30,6 +30,7 @@ VOCABULARY = 151_936  # of qwen3
 MEAN_TOKENS = 60
 ARGUMENTS = ("--emulate", "qwen3-0.6b@h200", "--answer-tokens", str(MEAN_TOKENS), "--shutdown-s", "1")
 WORDS = Vocabulary(first=FIRST_WORD, count=VOCABULARY - FIRST_WORD, end=END, mean_tokens=MEAN_TOKENS)
+KINDS = ("greedy", "greedy", "drawn", "samples", "stop", "min_tokens")
 TIMEOUT_S = 120.0  # without a line
 DRAINED_S = 0.05  # what a dead engine had sent has arrived by then
 IN_A_ROW = 10  # kills without a token between them; a starved machine could otherwise get nothing said for minutes
@@ -44,12 +45,12 @@ class Asked:
     reasons: list[str]
 
 
-def ask(rng: random.Random, name: str, tokens: tuple[int, int]) -> Asked:
-    """A request of some kind, with at most so many tokens."""
+def ask(rng: random.Random, name: str, tokens: tuple[int, int], kinds: tuple[str, ...] = KINDS) -> Asked:
+    """A request of one of these kinds, with at most so many tokens."""
     prompt = f"{name}: {'x' * rng.randrange(200)}"
     ids = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)
     assert int(ids.max()) < BYTES
-    kind = rng.choice(("greedy", "greedy", "drawn", "samples", "stop", "min_tokens"))
+    kind = rng.choice(kinds)
     most = rng.randint(*tokens)
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
     samples, least, stop, seed = 1, 0, "", None

@@ -21,8 +21,8 @@ from typing import Any
 RUN = "import sys; from lockstep.core.command import main; sys.exit(main(sys.argv[1:]))"
 EMULATED = ("--emulate", "qwen3-0.6b@h200")
 RUN_SERVE = (sys.executable, "-c", RUN, "serve", "--port", "0")
-START_S = 120.0
-END_S = 30.0
+START_S = 240.0
+END_S = 120.0
 
 
 class LiveServer:
@@ -60,7 +60,7 @@ class LiveServer:
     def status_of(self, path: str) -> int:
         """The status that a GET of this path has; 0 where nobody answers."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -127,7 +127,7 @@ def serving(log: Path, *arguments: str) -> Iterator[LiveServer]:
 
 def metric(server: LiveServer, name: str) -> float:
     """A figure of /metrics, over all labels. `name` may be a regular expression."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=120) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}(\{{| |\}})", line))
 
@@ -142,7 +142,7 @@ def ask_operator(path: Path, where: str, key: str, body: Any = None) -> tuple[in
     sent = b"" if body is None else json.dumps(body).encode()
     about = f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n" if sent else ""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(60)
+        connection.settimeout(120)
         connection.connect(str(path))
         head = f"POST {where} HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{about}\r\n"
         connection.sendall(head.encode() + sent)
@@ -151,7 +151,7 @@ def ask_operator(path: Path, where: str, key: str, body: Any = None) -> tuple[in
     return int(status.split()[1]), json.loads(answer)
 
 
-def until(true: object, seconds: float = 30.0) -> None:
+def until(true: object, seconds: float = 120.0) -> None:
     """Wait until a function says True. Fails after so long."""
     assert callable(true)
     ends_s = time.monotonic() + seconds

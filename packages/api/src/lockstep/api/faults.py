@@ -2,7 +2,9 @@
 
 LOCKSTEP_FAULT is one of
 
-    written:N[:LIVES]   killed once records were written N times and before anything of the last is performed or sent
+    written:N[:LIVES[:EVENT]]
+                        killed once records were written N times, with such an event among them where one is named, and
+                        before anything of the last is performed or sent
     recovered           killed in every second life, when it has recovered and nothing was sent
     hang:N              stands still at its Nth launch, in its first life
     poison:TOKEN        aborts whenever a batch computes this token
@@ -30,7 +32,7 @@ from lockstep.host.loop import JournalSink, RuntimeHost
 
 VARIABLE = "LOCKSTEP_FAULT"
 POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 1), "greedy": (1, 1), "arrival": (1, 1)}
-"""How many numbers follow each, at least and at most."""
+"""How many numbers follow each, at least and at most. Behind both of `written` may be the name of an event."""
 
 
 def install(host: RuntimeHost, generation: int) -> None:
@@ -40,13 +42,14 @@ def install(host: RuntimeHost, generation: int) -> None:
         return
     point, *texts = said.split(":")
     least, most = POINTS.get(point, (1, 0))
+    kind = texts.pop() if point == "written" and len(texts) == 3 else ""
     if not least <= len(texts) <= most or not all(text.isdecimal() for text in texts):
         raise ConfigError(f"{VARIABLE} must be {', '.join(POINTS)} with their numbers, got `{said}`")
     numbers = [int(text) for text in texts]
     match point:
         case "written":
             if generation < (numbers[1] if len(numbers) > 1 else 1):
-                host.journal = _DiesBehindWrites(host.journal, numbers[0])
+                host.journal = _DiesBehindWrites(host.journal, numbers[0], kind)
         case "recovered":
             if generation % 2:
                 _die()
@@ -64,13 +67,15 @@ def _die() -> None:
 
 
 class _DiesBehindWrites:
-    """A journal behind whose Nth write the process dies."""
+    """A journal behind whose Nth write, of those with an event of this kind, the process dies."""
 
-    def __init__(self, journal: JournalSink, writes: int) -> None:
-        self._journal, self._left = journal, writes
+    def __init__(self, journal: JournalSink, writes: int, kind: str) -> None:
+        self._journal, self._left, self._kind = journal, writes, kind
+        self._found = not kind
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Record one event."""
+        self._found = self._found or type(event).__name__ == self._kind
         self._journal.append(event, digest)
 
     def append_unsealed(self, event: ObservedEvent) -> None:
@@ -80,7 +85,8 @@ class _DiesBehindWrites:
     def flush(self) -> None:
         """Write, and perhaps die."""
         self._journal.flush()
-        self._left -= 1
+        self._left -= self._found
+        self._found = not self._kind
         if not self._left:
             _die()
 

@@ -304,12 +304,11 @@ class WindowPool:
         now = -(-engine.positions // page_size)
         first = self.first[cohort.rows]
         most = self.row_pages_max - (now - first)
-        if not self.by_one:  # who decodes behind its prompt lets go of nothing before that is delivered
-            until = np.zeros(self.table.pages.shape[0], np.int32)
-            for batch in engine.in_flight:
-                prompts = batch.plan.rows[: batch.plan.extend_rows]
-                until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
-            most = np.maximum(most, -(-until[cohort.rows] // page_size) - now)
+        until = np.zeros(self.table.pages.shape[0], np.int32)
+        for batch in engine.in_flight:  # who decodes behind its prompt lets go of nothing before that is delivered
+            prompts = batch.plan.rows[: batch.plan.extend_rows]
+            until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
+        most = np.maximum(most, -(-until[cohort.rows] // page_size) - now)
         left_to_open = np.minimum(most, -(-(cohort.limits - ONE) // page_size) - now)
         charged = int((now - first).sum() + np.maximum(left_to_open, 0).sum())
         ranges = [self.table.pages[row, i:j] for row, i, j in zip(cohort.rows, first, now, strict=True)]
@@ -330,8 +329,7 @@ class WindowPool:
             return 0
         now = -(-stop // self.page_size)
         most = self.row_pages_max - (now - first)
-        if not self.by_one:
-            most = max(most, -(-(stop + self.behind_prompts) // self.page_size) - now)
+        most = max(most, -(-(stop + self.behind_prompts) // self.page_size) - now)
         return max(min(most, -(-request.reach // self.page_size) - now), 0)
 
     def room(
