@@ -50,7 +50,7 @@ def test_a_template_stays_within_its_bounds(tmp_path: Path, template: str, why: 
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=f"the chat template refuses the conversation: .*({why})"):
         text.chat([{"role": "user", "content": "x" * 50}], seconds=0.3, characters_max=10_000)
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 100
 
 
 def test_what_templates_do_is_not_changed_by_their_bounds(tmp_path: Path) -> None:

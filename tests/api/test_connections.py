@@ -18,7 +18,7 @@ from tests.support.live_server import EMULATED, LiveServer, running, serving, un
 LIMITS = """
 [limits]
 connections_max = 12
-head_s = 0.6
+head_s = 1.5
 body_s = 0.6
 waiting_tokens_max = 5000
 """
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def connected(server: LiveServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def answer_to(connection: socket.socket) -> str:
@@ -57,7 +57,7 @@ def test_a_head_that_does_not_come_is_given_up(server: LiveServer) -> None:
         with connected(server) as connection:
             connection.sendall(sent)
             assert answer_to(connection).startswith("HTTP/1.1 408 ")
-        assert 0.5 < took_s(began_s) < 10
+        assert took_s(began_s) > 1.4
 
 
 def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: LiveServer) -> None:
@@ -66,10 +66,10 @@ def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: Li
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         began_s = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for letter in b"GET /health HTTP/1.1\r\nX: " + b"a" * 1000:
+            for letter in b"GET /health HTTP/1.1\r\nX: " + b"a" * 3000:
                 connection.sendall(bytes((letter,)))
                 time.sleep(0.05)
-        assert took_s(began_s) < 20  # all of it would have taken 51
+        assert took_s(began_s) < 100  # all of it would have taken 151
 
 
 def test_a_body_that_does_not_come_is_given_up(server: LiveServer) -> None:
@@ -88,7 +88,7 @@ def test_one_connection_too_many_is_told_so(server: LiveServer) -> None:
             opened.enter_context(connected(server))
         one_more = opened.enter_context(connected(server))
         said = answer_to(one_more)
-    if took_s(began_s) < 0.6:  # else the first were given up before the last came
+    if took_s(began_s) < 1.5:  # else the first were given up before the last came
         assert said.startswith("HTTP/1.1 503 ")
         assert "Retry-After: 1" in said
     until(lambda: server.status_of("/health") == 200)

@@ -243,7 +243,7 @@ def native(client: Any, path: str, body: dict[str, Any], expected: int = 200) ->
     import httpx2
 
     url = str(client.base_url).removesuffix("/v1/") + path
-    answer = httpx2.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"}, timeout=60)
+    answer = httpx2.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"}, timeout=120)
     assert answer.status_code == expected, answer.text
     return answer.json()
 
@@ -424,7 +424,7 @@ def test_settings_at_their_ends_hurt_nobody(client: Any) -> None:
 def test_figures_under_other_names(client: Any, server: LiveServer) -> None:
     import httpx2
 
-    text = httpx2.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    text = httpx2.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=120).text
     for name in ("vllm:time_to_first_token_seconds_bucket", "vllm:num_requests_running", "sglang:num_running_reqs"):
         assert f"\n{name}{{" in text
 

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -75,13 +76,13 @@ def per_engine(server: LiveServer, name: str) -> list[float]:
 
 
 def metric_of(server: LiveServer, name: str, engine: int) -> float:
-    lines = httpx2.get(f"{server.url}/metrics", headers=USER).text.splitlines()
+    lines = httpx2.get(f"{server.url}/metrics", headers=USER, timeout=120).text.splitlines()
     wanted = [line for line in lines if line.startswith(f"{name}{{") and f'engine="{engine}"' in line]
     return sum(float(line.rpartition(" ")[2]) for line in wanted)
 
 
 def client_of(server: LiveServer, key: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 # ----------------------------------------------------------------------------------------------------- the dispatcher
@@ -350,7 +351,7 @@ def test_a_router_that_cannot_read_what_it_is_told_says_so() -> None:
         assert "the router got 8 bytes that are no message" in str(failed[0])
         to_router.close()
         context.term()
-        thread.join(5)
+        thread.join(120)
     finally:
         shutil.rmtree(folder)
 
@@ -435,7 +436,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def clean(server: LiveServer) -> Iterator[LiveServer]:
     """The server, with nothing open."""
     yield server
-    until(lambda: httpx2.get(f"{server.url}/load", headers=USER).json()["server_load"] == 0)
+    until(lambda: httpx2.get(f"{server.url}/load", headers=USER, timeout=120).json()["server_load"] == 0)
 
 
 USER = {"Authorization": f"Bearer {ALICE}"}
@@ -477,7 +478,7 @@ def test_the_official_client_gets_what_one_engine_would_say_and_stays_with_its_e
 
 
 def test_sessions_meet_their_engine_and_are_counted_there(clean: LiveServer) -> None:
-    with httpx2.Client(base_url=clean.url, headers=USER, timeout=30) as alice:
+    with httpx2.Client(base_url=clean.url, headers=USER, timeout=120) as alice:
         names = [alice.post("/open_session", json={"capacity_of_str_len": 4000}).json() for _ in range(4)]
         assert [state["sessions"] for state in states(clean)] == [2, 2]
         taken = alice.post("/open_session", json={"capacity_of_str_len": 4000, "session_id": names[1]})
@@ -546,7 +547,7 @@ def test_figures_are_labelled_by_engine_and_their_sum_is_right(clean: LiveServer
         assert sum(grown) == 16 * each
         assert min(grown) > 0
     assert per_engine(clean, "lockstep_engine_up") == [1, 1]
-    load = httpx2.get(f"{clean.url}/load", headers=USER).json()
+    load = httpx2.get(f"{clean.url}/load", headers=USER, timeout=120).json()
     assert [row["state"] for row in load["engines"]] == ["up", "up"]
     assert clean.status_of("/health_generate") == clean.status_of("/health") == 200
 
@@ -556,7 +557,7 @@ def test_abort_reaches_whichever_engine_has_it(clean: LiveServer) -> None:
 
     def ask_endless(name: str) -> None:
         body = {"text": "a", "rid": name, "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}
-        said.append(httpx2.post(f"{clean.url}/generate", json=body, headers=USER, timeout=60).json())
+        said.append(httpx2.post(f"{clean.url}/generate", json=body, headers=USER, timeout=120).json())
 
     threads = [threading.Thread(target=ask_endless, args=(f"endless{number}",)) for number in range(4)]
     for thread in threads:
@@ -564,9 +565,9 @@ def test_abort_reaches_whichever_engine_has_it(clean: LiveServer) -> None:
     until(lambda: [state["running"] for state in states(clean)] == [2, 2])
     assert operator(clean, "/flush_cache")[0] == 400
     for number in range(4):
-        httpx2.post(f"{clean.url}/abort_request", json={"rid": f"endless{number}"}, headers=USER)
+        httpx2.post(f"{clean.url}/abort_request", json={"rid": f"endless{number}"}, headers=USER, timeout=120)
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert [one["meta_info"]["finish_reason"]["type"] for one in said] == ["abort"] * 4
 
 
@@ -579,7 +580,7 @@ def queueing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     (folder / "keys.toml").write_text(KEYS)
     admission = ("--admission", "open=1,waiting=3,share.alice=2", "--api-keys", str(folder / "keys.toml"))
     given = ("--journal", str(folder / "run"), "--api-workers", "2", "--admin-socket", str(folder / "admin"))
-    with serving(folder / "log", *EMULATED, *TWO, "--speed", "2", *admission, *given) as made:
+    with serving(folder / "log", *EMULATED, *TWO, "--speed", "0.5", *admission, *given) as made:
         until(lambda: made.text().count(": ready: ") == 4)
         yield made
 
@@ -592,7 +593,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
         def run() -> None:
             params = {"max_new_tokens": tokens, "ignore_eos": True}
             body = {"text": "a", "rid": name, "sampling_params": params, **more}
-            said = httpx2.post(f"{queueing.url}/generate", json=body, headers=USER, timeout=60)
+            said = httpx2.post(f"{queueing.url}/generate", json=body, headers=USER, timeout=120)
             ended[name] = said.status_code, said.json()
 
         thread = threading.Thread(target=run)
@@ -603,7 +604,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
         return sum(one.reason == reason for record in facts(run) for one in record.decided)
 
     def abort(name: str) -> None:  # by whichever worker
-        with httpx2.Client(base_url=queueing.url, headers=USER) as another:
+        with httpx2.Client(base_url=queueing.url, headers=USER, timeout=120) as another:
             assert another.post("/abort_request", json={"rid": name}).status_code == 200
 
     run = queueing.log.parent / "run"
@@ -612,7 +613,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
     threads += [ask_for("unwanted"), ask_for("gone"), ask_for("patient", 3)]
     until(lambda: facts_of("waits") == 3)
     assert [state["waiting"] for state in states(queueing)] == [0, 0]
-    full = httpx2.post(f"{queueing.url}/generate", json={"text": "b"}, headers=USER, timeout=30)
+    full = httpx2.post(f"{queueing.url}/generate", json={"text": "b"}, headers=USER, timeout=120)
     assert (full.status_code, full.headers["retry-after"]) == (503, "1")
     assert "wait at the router" in full.json()["error"]["message"]
     for name in ("unwanted", "gone"):
@@ -628,7 +629,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
     assert ended["patient"][1]["meta_info"]["completion_tokens"] == 3
     abort("first")
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert queueing.end(signal.SIGTERM) == 0
     assert verify_router(run)[1] == 8
     assert "order" not in (run / "router.jsonl").read_text().partition("\n")[0]
@@ -691,8 +692,8 @@ def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_ca
 def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: LiveServer, tmp_path: Path) -> None:
     for number in range(2):
         body = {"prompt": "a", "max_tokens": 2}
-        httpx2.post(f"{in_turn.url}/v1/completions", json=body, headers={"X-Request-Id": f"seen-{number}"}, timeout=30)
-    rows = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"]
+        httpx2.post(f"{in_turn.url}/v1/completions", json=body, headers={"X-Request-Id": f"seen-{number}"}, timeout=120)
+    rows = httpx2.get(f"{in_turn.url}/ui/requests", timeout=120).json()["requests"]
     (row,) = [row for row in rows if row["request_id"] == "seen-1"]
     dom = dom_of(f"{in_turn.url}/ui#seen-1", tmp_path / "profile", virtual_ms=4000).split("<script>")[0]
     assert "2 engines on 1 x H200-SXM, emulated" in dom
@@ -728,6 +729,26 @@ def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_t
     until(lambda: per_engine(in_turn, "lockstep_engine_up") == [1, 1])
 
 
+def test_an_engine_is_heard_by_a_router_that_stands_still(in_turn: LiveServer) -> None:
+    """The router is a thread of the launcher, which is stopped for longer than a socket lingers."""
+    before = in_turn.children()["engine 1"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: in_turn.children().get("engine 1", before) != before)
+    in_turn.process.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    in_turn.process.send_signal(signal.SIGCONT)
+    until(lambda: per_engine(in_turn, "lockstep_engine_up") == [1, 1])
+
+    def homes() -> set[int | None]:
+        known = len(routed(in_turn.log.parent / "run"))
+        with client_of(in_turn) as client:
+            for _ in range(2):
+                client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=2)
+        return set(routed(in_turn.log.parent / "run")[known:])
+
+    until(lambda: homes() == {0, 1})
+
+
 def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(in_turn: LiveServer) -> None:
     run, seed = in_turn.log.parent / "run", random.SystemRandom().randrange(2**31)
     outcome = campaign(in_turn, seed=seed, kills=6)
@@ -742,7 +763,7 @@ def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not
     ends = [in_turn.text().count(f"engine {engine} ended with signal SIGKILL") for engine in (0, 1)]
     assert sum(ends) >= 6
     until(lambda: per_engine(in_turn, "lockstep_engine_restarts_total") == ends)
-    label = httpx2.get(f"{in_turn.url}/ui/requests").json()["requests"][0]["label"]
+    label = httpx2.get(f"{in_turn.url}/ui/requests", timeout=120).json()["requests"][0]["label"]
     assert in_turn.end(signal.SIGINT) == 130
     for command, *words in ((replay, run), (diff, run, run), (explain, run, "--request", label)):
         shown = CliRunner().invoke(command, [str(word) for word in words])
@@ -774,4 +795,4 @@ def test_an_engine_that_is_given_up_leaves_the_server_to_the_other(affine: LiveS
     assert not tally.faults, tally.first
     killed("engine 0")
     killed("engine 0")
-    assert affine.process.wait(30) == 1
+    assert affine.process.wait(120) == 1

@@ -118,7 +118,7 @@ def test_a_calibration_of_another_device_is_refused() -> None:
 
 def figures(url: str) -> dict[str, float]:
     """Batches counted, by kind."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     return {
         one.labels["kind"]: one.value
@@ -133,7 +133,7 @@ def ask(url: str, model: str, prompt: str, tokens: int) -> None:
     request = urllib.request.Request(
         f"{url}/v1/completions", body.encode(), {"Content-Type": "application/json"}, method="POST"
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         assert answer.status == 200
 
 

@@ -109,7 +109,7 @@ def test_workers_count_in_the_same_place(tmp_path: Path) -> None:
     for one in workers:
         one.start()
     for one in workers:
-        one.join(60)
+        one.join(120)
     used = Usage(tmp_path / "usage").read("alice", UNLIMITED)
     assert (used.requests, used.prompt_tokens, used.output_tokens) == (600, 600, 1200)
     assert (tmp_path / "usage").stat().st_mode & 0o777 == 0o700
@@ -178,7 +178,10 @@ def test_a_server_keeps_to_them(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     written(path, ALICE + "\nrequests_per_minute = 2\nanswers_max = 1", BOB)
     settings = ("--api-keys", str(path), "--usage-dir", str(tmp_path / "usage"), "--shutdown-s", "0")
-    with serving(tmp_path / "log", *EMULATED, *settings) as server, httpx2.Client(base_url=server.url) as client:
+    with (
+        serving(tmp_path / "log", *EMULATED, *settings) as server,
+        httpx2.Client(base_url=server.url, timeout=120) as client,
+    ):
 
         def complete(tenant: str, **more: Any) -> Any:
             key = {"alice": "sk-alice-alice-alice", "bob": "sk-bob-bob-bob-bob-bob"}[tenant]

@@ -31,7 +31,7 @@ class Operated:
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server
-        self.client = httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {OPERATOR}"}, timeout=60)
+        self.client = httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {OPERATOR}"}, timeout=120)
 
     def order(self, path: str, **body: Any) -> tuple[int, Any]:
         return ask_operator(self.server.log.parent / "admin", path, OPERATOR, body)
@@ -129,7 +129,7 @@ def example(server: Operated, folder: Path) -> str:
         assert printed in source
         source = source.replace(printed, here)
     (folder / "example.py").write_text(source, "utf-8")
-    done = subprocess.run([sys.executable, folder / "example.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, folder / "example.py"], capture_output=True, text=True, timeout=120)
     assert not done.returncode, done.stderr
     return done.stdout
 
@@ -150,7 +150,7 @@ def test_each_of_several_engines_has_the_adapters(tmp_path: Path) -> None:
         for one in streams:
             one.start()
         for one in streams:
-            one.join(60)
+            one.join(120)
         assert [now - then for now, then in zip(answered(), before, strict=True)] == [2, 2]
 
         os.kill(two.server.children()["engine 1"], signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> 
         whole = client.completions.create(model="two", **asked).choices[0]
         assert whole.token_ids == expected["two"]  # type: ignore[attr-defined]
         os.kill(model.server.children()["engine"], signal.SIGKILL)
-        streams.join(60)
+        streams.join(120)
         assert found == expected["one"]
         assert client.completions.create(model="two", **asked).choices[0].token_ids == expected["two"]  # type: ignore[attr-defined]
         assert model.figure("lockstep_spec_decode_num_draft_tokens_total") > 0

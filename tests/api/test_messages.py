@@ -26,7 +26,7 @@ def client(emulated: LiveServer) -> Iterator[Any]:
 
 def chat(server: LiveServer, messages: Any, **more: Any) -> Any:
     body = {"messages": messages, "temperature": 0, **more}
-    return httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).json()
+    return httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
 
 
 def test_a_message(client: Any, emulated: LiveServer) -> None:

@@ -125,7 +125,7 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
         until(lambda: "engine 1, life 1, serves" in server.text())
         equal(reader.wait(), undisturbed)
         assert "engine 0, life" not in server.text()
-        about = httpx2.get(f"{server.url}/get_model_info").json()
+        about = httpx2.get(f"{server.url}/get_model_info", timeout=120).json()
         assert about["device"] == "2 engines on cpu"
     homes = [record.routed.engine for record in facts(run) if record.routed is not None]
     assert (len(homes), set(homes)) == (4, {0, 1})
@@ -165,7 +165,7 @@ def test_drafts_change_no_text_and_are_counted(
         assert server.text().count(" s after the end of the one before") == 1
         figures = {
             line.partition("{")[0]: float(line.rpartition(" ")[2])
-            for line in httpx2.get(f"{server.url}/metrics").text.splitlines()
+            for line in httpx2.get(f"{server.url}/metrics", timeout=120).text.splitlines()
             if "{" in line
         }
         verified, right = (

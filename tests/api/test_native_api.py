@@ -19,7 +19,7 @@ from tests.support.live_server import LiveServer, running, until  # noqa: E402
 
 @pytest.fixture(scope="module")
 def client(emulated: LiveServer) -> Iterator[Any]:
-    with httpx2.Client(base_url=emulated.url, timeout=30) as made:
+    with httpx2.Client(base_url=emulated.url, timeout=120) as made:
         yield made
 
 
@@ -60,7 +60,7 @@ def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer)
     said: list[Any] = []
 
     def ask() -> None:
-        with httpx2.Client(base_url=emulated.url, timeout=60) as own:
+        with httpx2.Client(base_url=emulated.url, timeout=120) as own:
             said.append(generate(own, text="endless", sampling_params=params, rid="mine"))
 
     thread = threading.Thread(target=ask)
@@ -69,7 +69,7 @@ def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer)
     assert client.post("/abort_request", json={"rid": "somebody else's"}).status_code == 200
     assert thread.is_alive()
     client.post("/abort_request", json={"rid": "mine"})
-    thread.join(10)
+    thread.join(120)
     assert said[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
@@ -91,7 +91,7 @@ def test_answers_of_openai_endpoints_are_called_and_cancelled_as_their_clients_l
         waiting = pool.submit(lambda: client.post(path, json=endless).json())
         until(lambda: running(emulated) == 1)
         assert client.post("/abort_request", json={"rid": called}).json() == {"success": True}
-        said = waiting.result(timeout=60)
+        said = waiting.result(timeout=120)
     assert (said["id"], said["choices"][0]["finish_reason"]) == (called, "abort")
     until(lambda: running(emulated) == 0)
 

@@ -261,7 +261,7 @@ def test_null_is_as_good_as_nothing(emulated: LiveServer) -> None:
     ):
         kept = ("prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
         nothing = {name: None for name in (*body.model_fields, *body.REFUSED) if name not in kept}
-        answer = httpx2.post(f"{emulated.url}/v1/{path}", json={**nothing, **given, "max_tokens": 1})
+        answer = httpx2.post(f"{emulated.url}/v1/{path}", json={**nothing, **given, "max_tokens": 1}, timeout=120)
         assert answer.status_code == 200, answer.text
 
 
@@ -303,7 +303,7 @@ def test_g11_a_client_that_leaves_is_seen_though_nothing_is_streamed(
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         until(lambda: running(emulated) == 1)
-    until(lambda: running(emulated) == 0, seconds=5)
+    until(lambda: running(emulated) == 0)
     until(lambda: metric(emulated, LEFT) == left + 1)
     assert metric(emulated, "lockstep_generation_tokens_total") - tokens < 20_000
 
@@ -313,13 +313,13 @@ def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 30_000, "ignore_eos": True, "stream": True, "n": 8}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
+    left = metric(emulated, LEFT)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        until(lambda: metric(emulated, "lockstep_num_requests_running") == 8)
-        until(lambda: metric(emulated, "lockstep_num_requests_running") == 0)
-        assert metric(emulated, LEFT) >= 1
+        until(lambda: metric(emulated, LEFT) > left)
+        until(lambda: running(emulated) == 0)
     assert "took nothing for 2 s" in emulated.text()
     assert "without completing response" not in emulated.text()
 

@@ -235,7 +235,7 @@ def test_too_many_restarts_end_the_server_and_say_so(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:6:99")
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--restarts", "2") as server:
         tally = Clients(server, some(4, tokens=(60, 90))).wait()
-        assert server.process.wait(30) == 1
+        assert server.process.wait(120) == 1
     assert sum(tally.faults.values()) == 4
     assert set(tally.faults) <= {"error", "refused"}  # who asks late is answered 503
     assert "signal SIGKILL, and 2 restarts in 300 s are the most that there may be" in tally.first[0]
@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_ends_the_engine_and_at_last_the_server(tmp_path: Pa
         clients = Clients(server, endless(4, seed=2))
         until(lambda: clients.tally.heard_s > 0)
         fill(*(server.children()[name] for name in ("nursery", "engine")))
-        assert server.process.wait(60) == 1
+        assert server.process.wait(120) == 1
         tally = clients.wait()
         assert sum(tally.faults.values()) == 4
         assert "2 restarts in 300 s are the most that there may be" in tally.first[0]
@@ -306,7 +306,7 @@ def test_a_server_goes_on_with_the_journal_of_the_one_before(tmp_path: Path) -> 
         assert re.search(r"recovered (\d+) requests .*; \1 of them nobody asks for", server.text()), server.text()
     assert replay(tmp_path / "run").tail is not None
     other = subprocess.run(
-        [*RUN_SERVE, *ARGUMENTS, *SLOW, *kept, "--set", "page_size=32"], capture_output=True, text=True, timeout=60
+        [*RUN_SERVE, *ARGUMENTS, *SLOW, *kept, "--set", "page_size=32"], capture_output=True, text=True, timeout=120
     )
     assert (other.returncode, other.stdout) == (1, "")  # it never served
     assert "starting: http://" in other.stderr

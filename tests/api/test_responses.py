@@ -405,7 +405,7 @@ def test_what_was_under_way_in_a_worker_that_ended_has_failed(tmp_path: Path) ->
     store = "from lockstep.api.stored_responses import StoredResponses as S; from pathlib import Path; import sys\n"
     store += "s = S(Path(sys.argv[1]), most=9, bytes_max=9999, kept_s=99.0)\n"
     store += "s.put('', {'id': 'r', 'status': 'in_progress', 'output': []}, [], over=False)"
-    subprocess.run([sys.executable, "-c", store, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", store, str(tmp_path)], check=True, timeout=120)
     stored = StoredResponses(tmp_path, most=2, bytes_max=9999, kept_s=99.0)
     assert not stored.put("", {"id": "mine", "status": "queued"}, [], over=False)
     found = stored.get("", "r")

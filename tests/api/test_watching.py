@@ -40,13 +40,13 @@ def complete(url: str, label: str, **headers: str) -> dict[str, str]:
     body = {"prompt": "a prompt of a few words", "max_tokens": 6, "ignore_eos": True, "stream": True}
     headers |= {"Content-Type": "application/json", "X-Request-Id": label}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         answer.read()
         return dict(answer.headers)
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return answer.read().decode()
 
 
@@ -106,7 +106,7 @@ def test_only_the_last_requests_are_kept_and_a_tenant_sees_its_own() -> None:
 def test_the_page_loads_nothing_from_elsewhere(emulated: LiveServer) -> None:
     page = (files("lockstep.api") / "ui.html").read_text("utf-8")
     assert not re.search(r"(?:https?:)?//[a-z]", page)
-    with urllib.request.urlopen(f"{emulated.url}/ui", timeout=30) as answer:
+    with urllib.request.urlopen(f"{emulated.url}/ui", timeout=120) as answer:
         assert answer.read().decode() == page
         policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy

@@ -5,8 +5,9 @@
     python -m tests.campaigns.kills --dp 2             one of two engines each time
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
-After ten kills in a row without a token it waits for one: where recovery takes longer than the gaps, nothing would ever
-be said. Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if anything was.
+After ten kills in a row without a token it waits for one: where recovery takes longer than the gaps, nothing would
+ever be said. Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if
+anything was.
 """
 
 from __future__ import annotations

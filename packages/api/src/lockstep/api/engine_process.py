@@ -120,6 +120,7 @@ class EngineProcess:
         )
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
+        self._to_router: zmq.Socket[bytes] | None = None  # kept, since a closed one waits half a second only
         self._open: dict[tuple[int, int], _Open] = {}  # by worker and ticket; entries leave in the host's thread
 
     def run(self) -> None:
@@ -170,9 +171,8 @@ class EngineProcess:
             tuple(map(session_key, engine.sessions.open)),
             engine.draining,
         )
-        to_router = writer(self._context, router_address(self._folder.parent))
-        to_router.send(encode(here))
-        to_router.close()
+        self._to_router = writer(self._context, router_address(self._folder.parent))
+        self._to_router.send(encode(here))
 
     # ------------------------------------------------------------------------------------- one handler for each message
 
