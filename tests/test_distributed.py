@@ -1116,16 +1116,17 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps"),
+    ("seed", "steps", "plain"),
     [
-        (137, 300),  # reserve full: a decode engine gave pages that others were promised
-        (30055, 400),  # the same of one that computes a prompt, beside KV that is still coming
-        (20086, 400),  # a transfer ends while weights are changed, and its prompt was written to the host
-        (20097, 400),  # pages that a write to the host locks are nobody's fault
+        (137, 300, True),  # reserve full: a decode engine gave pages that others were promised
+        (30055, 400, True),  # the same of one that computes a prompt, beside KV that is still coming
+        (20086, 400, True),  # a transfer ends while weights are changed, and its prompt was written to the host
+        (20097, 400, True),  # pages that a write to the host locks are nobody's fault
+        (87027686535, 400, False),  # KV that has come waits for the decode of another microbatch, which is owed pages
     ],
 )
-def test_history_that_found_something(seed: int, steps: int) -> None:
-    run_history(seed, steps, plain=True)
+def test_history_that_found_something(seed: int, steps: int, plain: bool) -> None:
+    run_history(seed, steps, plain=plain)
 
 
 def test_decode_steps_launched_uniformly_are_the_same() -> None:

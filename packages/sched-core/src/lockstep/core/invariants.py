@@ -505,8 +505,9 @@ def _transfers(engine: Engine, facts: Facts) -> None:
                 _fail(f"L6: {request.name} is given {held} pages, and would wait for more while it holds them")
     if engine.launch_found_nothing and not engine.in_flight and not engine.paused and not engine.maintenance.still:
         able = [one for one in transfers.ready if engine.requests[one].holds == 1]
-        if engine.microbatches is not None and not engine.microbatches.has_place():
-            able = []  # another microbatch may have one
+        groups = engine.microbatches
+        if groups is not None and (not groups.has_place() or groups.owes_elsewhere()):
+            able = []  # another microbatch may have a place, or goes first
         if (adapters := memory.adapters) is not None:
             able = [one for one in able if adapters.has_place_for(engine.requests[one].adapter)]
         if able and engine.active < engine.config.max_running_requests:
