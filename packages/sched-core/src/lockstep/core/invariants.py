@@ -506,8 +506,8 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     if engine.launch_found_nothing and not engine.in_flight and not engine.paused and not engine.maintenance.still:
         able = [one for one in transfers.ready if engine.requests[one].holds == 1]
         groups = engine.microbatches
-        if groups is not None and (not groups.has_place() or groups.owes_elsewhere()):
-            able = []  # another microbatch may have a place, or goes first
+        if groups is not None and (not groups.has_place() or groups.owes_elsewhere() or engine.decode_owed):
+            able = []  # another microbatch may have a place, or goes first, or has the pages that all of this one gave
         if (adapters := memory.adapters) is not None:
             able = [one for one in able if adapters.has_place_for(engine.requests[one].adapter)]
         if able and engine.active < engine.config.max_running_requests:
