@@ -1122,6 +1122,7 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
         (30055, 400, True),  # the same of one that computes a prompt, beside KV that is still coming
         (20086, 400, True),  # a transfer ends while weights are changed, and its prompt was written to the host
         (20097, 400, True),  # pages that a write to the host locks are nobody's fault
+        (564034194097, 400, False),  # a restart ends transfers, whose prompts are copied to a host that is gone
         (371404835514, 400, False),  # the last of a microbatch gives its pages to another one: that found nothing
         (87027686535, 400, False),  # KV that has come waits for the decode of another microbatch, which is owed pages
     ],

@@ -341,13 +341,13 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     engine.now_us = event.time_us
     engine.generation = event.generation
     engine.media.void()  # before anybody ends below: what that lets others ask for is not to replace what is gone
+    tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy
     if engine.transfers is not None:
         engine.transfers.restarted(engine, step)
     if engine.ranks is not None:
         engine.ranks.restarted(event.generation)
     line = engine.waiting
     engine.waiting = []
-    tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy
     if tiers is not None:
         tiers.void(event.generation, step)
     engine.retract_all("restart", step)
