@@ -65,7 +65,7 @@ def test_a_served_run_verifies_and_stands_beside_its_simulation(tmp_path: Path) 
     from lockstep.runtime.demo_model import demo_model_folder
 
     rows = [
-        {"timestamp": 1500 * (number // 4), "input_length": 700 + 512 * number, "output_length": 256,
+        {"timestamp": 1500 * (number // 4), "input_length": 700 + 512 * number, "output_length": 1024,
          "hash_ids": [0, *range(10 * number + 1, 10 * number + (700 + 512 * number - 1) // 512 + 1)]}
         for number in range(12)
     ]  # fmt: skip
