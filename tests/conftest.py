@@ -15,9 +15,7 @@ from tests.support import guide
 
 # No deadline, and examples may be slow to draw: a slow machine is not a bug. The blob in a failure reruns exactly that
 # example.
-settings.register_profile(
-    "lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
 

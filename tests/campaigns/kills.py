@@ -6,7 +6,8 @@
     python -m tests.campaigns.kills --seed 7           the same requests and the same pauses again
 
 After ten kills in a row without a token it waits for one: where recovery takes longer than the gaps, nothing would ever
-be said. Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if anything was.
+be said. Prints what was lost, doubled or wrong (nothing may be) and how long it took to recover. Exit status 1 if
+anything was.
 """
 
 from __future__ import annotations

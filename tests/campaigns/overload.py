@@ -82,8 +82,8 @@ class Plan:
 
 
 SHORT = Plan(seconds=2.0, quiet_s=1.0, readers=30, leavers=40, bodies=120, tolerance=math.inf, stalled_s=15.0)
-"""For tests, on machines that have other things to do: times of so short phases say nothing, and anybody may stand still
-for some seconds."""
+"""For tests, on machines that have other things to do: times of so short phases say nothing, and anybody may stand
+still for some seconds."""
 
 
 @dataclass

@@ -39,7 +39,7 @@ class Hangs:
 
 
 def hang(executor: Any, let_go: threading.Event, *, after: int) -> threading.Event:
-    """Let what the lane computes never come back, after so many batches. Returns what is set once that is waited for."""
+    """Let what the lane computes never come back, after so many batches. Returns what is set once it is waited for."""
     download, done, waited_for = executor.lane.download, [], threading.Event()
 
     def slow(*given: Any) -> Any:

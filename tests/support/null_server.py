@@ -1,7 +1,8 @@
 """A server that answers completions at once: `python -m tests.support.null_server`; prints its port.
 
 Answers as many words as `max_tokens` asks for, remembers every prompt, and gives them back at /prompts. A prompt that
-contains "fail" is refused; one with "hang" is never answered to its end; one with "crowd" not before CROWD of them came.
+contains "fail" is refused; one with "hang" is never answered to its end; one with "crowd" not before so many as CROWD
+came.
 """
 
 from __future__ import annotations
