@@ -91,7 +91,7 @@ class Load:
             for seen, line in enumerate(answer):
                 if number % 3 == 2 and seen > 8:
                     return "left"
-                if b'"error"' in line:
+                if line.startswith(b'data: {"error":'):  # and not a word of the model
                     return line.decode()
         return "answered"
 
