@@ -413,7 +413,7 @@ def test_a_killed_worker_ends_the_command_with_one_sentence(shells: list[subproc
     assert shell.returncode == 1
     assert said.decode().count("\n") == 1
     assert f"rank 1 (process {worker}) was ended by SIGKILL" in said.decode()
-    assert re.search(r" by SIGKILL with (batch \d+|batches \d+ to \d+|nothing)\b", said.decode())
+    assert re.search(r" with (batch \d+ in flight|batches \d+ to \d+ in flight|nothing to do)\n$", said.decode())
 
 
 def test_who_waits_is_told_although_rank_0_is_held(shells: list[subprocess.Popen[bytes]]) -> None:
