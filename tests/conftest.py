@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support import guide
 
-# No deadline: a slow machine is not a bug. The blob in a failure reruns exactly that example.
-settings.register_profile("lockstep", deadline=None, print_blob=True)
+# No deadline, and examples may be slow to draw: a slow machine is not a bug. The blob in a failure reruns exactly that
+# example.
+settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("thorough", parent=settings.get_profile("lockstep"), max_examples=2000)
 settings.load_profile("lockstep")  # pytest --hypothesis-profile=thorough overrides it
 

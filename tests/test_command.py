@@ -225,13 +225,13 @@ class TestListing:
             entry_points.write_text("\n".join(kept))
         asked = ["ls_namespace.ls_plain", "ls_namespace.ls_click", "click", "numpy", "msgspec", "lockstep.sim"]
         process = _start(packages, "--help", then=f"print('loaded', *[m for m in {asked} if m in sys.modules])")
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert out.splitlines()[-1] == "loaded"
 
     def test_running_one_command_imports_only_that_one(self, packages: Path) -> None:
         process = _start(packages, "greet", then="print('ls_namespace.ls_click' in sys.modules)")
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert out == "hello\nFalse\n", err
 
     def test_version_lists_the_installed_packages(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,6 +254,6 @@ def test_reader_that_goes_away_ends_the_command_quietly(packages: Path, name: st
     assert process.stderr is not None
     assert process.stdout.readline() == "line\n"
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=120) == 141
     assert process.stderr.read() == ""
     process.stderr.close()

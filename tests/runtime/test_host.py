@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -191,10 +190,12 @@ def test_a_deadline_passes_while_nothing_runs() -> None:
     runtime = SmallRuntime(max_running_requests=1, waiting_timeout_us=20_000)
     runtime.host.ask(Pause())
     answer = runtime.submit([1, 2, 3], 4)
-    began = time.monotonic()
-    runtime.run()
+    thread = threading.Thread(target=runtime.run, daemon=True)
+    thread.start()
+    assert answer.over.wait(120)
     assert answer.reason == "deadline"
-    assert time.monotonic() - began < 5
+    thread.join(120)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("run_at", ["launch", "collection"])
@@ -266,12 +267,12 @@ def test_a_thread_of_its_own_serves_others_until_it_is_drained_and_stopped() -> 
     thread.start()
     requests = random_requests(3, 8)
     answers = [runtime.submit(prompt, count) for prompt, count in requests]
-    assert runtime.host.drain().result(timeout=30).ok
+    assert runtime.host.drain().result(timeout=120).ok
     refused = runtime.submit([1, 2], 3)
-    assert refused.over.wait(30)
+    assert refused.over.wait(120)
     assert refused.reason == "draining"
     runtime.host.stop()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert [answer.tokens for answer in answers] == [alone(prompt, count) for prompt, count in requests]
     with pytest.raises(EngineStopped, match="was stopped"):
@@ -623,11 +624,11 @@ def test_an_engine_that_is_ended_from_outside_tells_everybody_once(caplog: pytes
             while not any(answer.over.is_set() for answer in answers[: number + 1]):
                 asked.append(runtime.host.ask(GetState()))
             runtime.host.fail("a watcher said so")
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
-            assert all(answer.over.wait(5) for answer in answers)
+            assert all(answer.over.wait(120) for answer in answers)
             assert {answer.reason for answer in answers} <= {"length", "the engine failed: a watcher said so"}
-            assert all(one.exception(5) is None or "a watcher" in str(one.exception()) for one in asked)
+            assert all(one.exception(120) is None or "a watcher" in str(one.exception()) for one in asked)
     finally:
         sys.setswitchinterval(before)
     assert not caplog.records

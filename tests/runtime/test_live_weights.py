@@ -12,6 +12,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from safetensors.torch import load_file, save, save_file  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import ControlRequested, UpdateWeights, WeightsSwapped  # noqa: E402
+from lockstep.core.events import ControlRequested, ReleaseMemory, UpdateWeights, WeightsSwapped  # noqa: E402
 from lockstep.core.journal import JournalHeader  # noqa: E402
 from lockstep.core.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
@@ -38,7 +39,7 @@ from lockstep.runtime import (  # noqa: E402
     Params,
     weights_group,
 )
-from lockstep.runtime.llm import Answer, Asked, demo_folder  # noqa: E402
+from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
 from lockstep.runtime.weights_group import WeightsGroup, check_backend  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
@@ -88,8 +89,38 @@ def judge(judges: list[LLM], answers: list[Answer], folder_of: Callable[[int], i
                 assert one.prompt_logprobs[at] >= best - AS_LIKELY, (answer.weights, at)
 
 
-def begun(asked: list[Asked], tokens: int) -> Callable[[], bool]:
-    return lambda: sum(len(one.answer.token_ids) for one in asked) >= tokens
+class Gate(SimpleQueue[Any]):
+    """Takes tokens of streams; the engine stands still with so many of them until it has been asked for something.
+
+    So whatever it is asked for finds it in the midst of these streams, also where whoever asks is late.
+    """
+
+    def __init__(self, llm: LLM, tokens: int) -> None:
+        self.llm, self.tokens, self.taken = llm, tokens, 0
+        self.asked, self._ask = threading.Event(), llm.host.ask
+
+    def put(self, item: Any, *_: Any, **__: Any) -> None:
+        """In the engine's thread."""
+        self.taken += len(item or ())
+        if self.taken >= self.tokens:
+            assert self.asked.wait(300)
+
+    @contextmanager
+    def open_when_asked(self, kind: type) -> Iterator[None]:
+        """Around what asks for it."""
+
+        def ask(control: Any, *more: Any) -> Any:
+            answer = self._ask(control, *more)
+            if isinstance(control, kind):
+                self.asked.set()
+            return answer
+
+        self.llm.host.ask = ask  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.llm.host.ask = self._ask  # type: ignore[method-assign]
+            self.asked.set()
 
 
 def test_under_32_streams_every_token_is_of_one_version(folders: list[Path], judges: list[LLM], tmp_path: Path) -> None:
@@ -99,9 +130,12 @@ def test_under_32_streams_every_token_is_of_one_version(folders: list[Path], jud
     modes = ("wait", "retract", "cancel", "in_place")
     with LLM(**CPU, journal=tmp_path / "run", max_running_requests=16, overlap_depth=1) as llm:
         for number, mode in enumerate(modes):
-            asked = [llm.ask(prompt, params, tokens=SimpleQueue()) for prompt in prompts]
-            until(begun(asked, 64), 60)
-            assert llm.update_weights(folders[(number + 1) % 3], mode=mode) == number + 1  # type: ignore[arg-type]
+            gate = Gate(llm, 64)
+            asked = [llm.ask(prompt, params, tokens=gate) for prompt in prompts]
+            until(lambda gate=gate: gate.taken >= gate.tokens, 300)  # type: ignore[misc]
+            with gate.open_when_asked(UpdateWeights):
+                changed = llm.update_weights(folders[(number + 1) % 3], version=number + 1, mode=mode)  # type: ignore[arg-type]
+            assert changed == number + 1
             answers = [llm.wait(one) for one in asked]
             seen = {tuple(version for _, version in answer.weights) for answer in answers if answer.token_ids}
             assert seen <= {(number,), (number + 1,), (number, number + 1)}
@@ -132,9 +166,11 @@ def test_no_prefix_is_shared_across_versions(folders: list[Path], judges: list[L
 
 def test_memory_is_released_in_the_middle_of_streams(judges: list[LLM]) -> None:
     with LLM(**CPU, max_running_requests=4) as llm:
-        asked = [llm.ask(prompt, GREEDY, tokens=SimpleQueue()) for prompt in PROMPTS * 4]
-        until(begun(asked, 8), 60)
-        llm.release_memory()
+        gate = Gate(llm, 8)
+        asked = [llm.ask(prompt, GREEDY, tokens=gate) for prompt in PROMPTS * 4]
+        until(lambda: gate.taken >= gate.tokens, 300)
+        with gate.open_when_asked(ReleaseMemory):
+            llm.release_memory()
         weights = [one.untyped_storage().nbytes() for one in llm.model.parameters()]
         pool = llm._live.pool
         assert sum(weights) + sum(one.untyped_storage().nbytes() for one in (*pool.keys, *pool.values)) == 0
@@ -225,7 +261,7 @@ def test_tensors_come_over_a_group(judges: list[LLM]) -> None:
         group = WeightsGroup("127.0.0.1", port, 0, 2)
         for tensor in tensors.values():
             group.send(tensor)
-        left.wait(60)
+        left.wait(300)
         group.close()
 
     left, trainer = threading.Event(), threading.Thread(target=train)
@@ -281,7 +317,7 @@ def test_a_group_over_nccl_meets_sends_and_receives_as_one_over_gloo(monkeypatch
     trainer = WeightsGroup("127.0.0.1", port, 0, 2, backend="nccl", device=cpu)
     for tensor in sent:
         trainer.send(tensor.t().contiguous().t())
-    engine.join(60)
+    engine.join(300)
     trainer.close()
     assert all(torch.equal(one, other) for one, other in zip(found, sent, strict=True))
     assert len(found) == 2
@@ -353,18 +389,18 @@ def test_an_engine_whose_weights_nobody_knows_ends() -> None:
 
 def test_requests_come_and_go_while_weights_are_loaded() -> None:
     go_on, hands = threading.Event(), Doubles()
-    hands.load_weights = lambda version, source: go_on.wait(30)  # type: ignore[method-assign,assignment,return-value]
+    hands.load_weights = lambda version, source: go_on.wait(300)  # type: ignore[method-assign,assignment,return-value]
     runtime = SmallRuntime(host_options={"hands": hands})
     asked = runtime.host.ask(UpdateWeights(1, "there"))
     thread = threading.Thread(target=runtime.host.run)
     thread.start()
     gone, stays = runtime.submit([1, 2, 3], 5), runtime.submit([4, 5], 5)
     runtime.host.cancel(gone.request_id)
-    assert gone.over.wait(30)
+    assert gone.over.wait(120)
     assert (gone.reason, asked.done(), stays.over.is_set()) == ("cancelled", False, False)
     go_on.set()
-    assert stays.over.wait(30)
-    assert (stays.tokens, asked.result(30).ok) == (alone([4, 5], 5), True)
+    assert stays.over.wait(120)
+    assert (stays.tokens, asked.result(120).ok) == (alone([4, 5], 5), True)
     assert stays.extras is not None
     assert stays.extras.weights == ((0, 1),)
     runtime.host.stop()

@@ -298,8 +298,8 @@ def test_leaving_a_stream_early_cancels_its_request(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], Params(max_new_tokens=100, ignore_eos=True))
     next(stream)
     stream.close()
-    assert llm.host.drain().result(timeout=30).ok
-    assert llm.host.ask(Resume()).result(timeout=30).ok
+    assert llm.host.drain().result(timeout=120).ok
+    assert llm.host.ask(Resume()).result(timeout=120).ok
 
 
 def test_a_text_stop_ends_the_answer_in_front_of_it(llm: LLM) -> None:
@@ -562,7 +562,7 @@ def test_an_engine_that_fails_tells_who_waits(folder: Path) -> None:
 
 def admitted(llm: LLM) -> int:
     """Requests that the engine took in so far."""
-    answered = llm.host.ask(GetState()).result(timeout=30)
+    answered = llm.host.ask(GetState()).result(timeout=120)
     assert answered.stats is not None
     return answered.stats.counts.admitted
 
@@ -574,8 +574,8 @@ def test_nothing_is_sent_before_all_of_it_is_known_to_be_a_request(llm: LLM) -> 
     with pytest.raises(ConfigError, match=r"`prompt` holds 5\.5, which is no token id"):
         llm.embed([[5, 6], [5.5]])  # type: ignore[list-item]
     assert admitted(llm) == before
-    assert llm.host.drain().result(timeout=30).ok
-    assert llm.host.ask(Resume()).result(timeout=30).ok
+    assert llm.host.drain().result(timeout=120).ok
+    assert llm.host.ask(Resume()).result(timeout=120).ok
 
 
 def test_whole_numbers_among_the_parameters_are_read_back_as_they_were_written() -> None:

@@ -160,7 +160,7 @@ class Ranks:
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.parts = ranks, [torch.empty(0)] * ranks
-        self.barrier = threading.Barrier(ranks, timeout=30)
+        self.barrier = threading.Barrier(ranks, timeout=120)
 
     def parallel(self, rank: int) -> Parallel:
         def met(put: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:

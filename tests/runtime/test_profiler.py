@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,12 @@ def test_the_command_says_where_traces_are_and_how_long_the_device_waited(tmp_pa
     profile = ["--profile", str(tmp_path), "--profile-steps", "2", "--profile-by-stage"]
     result = CliRunner().invoke(generate, [*common, *profile], standalone_mode=False)
     assert result.return_value == 0, result.output
-    files = sorted(tmp_path.iterdir())
-    assert [path.name for path in files] == ["decode-01.json.gz", "extend-01.json.gz"]
-    assert f"profile: {files[1]}, {files[0]}" in result.stderr
-    assert "2 answers, 10 output tokens in 5 batches and " in result.stderr
+    names = {path.name for path in tmp_path.iterdir()}  # of another extend, too, if the second prompt came too late
+    assert {"decode-01.json.gz", "extend-01.json.gz"} <= names
+    (said,) = re.findall(r"^profile: (.+)$", result.stderr, re.MULTILINE)
+    assert {Path(path).name for path in said.split(", ")} == names
+    (batches,) = re.findall(r"2 answers, 10 output tokens in (\d+) batches and ", result.stderr)
+    assert 5 <= int(batches) <= 10
     assert "% of that time" in result.stderr
     llm_quiet = CliRunner().invoke(generate, [*common, "--quiet"], standalone_mode=False)
     assert llm_quiet.stderr == ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -37,6 +38,7 @@ from lockstep.core.events import Grammar, RequestRetracted, SamplingParams  # no
 from lockstep.core.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
 from lockstep.runtime import LLM, Answer, Params  # noqa: E402
+from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
@@ -56,6 +58,7 @@ from lockstep.runtime.rank_wire import (  # noqa: E402
 from lockstep.runtime.ranks import LeadExecutor, check_split, rank_device  # noqa: E402
 from lockstep.runtime.worker import Follower, SentMasks  # noqa: E402
 from tests.runtime.test_host import Alternating  # noqa: E402
+from tests.support.live_server import until  # noqa: E402
 from tests.support.small_runtime import VOCABULARY, SmallRuntime, alone, make_executor  # noqa: E402
 
 T = TypeVar("T")
@@ -186,7 +189,10 @@ def shells(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lockstep-planted\nVersion: 0\n")
         (about / "entry_points.txt").write_text("[lockstep.commands]\ngenerate = lockstep.runtime.generate:generate\n")
-    run = "from lockstep.core.command import main; raise SystemExit(main())"
+    run = (
+        "from lockstep.runtime import ranks; ranks.CAUSE_S = ranks.LAST_WORD_S = 60.0;"
+        "from lockstep.core.command import main; raise SystemExit(main())"
+    )
     started = [
         subprocess.Popen(
             [sys.executable, "-c", run, "generate", "-", "--quiet", "--tp", "2", "--device", "cpu"],
@@ -225,9 +231,16 @@ def busy(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
     process.stdin.write("\n".join(map(json.dumps, lines)).encode())
     process.stdin.close()
     process.stdin = None
-    assert select.select([process.stdout], [], [], 100)[0], "no answer in 100 s"
+    assert select.select([process.stdout], [], [], 300)[0], "no answer in 300 s"
     assert b"finish_reason" in process.stdout.readline()
     return process
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever says why a rank is lost may be heard late."""
+    monkeypatch.setattr(ranks_module, "CAUSE_S", 60.0)
+    monkeypatch.setattr(ranks_module, "LAST_WORD_S", 60.0)
 
 
 class Engines:
@@ -247,7 +260,7 @@ class Engines:
     def __call__(self, name: str) -> LLM:
         if name not in self.made:
             journal = self.journals / str(len(self.made))
-            self.made[name] = LLM(tensor_parallel=2, rank_timeout_s=60, journal=journal, **self.options(name))
+            self.made[name] = LLM(tensor_parallel=2, rank_timeout_s=300, journal=journal, **self.options(name))
         return self.made[name]
 
 
@@ -288,12 +301,13 @@ def answered(llm: LLM) -> list[Answer]:
 
 
 def lost(llm: LLM, prompt: Sequence[int] = (5, 6, 7)) -> str:
-    """What somebody is told who asks an engine that is, or gets, lost; in seconds, not never."""
+    """What somebody is told who asks an engine that is, or gets, lost; some time, not never."""
     began = time.monotonic()
-    with pytest.raises(EngineStopped) as said:
-        llm.generate([list(prompt)] * 3, Params(max_new_tokens=200, ignore_eos=True))
+    with pytest.raises(EngineStopped) as said:  # noqa: PT012  what a rank said may be heard behind an answer
+        while time.monotonic() - began < 120:
+            llm.generate([list(prompt)] * 3, Params(max_new_tokens=200, ignore_eos=True))
     llm.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 240
     assert llm.group is not None
     assert all(worker.process.returncode is not None for worker in llm.group._workers)
     return str(said.value)
@@ -349,10 +363,11 @@ def test_a_worker_that_does_not_answer_ends_the_engine(engines: Engines) -> None
 
 def test_a_worker_that_is_killed_while_nothing_runs_ends_the_engine(engines: Engines) -> None:
     llm = engines("depth 1, retractions, shared in the same step")
+    assert llm.group is not None
+    (worker,) = llm.group._workers
+    until(lambda: not worker.launched, 120)  # the last that was launched may be there still when all have their answers
     os.kill(worker_of(llm), signal.SIGKILL)
-    until = time.monotonic() + 20
-    while not llm.host.failure and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: bool(llm.host.failure), 120)
     said = lost(llm)
     assert f"rank 1 (process {worker_of(llm)}) was ended by SIGKILL" in said
     assert "with nothing to do" in said
@@ -379,15 +394,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def gone_within(pids: Sequence[int], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not any(_alive(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -403,15 +409,15 @@ def test_a_killed_worker_ends_the_command_with_one_sentence(shells: list[subproc
     shell = busy(shells[0])
     (worker,) = children(shell.pid)
     os.kill(worker, signal.SIGKILL)
-    _, said = shell.communicate(timeout=20)
+    _, said = shell.communicate(timeout=120)
     assert shell.returncode == 1
     assert said.decode().count("\n") == 1
     assert f"rank 1 (process {worker}) was ended by SIGKILL" in said.decode()
-    assert " in flight" in said.decode()
+    assert re.search(r" with (batch \d+ in flight|batches \d+ to \d+ in flight|nothing to do)\n$", said.decode())
 
 
 def test_who_waits_is_told_although_rank_0_is_held(shells: list[subprocess.Popen[bytes]]) -> None:
-    out, said = shells[2].communicate(b"", timeout=100)
+    out, said = shells[2].communicate(b"", timeout=300)
     assert out.startswith(b"the engine failed: rank 1 (process ")
     assert b" was ended by SIGKILL" in out
     assert b"a thread of rank 0 does not come back" in said
@@ -425,7 +431,7 @@ def test_workers_end_when_rank_0_is_killed(shells: list[subprocess.Popen[bytes]]
     workers = children(shell.pid)
     assert len(workers) == 1
     os.kill(shell.pid, signal.SIGKILL)
-    assert gone_within(workers, 10)
+    until(lambda: not any(_alive(pid) for pid in workers), 120)
     assert not list(folder.glob("tmp/*")), "what the ranks met by is left behind"
 
 
@@ -459,7 +465,7 @@ def test_ranks_that_chose_different_backends_end_before_any_pass(engines: Engine
     began = time.monotonic()
     with pytest.raises(ConfigError, match="came to reference with 0 graphs on rank 0 and to triton with 2 graphs on"):
         LLM(experts, tensor_parallel=2, device="cpu", random_weights_seed=CHOOSES_OTHERWISE, **SMALL)
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 300  # a worker of it would take an hour
 
 
 @pytest.mark.parametrize(
@@ -567,8 +573,8 @@ class OneThread:
 
     def __init__(self, runtime: SmallRuntime, run_at: Any) -> None:
         ends = socket.socketpair()
-        self.channel = Channel(ends[0], ToLead, 10.0)
-        self.inbox: Any = Inbox(Channel(ends[1], ToWorker, 10.0))
+        self.channel = Channel(ends[0], ToLead, 120.0)
+        self.inbox: Any = Inbox(Channel(ends[1], ToWorker, 120.0))
         executor = make_executor(runtime.config, CpuLane(runtime.clock, run_at=run_at), matchers=SentMasks(self.inbox))
         self.errors: list[BaseException] = []
         self.batches = 0
@@ -604,7 +610,7 @@ class OneThread:
     def close(self) -> None:
         if not self.errors:
             self.channel.send(Stop())
-        self._thread.join(10)
+        self._thread.join(120)
         self.channel.close()
         self.inbox.channel.close()
         assert not self._thread.is_alive()
@@ -666,6 +672,6 @@ def test_a_worker_refuses_what_rank_0_did_not_plan() -> None:
     group = OneThread(runtime, "launch")
     sealed = group.chain.seal(an_order(0))
     group.tell(msgspec.structs.replace(sealed, digest=bytes(16)))
-    group._thread.join(10)
+    group._thread.join(120)
     group.close()
     assert [type(error) for error in group.errors] == [RankLost]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime import llm as llm_module  # noqa: E402
+from lockstep.runtime import watchdog as watchdog_module  # noqa: E402
 from lockstep.runtime.watchdog import Watchdog  # noqa: E402
 from tests.support.small_runtime import SmallRuntime  # noqa: E402
 
@@ -20,13 +23,14 @@ from tests.support.small_runtime import SmallRuntime  # noqa: E402
 class Hangs:
     """Results of a kernel that never ends, or not before it is let go."""
 
-    def __init__(self, download: Any, let_go: threading.Event) -> None:
-        self._download, self._let_go = download, let_go
+    def __init__(self, download: Any, let_go: threading.Event, waited_for: threading.Event) -> None:
+        self._download, self._let_go, self._waited_for = download, let_go, waited_for
 
     def ready(self) -> bool:
         return False
 
     def wait(self) -> Any:
+        self._waited_for.set()
         self._let_go.wait()
         return self._download.wait()
 
@@ -34,38 +38,44 @@ class Hangs:
         return self._download.times_us()  # type: ignore[no-any-return]
 
 
-def hang(executor: Any, let_go: threading.Event, *, after: int) -> None:
-    """Let what the lane computes never come back, after so many batches."""
-    download, done = executor.lane.download, []
+def hang(executor: Any, let_go: threading.Event, *, after: int) -> threading.Event:
+    """Let what the lane computes never come back, after so many batches. Returns what is set once it is waited for."""
+    download, done, waited_for = executor.lane.download, [], threading.Event()
 
     def slow(*given: Any) -> Any:
         done.append(1)
         made = download(*given)
-        return made if len(done) <= after else Hangs(made, let_go)
+        return made if len(done) <= after else Hangs(made, let_go, waited_for)
 
     executor.lane.download = slow
+    return waited_for
 
 
 def test_a_batch_that_never_comes_back_ends_the_engine() -> None:
     runtime, let_go = SmallRuntime(check=False, overlap_depth=2), threading.Event()
-    hang(runtime.executor, let_go, after=3)
+    hangs = hang(runtime.executor, let_go, after=3)
     answer = runtime.submit([1, 2, 3], 20)
     thread = threading.Thread(target=runtime.host.run)
     thread.start()
+    assert hangs.wait(120)  # the batches before have all the time that they need
     watchdog = Watchdog(runtime.host.oldest_batch, runtime.host.fail, 0.3)
-    assert answer.over.wait(30)
+    assert answer.over.wait(120)
     assert answer.reason == "the engine failed: batch 3 did not come back in 0.3 s; a kernel may never end"
     assert watchdog.fired
     with pytest.raises(EngineStopped, match="batch 3"):
         runtime.submit([1], 1)
     let_go.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     watchdog.close()
 
 
-def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take() -> None:
+def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And an engine with nothing to do waits for nobody."""
+    looks = itertools.count()
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: 0.01 * next(looks)))
     batches = iter([0] * 40 + [1] * 40 + [None] * 60 + [2] * 40)
     reports: list[str] = []
     ends = threading.Event()
@@ -77,8 +87,8 @@ def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take()
         return batch  # type: ignore[return-value]
 
     watchdog = Watchdog(oldest, reports.append, 1.0)
-    watchdog._look_s = 0.01  # 40 looks of 10 ms: 0.4 s for each batch, if the machine has time
-    assert ends.wait(60)
+    watchdog._look_s = 0.005  # and by the clock above 10 ms: 40 looks, which are 0.4 s, for each batch
+    assert ends.wait(120)
     watchdog.close()
     assert not reports
 
@@ -89,13 +99,14 @@ def test_an_llm_whose_device_hangs_says_so_and_closes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(llm_module, "end_hard_at_exit", left.append)
     let_go = threading.Event()
     llm = LLM(batch_timeout_s=0.5, pages=64)
-    hang(llm.host.executor, let_go, after=2)
+    hangs = hang(llm.host.executor, let_go, after=2)
+    llm._watchdog._oldest = lambda: llm.host.oldest_batch() if hangs.is_set() else None  # those before have time
     with pytest.raises(EngineStopped, match=r"batch 2 did not come back in 0\.5 s"):
         llm.generate([[5, 6, 7]], Params(max_new_tokens=9, ignore_eos=True))
     llm.close()
     assert left == ["a thread of the engine"]
     let_go.set()
-    llm._thread.join(30)
+    llm._thread.join(120)
     assert not llm._thread.is_alive()
 
 
@@ -107,7 +118,7 @@ def test_a_time_that_is_none_is_refused(wrong: float) -> None:
 
 def test_zero_never_ends_an_engine() -> None:
     runtime = SmallRuntime()
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some of which may end meanwhile
     watchdog = Watchdog(runtime.host.oldest_batch, runtime.host.fail, 0)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     watchdog.close()

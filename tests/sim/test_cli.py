@@ -339,7 +339,7 @@ def test_ctrl_c_leaves_a_whole_journal_and_marked_metrics(tmp_path: Path) -> Non
         text=True,
     )
     log = out / "journal" / "00000000.log"
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not (log.exists() and log.stat().st_size > 500_000) and process.poll() is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -366,7 +366,7 @@ def test_a_full_disk_is_one_message_and_a_journal_up_to_its_last_whole_record(tm
         [sys.executable, "-c", PROGRAM, *LONG, "--limit", "2000", "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         preexec_fn=fill_disk,
         check=False,
     )

@@ -61,7 +61,11 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
         assert np.array_equal(column, together.data.requests.columns()[name], equal_nan=column.dtype.kind == "f"), name
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+)
 @given(
     policy=st.sampled_from(ROUTER_POLICIES),
     replicas=st.integers(1, 4),

@@ -50,7 +50,7 @@ def facts(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @settings(
     max_examples=12,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes
 )

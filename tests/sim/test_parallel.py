@@ -539,7 +539,11 @@ def test_decodes_of_the_same_rows_leave_stages_idle_and_that_is_said() -> None:
     assert "pipeline" not in whole["device"]
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+)
 @given(
     pp=st.sampled_from((2, 4)),
     scheduler=st.sampled_from(

@@ -1,7 +1,8 @@
 """A server that answers completions at once: `python -m tests.support.null_server`; prints its port.
 
 Answers as many words as `max_tokens` asks for, remembers every prompt, and gives them back at /prompts. A prompt that
-contains "fail" is refused; one with "hang" is never answered to its end.
+contains "fail" is refused; one with "hang" is never answered to its end; one with "crowd" not before so many as CROWD
+came.
 """
 
 from __future__ import annotations
@@ -10,11 +11,31 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+CROWD = 3
+
+
+def asked_of(server: str) -> list[dict[str, Any]]:
+    """What the server was asked, in the order in which it came."""
+    request = urllib.request.Request(f"{server}/prompts", data=b"", method="POST")
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found: list[dict[str, Any]] = json.load(answer)
+    return found
+
+
+def await_asked(server: str, count: int) -> None:
+    """Wait until the server was asked so often; how long that takes does not matter, a hang does."""
+    until_s = time.monotonic() + 120
+    while len(asked_of(server)) < count:
+        assert time.monotonic() < until_s, f"not asked {count} times within 120 s"
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -31,6 +52,7 @@ def null_server() -> Iterator[str]:
 
 async def serve() -> None:
     prompts: list[dict[str, object]] = []
+    crowded = asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -59,6 +81,10 @@ async def serve() -> None:
 
     async def complete(writer: asyncio.StreamWriter, asked: dict[str, object]) -> None:
         prompts.append(asked)
+        if "crowd" in str(asked["prompt"]):
+            if len(prompts) >= CROWD:
+                crowded.set()
+            await crowded.wait()
         if "fail" in str(asked["prompt"]):
             answer(writer, 503, {"error": {"message": "no"}})
             return
@@ -68,7 +94,7 @@ async def serve() -> None:
             send(writer, {"choices": [{"text": f" w{number}x{at}"}]})
         if "hang" in str(asked["prompt"]):
             await writer.drain()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         send(writer, {"choices": [], "usage": {"completion_tokens": asked["max_tokens"], "prompt_tokens": 5}})
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
 from lockstep.tools.http_stream import Target
 from lockstep.tools.live import WORDS, Asking, Sender, Sent, TokenIds
-from tests.support.null_server import null_server
+from tests.support.null_server import asked_of, await_asked, null_server
 
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
 
@@ -187,10 +186,7 @@ def test_rates_windows_and_bodies_arrive(server: str, tmp_path: Path) -> None:
     assert found["requests"]["arrived"] == len(turns) < 40
     assert found["about"]["measured"]["fields"] == {"top_p": 0.5}
     assert found["about"]["command"].endswith("""--no-ignore-eos --body '{"top_p": 0.5}'""")
-    import urllib.request
-
-    with urllib.request.urlopen(urllib.request.Request(f"{server}/prompts", data=b"", method="POST")) as answer:
-        asked = json.load(answer)
+    asked = asked_of(server)
     assert {one["top_p"] for one in asked} == {0.5}
     assert not any("ignore_eos" in one for one in asked)
 
@@ -231,13 +227,13 @@ def test_requests_that_fail_are_told_by_kind(server: str) -> None:
 
 def test_ctrl_c_stops_sending_and_writes_the_run(server: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", "from lockstep.tools.bench import bench; bench()", "serve", "--to", server]
-    words += ["--workload", "gen:n=500,rate=20,input=fixed:4,output=fixed:2", "--out", str(tmp_path / "run")]
+    words += ["--workload", "gen:n=5000,rate=10,input=fixed:4,output=fixed:2", "--out", str(tmp_path / "run")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
         assert done.stderr is not None
         assert "null at" in done.stderr.readline()
-        time.sleep(2.0)
+        await_asked(server, 5)
         done.send_signal(signal.SIGINT)
-        said, _ = done.communicate(timeout=60)
+        said, _ = done.communicate(timeout=120)
     assert done.returncode == 130
     assert "interrupted: the figures are those until then" in said
     assert "were not sent" in said
@@ -260,9 +256,9 @@ def test_ctrl_c_while_the_only_request_has_no_answer(server: str, tmp_path: Path
     with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
         assert done.stderr is not None
         assert "null at" in done.stderr.readline()
-        time.sleep(1.0)
+        await_asked(server, 1)
         done.send_signal(signal.SIGINT)
-        said, also = done.communicate(timeout=60)
+        said, also = done.communicate(timeout=120)
     assert done.returncode == 130, said + also
     assert "interrupted: the figures are those until then; 1 request" in said
     assert "Traceback" not in also

@@ -168,7 +168,7 @@ def test_dump_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     dump.stdout.close()
     assert dump.stderr.read() == b""
     dump.stderr.close()
-    dump.wait(10)
+    dump.wait(120)
 
 
 # --------------------------------------------------------------------------------------------------------------- check

@@ -8,8 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from lockstep.sim.workload import open_workload
 from lockstep.tools import live
 from lockstep.tools.http_stream import Client, Target
 from lockstep.tools.replay import replay
-from tests.support.null_server import null_server
+from tests.support.null_server import CROWD, asked_of, await_asked, null_server
 from tests.support.recorded import record_simulation
 
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
@@ -37,14 +35,6 @@ def server() -> Iterator[str]:
 
 def run_live(*arguments: object) -> Result:
     return CliRunner().invoke(replay, [str(argument) for argument in arguments])
-
-
-def asked_of(server: str) -> list[dict[str, Any]]:
-    """What the server was asked, in the order in which it came."""
-    request = urllib.request.Request(f"{server}/prompts", data=b"", method="POST")
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        found: list[dict[str, Any]] = json.load(answer)
-    return found
 
 
 def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path: Path) -> None:
@@ -62,9 +52,18 @@ def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path:
             assert one["due_us"] == turn.arrival_us
         assert one["sent_us"] >= one["due_us"]
         assert one["messages"] == turn.output_tokens
-    assert found["late_us"]["p50"] < 500_000  # on a very busy machine; it does not add up
-    late = [one["sent_us"] - one["due_us"] for one in sent.values()]
-    assert found["late_us"]["max"] == max(late)
+    late = sorted(one["sent_us"] - one["due_us"] for one in sent.values())
+    assert found["late_us"]["max"] == late[-1]
+    assert late[0] <= found["late_us"]["p50"] <= late[-1]
+
+
+def test_nobody_waits_for_the_answers_of_others(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is answered before all were sent, so that one by one they would never be."""
+    monkeypatch.setattr(live, "word_of", lambda token: "crowd")
+    gen = f"gen:n={CROWD},rate=100,input=fixed:2,output=fixed:2"
+    result = run_live(gen, "--to", server, "--timeout", 120, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["answered"] == CROWD
 
 
 def test_one_request_is_a_trace(server: str, tmp_path: Path) -> None:
@@ -140,14 +139,11 @@ def test_refused_and_broken_answers_are_counted(server: str, monkeypatch: pytest
 
 
 def test_ctrl_c_stops_sending_and_reports(server: str) -> None:
-    words = [sys.executable, "-m", "lockstep.tools.replay", "gen:n=500,rate=20,input=fixed:4,output=fixed:2"]
+    words = [sys.executable, "-m", "lockstep.tools.replay", "gen:n=5000,rate=10,input=fixed:4,output=fixed:2"]
     with subprocess.Popen([*words, "--to", server], stdout=subprocess.PIPE, text=True) as done:
-        for _ in range(300):
-            if len(asked_of(server)) >= 5:
-                break
-            time.sleep(0.1)
+        await_asked(server, 5)
         done.send_signal(signal.SIGINT)
-        said, _ = done.communicate(timeout=60)
+        said, _ = done.communicate(timeout=120)
     assert done.returncode == 130
     assert said.startswith("interrupted: ")
     assert "were not sent" in said
