@@ -26,7 +26,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.api.routing import Dispatcher, RouterThread, session_key  # noqa: E402
+from lockstep.api.routing import Dispatcher, RouterThread  # noqa: E402
 from lockstep.api.serve import serve  # noqa: E402
 from lockstep.api.settings import read_settings  # noqa: E402
 from lockstep.api.sockets import fresh_folder, router_address, writer  # noqa: E402
@@ -50,7 +50,7 @@ from lockstep.core.router import (  # noqa: E402
     RouterConfig,
     RouterPolicy,
 )
-from lockstep.host.router_journal import verify_router  # noqa: E402
+from lockstep.host.router_journal import session_key, verify_router  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402

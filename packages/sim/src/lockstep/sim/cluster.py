@@ -53,7 +53,7 @@ from lockstep.core.router import (
     prefix_keys,
 )
 from lockstep.host.admission_words import admission_word, pairs
-from lockstep.host.router_journal import NoRouterJournal, RouterJournal
+from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import Refused, balance, combine
@@ -893,7 +893,10 @@ class Cluster:
                 self._carry_out(routed, fact.time_us)
         else:
             decided = self._dispatcher.step(fact)
-            self._journal.append_decided(fact, decided, self._dispatcher.digest)
+            label = ""
+            if isinstance(fact, RequestOffered):
+                label = label_key(self._held[fact.request_id].label, fact.tenant)
+            self._journal.append_decided(fact, decided, self._dispatcher.digest, label)
             for each in decided:
                 self._carry_out(each, fact.time_us)
 
