@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from lockstep.sim.compare import compare, match_requests
 from lockstep.sim.compare_text import comparison_lines, show_change
 from lockstep.sim.out_paths import check_file
 from lockstep.sim.report.compare_page import write_comparison
+from lockstep.sim.report.parts import escape
 from lockstep.sim.report.text import duration
 from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
 from lockstep.sim.stored_run import StoredRun, read_run
