@@ -313,10 +313,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 return [f"intervals are those of engines without {', '.join(beyond)}: they do not cover that"]
             return []
         lines = []
-        both = "its correction and intervals do not cover that"
-        lacks, elsewhere = (
-            (both, "its intervals do not cover that") if has_intervals else ("its correction does not cover that",) * 2
-        )
+        lacks = elsewhere = "its correction does not cover that"
+        if has_intervals:
+            lacks, elsewhere = "its correction and intervals do not cover that", "its intervals do not cover that"
         if not split.is_plain and not any(f"{split}:" in note for note in self.notes):
             names = ", ".join(split.describe())
             lines.append(f"the calibration was made without {names}: {lacks}")
