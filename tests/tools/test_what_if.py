@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from lockstep.core.command import main
 from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
 from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.requests import prompt_bytes
@@ -348,6 +349,44 @@ def test_media_whose_workload_is_gone_are_refused(tmp_path: Path) -> None:
     assert "had its requests from" in result.stderr
     assert "requests with media cannot be read off journals\nhint: put the workload back" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_one_engine_of_a_cluster_is_not_asked_what_all_would_do(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "two", "--gpu h200 --replicas 2")
+    result = what_if(run / "engines" / "0", "--policy", "lpm")
+    assert result.exit_code == 2, result.output
+    assert "is one engine of a cluster, whose requests are those that its router sent there" in result.stderr
+    assert f"hint: ask the whole run, {run}\n" in result.stderr
+
+
+def test_the_run_that_is_asked_about_is_not_written_over(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    result = what_if(copy, "--policy", "lpm", "--out", tmp_path / "x" / ".." / "copy", "--overwrite")
+    assert result.exit_code == 2, result.output
+    assert "is the run that is asked about\nhint: keep B in a folder of its own" in result.stderr
+    assert drift(run, copy).equal
+
+
+def test_journals_alone_say_how_their_engine_was_laid_out_or_why_it_cannot_be_known(tmp_path: Path) -> None:
+    staged = simulated(tmp_path / "staged", "--gpu h200 --pp 2 --pp-size 2 --tp 2")
+    base = journal_alone(staged)
+    assert (base.scenario.tp, base.scenario.pp, base.scenario.settings["pp_size"]) == (2, 2, 2)
+    setup = assemble(base.scenario, environ={}, workload=base.workload)
+    assert setup.config == read_journal(staged).header.config
+    for words, said in (
+        ("--gpu h200 --host-cache-gb 20", "its `tiers` is set: host memory or storage below its cache"),
+        ("--gpu h200 --prefill-engines 1 --decode-engines 1", "its `role` is set: an engine with another one"),
+        ("--gpu h200 --tp 2 --attention-dp 2 --rank-schedulers", "its `dp_ranks` is set: one of several ranks"),
+    ):
+        run = simulated(tmp_path / words.split()[2], words)
+        with pytest.raises(ConfigError, match=said):
+            journal_alone(run / "engines" / "0" if (run / "engines").is_dir() else run)
+
+
+def journal_alone(run: Path) -> Base:
+    (run / "metrics.json").unlink()
+    return read_base(run, {})
 
 
 def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:

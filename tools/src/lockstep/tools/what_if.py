@@ -39,6 +39,7 @@ from lockstep.sim.cluster import (
 )
 from lockstep.sim.compare import compare, match_requests
 from lockstep.sim.compare_text import comparison_lines, show_change
+from lockstep.sim.cost.parallel import BESIDES_TP
 from lockstep.sim.out_paths import check_file
 from lockstep.sim.report.compare_page import write_comparison
 from lockstep.sim.report.parts import escape
@@ -153,6 +154,8 @@ def what_if(
         waits_of_first: RecordedWaits | SimulatedWaits
         first, other = run, out if out is not None else scratch / "what if"
         if out is not None:
+            if out.resolve() == run.resolve():
+                raise ConfigError(f"`--out` {out} is the run that is asked about\nhint: keep B in a folder of its own")
             prepare_folder(out, overwrite=overwrite)
         asked = at_rate(changed_base(base, given, changed), rate_scale)
         for note in asked.notes[len(base.notes) :]:
@@ -191,6 +194,11 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
     if not (run / "metrics.json").is_file():
         return _base_of_journal(run, given)
     about = read_run(run).about
+    if "engine" in about:
+        raise ConfigError(
+            f"`{run}` is one engine of a cluster, whose requests are those that its router sent there\n"
+            f"hint: ask the whole run, {run.parent.parent}"
+        )
     asked = asked_by_command(str(about["command"]))
     scenario = asked if isinstance(asked, Scenario) else asked.base
     notes: tuple[str, ...] = ()
@@ -226,16 +234,30 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
     from lockstep.tools.runs import engine_journal
 
     header = read_journal(engine_journal(run)).header
+    config = header.config
+    for name, value, is_there in (
+        ("tiers", "host memory or storage below its cache, of which the journal has the pages and not the gigabytes",
+         config.tiers is not msgspec.UNSET),
+        ("role", "an engine with another one behind or in front of it", config.hands_over),
+        ("dp_ranks", "one of several ranks that run their passes together", config.shares_passes),
+    ):  # fmt: skip
+        if is_there:
+            raise ConfigError(
+                f"`{run}` is a journal without metrics.json, and its `{name}` is set: {value}\n"
+                "hint: simulate it with --out, and ask that folder as it was written"
+            )
     model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
-    given_there = msgspec.structs.asdict(header.config)  # all of them: what is left out would be the profile's
+    given_there = msgspec.structs.asdict(config)  # all of them: what is left out would be the profile's
     settings = {name: value for name, value in given_there.items() if value is not msgspec.UNSET}
     del settings["schedule_policy_version"]
     workload = journal_workload(run)
+    layout: dict[str, Any] = {name: header.host[name] for name in BESIDES_TP if name in header.host}
     scenario = Scenario(
         model=model,
         gpu=gpu,
         workload=str(run),
         tp=int(given.get("tp", header.host.get("tp", 1))),
+        **layout,
         seed=header.seed,
         settings=settings,
         max_new_tokens=output_limit(run),
