@@ -27,7 +27,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.api.routing import Dispatcher, RouterThread, session_key  # noqa: E402
+from lockstep.api.routing import Dispatcher, RouterThread  # noqa: E402
 from lockstep.api.serve import serve  # noqa: E402
 from lockstep.api.settings import read_settings  # noqa: E402
 from lockstep.api.sockets import fresh_folder, router_address, writer  # noqa: E402
@@ -51,7 +51,7 @@ from lockstep.core.router import (  # noqa: E402
     RouterConfig,
     RouterPolicy,
 )
-from lockstep.host.router_journal import verify_router  # noqa: E402
+from lockstep.host.router_journal import label_key, left_in_line, session_key, verify_router  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
@@ -251,6 +251,21 @@ def test_a_full_line_refuses_and_what_is_withdrawn_waits_no_longer() -> None:
     assert board.dispatcher.router.open_requests == [0, 0]
     assert board.dispatcher.line is not None
     assert board.dispatcher.line.waiting == 0
+
+
+def test_who_ends_in_the_line_is_in_the_journal_under_the_key_of_its_label(tmp_path: Path) -> None:
+    board = line_of(tmp_path, waiting_max=2)
+    keys = [label_key(name, "a") for name in ("one", "two", "three", "four", "five")]
+    for key in keys:
+        board.offer(tenant="a", label=key)
+    board.tell(Withdraw(keys[2]))
+    board.dispatcher.close()
+    left = left_in_line(tmp_path)
+    assert [(one.label, one.tenant, one.reason) for one in left] == [
+        (keys[4], "a", "line_full"),
+        (keys[2], "a", "cancelled"),
+    ]
+    assert "three" not in (tmp_path / "router.jsonl").read_text()
 
 
 def test_where_everybody_drains_nobody_waits_for_it() -> None:

@@ -43,6 +43,7 @@ from lockstep.sim.cost.calibration import (
     batch_features,
 )
 from lockstep.sim.cost.fit import fit_weights, nonnegative_least_squares, relative_shift
+from lockstep.sim.cost.parallel import Parallelism
 from tests.support.shapes import shapes
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "serving_points.json"
@@ -253,6 +254,17 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
     assert without.interval("ttft", 0.9, "qwen3-0.6b") == pytest.approx((0.9, 1.2))  # time stands for it
     assert found.doubts("qwen3-0.6b", "H200-SXM", overlap_depth=0) == []
     assert len(found.doubts("qwen3-32b", "H100-SXM", overlap_depth=1)) == 2
+
+
+def test_nothing_is_said_of_intervals_where_there_are_none() -> None:
+    found, split = calibration(cpu="included"), Parallelism(tp=2, ep=2)
+    said = [found.doubts("qwen3-32b", "H100-SXM", 0, split, has_intervals=both) for both in (True, False)]
+    assert [len(lines) for lines in said] == [4, 4]  # what a correction does not cover is said all the same
+    assert sum("interval" in line for line in said[0]) == 3
+    assert not any("interval" in line for line in said[1])
+    assert not any("  " in line or line.endswith(";") for line in said[1])
+    for each in (*(load_calibration(name) for name in calibration_names()), UNCALIBRATED):
+        assert not any("interval" in line for line in each.doubts("none", "none", 0, split, has_intervals=False))
 
 
 def test_overlap_cannot_be_judged_by_batches_that_have_the_cpu_in_them() -> None:

@@ -19,6 +19,7 @@ from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, Requ
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.packed_rows import PackedRows
 from lockstep.sim.report import ReportRun, render_report, write_report
+from lockstep.sim.report.parts import escape
 from lockstep.sim.report.payload import Spans, pack, timeline
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent
 from tests.support.browser import dom_of, needs_chromium
@@ -335,3 +336,17 @@ def test_browser_draws_every_chart_without_a_complaint(tmp_path: Path, requests:
     dom = dom_of(path, tmp_path / "profile")
     drawn = dom.count('class="uplot')
     assert drawn == {0: 3, 1: 3 + 5 + 5, 40: 3 + 6 + 5}[requests]
+
+
+def test_names_that_cannot_be_seen_are_spelt_out_on_every_page() -> None:
+    """Pages take text in by one function, which leaves nothing in it that orders or turns around what stands beside."""
+    assert escape("a\x1b[2J<\x9b\u202eb\u2066\x7f") == "a\\x1b[2J&lt;\\x9b\\u202eb\\u2066\\x7f"
+    assert escape("é 日本 שלום\nb") == "é 日本 שלום\nb"
+    root = Path(__file__).parents[2]
+    modules = [*root.glob("packages/*/src/**/*.py"), *root.glob("tools/src/**/*.py")]
+    takers = {path.name for path in modules if re.search(r"^(import html|from html import)\b", path.read_text(), re.M)}
+    assert takers == {"parts.py"}
+    page = render_report([ReportRun("8 req/s", FACTS, run_data(3, label="x\u202ey\x1b"))], title="t\u2066")
+    assert "x\\u202ey\\x1b" in page
+    assert "t\\u2066" in page
+    assert not [one for one in page if one in "\u202e\u2066\x1b"]

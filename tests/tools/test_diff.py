@@ -117,3 +117,14 @@ def test_what_is_no_journal_is_refused(runs: Path, tmp_path: Path) -> None:
     result = run_diff(runs / "fcfs", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "JournalError" in result.stderr
+
+
+def test_runs_of_other_requests_do_not_drift(runs: Path, tmp_path: Path) -> None:
+    """Nothing is called the same where there is nothing to compare."""
+    other = WORKLOAD.replace("n=30", "n=20,turns=uniform:2:3")
+    record_simulation(tmp_path / "other", other, **TIGHT)
+    result = run_diff(runs / "fcfs", tmp_path / "other")
+    assert result.exit_code == 1
+    assert "how they drift: 0 requests of both" in result.stdout
+    assert "no request is in both, so there is nothing to say of how they drift" in result.stdout
+    assert "the same" not in result.stdout.partition("how they drift")[2]

@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep.core.command import main
 from lockstep.core.dispatch import DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
 from lockstep.core.render import Names
 from lockstep.core.router import EngineShare, RequestEnded, RequestOffered, RouterConfig
-from lockstep.host.router_journal import RouterJournal, set_aside
+from lockstep.host.router_journal import RouterJournal, label_key, set_aside
+from lockstep.sim.stored_run import read_run
 from lockstep.tools.explain import explain, measured, told
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import find_request
@@ -352,12 +354,14 @@ def test_who_left_the_routers_line_never_reached_an_engine(crowd: Path, tmp_path
         router = Dispatcher(line, config, shares)
         facts: list[Any] = [RequestOffered(time_us=n, request_id=n, prompt_tokens=10) for n in range(5)]
         facts += [RequestEnded(time_us=9, request_id=n) for n in (2, 0)[:ends]]
+        labels = ["a", "b", "gone\x1b", "d", "full"]
         with RouterJournal(tmp_path, config, shares, line) as journal:
             for fact in facts:
                 decided = router.step(fact)
-                journal.append_decided(fact, decided, router.digest)
+                label = label_key(labels[fact.request_id], "") if isinstance(fact, RequestOffered) else ""
+                journal.append_decided(fact, decided, router.digest, label)
 
-    assert "60 requests arrived" in hint()
+    assert "120 requests arrived" in hint()  # at both
     record(ends=0)
     assert "1 request was cancelled or turned away in the router's line and never reached an engine" in hint()
     set_aside(tmp_path, 10**6)
@@ -367,6 +371,62 @@ def test_who_left_the_routers_line_never_reached_an_engine(crowd: Path, tmp_path
     with (tmp_path / "router.jsonl").open("a") as file:
         file.write('{"fact":')  # a server that runs
     assert "3 requests were cancelled" in hint()
+    result = run_explain(tmp_path, "--request", "gone\x1b")
+    assert result.exit_code == 0, result.output
+    assert "request gone\\x1b came to the router at" in result.stdout
+    assert "with 10 prompt tokens, and left its line, cancelled, 7 µs later. It never reached" in words(result.stdout)
+    assert "was turned away, as too many waited there, 0 µs later" in words(
+        run_explain(tmp_path, "--request", "full").stdout
+    )
+    said = json.loads(run_explain(tmp_path, "--request", "full", "--json").stdout)
+    assert (said["left_in_line"]["label"], said["left_in_line"]["reason"], said["waited_us"]) == (
+        "full",
+        "line_full",
+        0,
+    )
+    assert (
+        "it has no timeline\nhint: leave out --html"
+        in run_explain(tmp_path, "--request", "full", "--html", tmp_path / "page.html").stderr
+    )
+    assert "label" in (tmp_path / "router.jsonl").read_text()
+    assert "full" not in (tmp_path / "router.jsonl").read_text().replace("line_full", "")  # names cannot be read there
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path: Path) -> None:
+    """Behind a line in front of the router engines number requests as they were sent."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": at, "input_length": 90, "output_length": 30, "hash_ids": [at]} for at in range(30)]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    mix = ["--workload", f"a={trace}", "--workload", f"b={trace}"]  # in whose turn is another order than arrival
+    words_of = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h200", *mix, "--replicas", "2", "--no-intervals"]
+    words_of += [
+        "--admission",
+        "open=2,waiting=5,share.a=4",
+        "--no-report",
+        "--no-trace",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main(words_of) == 0
+    requests = read_run(tmp_path / "run").requests
+    assert requests is not None
+    turned_away = requests["finish_reason"] == "rejected_queue_full"
+    assert 0 < turned_away.sum() < 60
+    for number, label, tenant, away in zip(
+        requests["request_id"], requests["label"], requests["tenant"], turned_away, strict=True
+    ):
+        told_of = json.loads(run_explain(tmp_path / "run", "--request", str(number), "--json").stdout)
+        if away:
+            assert told_of["left_in_line"]["request_id"] == number
+            assert told_of["left_in_line"]["tenant"] == tenant
+        else:
+            assert (told_of["label"], told_of["tenant"]) == (label, tenant)
+    name = str(requests["label"][turned_away][0])
+    assert "never reached an engine" in words(run_explain(tmp_path / "run", "--request", name).stdout)
 
 
 def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
@@ -388,6 +448,7 @@ def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
     assert f"behind {seen}, which could not start" in run_explain(folder, "--request", "d").stdout
     run_explain(folder, "--request", "r2", "--html", page)
     assert label not in page.read_text()
+    assert seen in page.read_text()
     for kind in ((), ("--jsonl",)):
         dumped = CliRunner().invoke(journal, ["dump", str(folder), *kind])
         assert dumped.exit_code == 0

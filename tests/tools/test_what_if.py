@@ -14,9 +14,11 @@ from click.testing import CliRunner, Result
 
 from lockstep.core.command import main
 from lockstep.core.engine import Engine
+from lockstep.core.errors import ConfigError
 from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
 from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
 from lockstep.core.requests import prompt_bytes
+from lockstep.host.admission_words import parse_admission
 from lockstep.host.router_journal import engines_of
 from lockstep.sim.simulate import Scenario, assemble, open_load, simulate, write_run
 from lockstep.sim.stored_run import read_run
@@ -25,7 +27,7 @@ from lockstep.sim.workload import open_workload
 from lockstep.tools import recorded_waits
 from lockstep.tools.drift import drift
 from lockstep.tools.explain import told
-from lockstep.tools.recorded import journal_workload, label_parts, recorded_scenario
+from lockstep.tools.recorded import journal_workload, label_parts
 from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
 from lockstep.tools.what_if import Base, changed_base, read_base, simulate_base
@@ -133,13 +135,6 @@ def test_labels_come_back_as_they_were(label: str) -> None:
     assert form.format(number, part) == label
 
 
-def test_scenario_comes_back_from_its_command() -> None:
-    asked = scenario(rate_scale=2.0, limit=40, seed=9, tp=2)
-    found, cluster = recorded_scenario(asked.command())
-    assert found.command() == asked.command()
-    assert (found.settings, found.limit, found.rate_scale, cluster) == (SETTINGS, 40, 2.0, {"router": {}})
-
-
 # ---------------------------------------------------------------------------------------------------- the whole command
 
 
@@ -206,7 +201,7 @@ def test_a_journal_of_another_host_is_simulated_first(run: Path, tmp_path: Path)
 def test_all_that_was_said_of_drafts_goes_with_them() -> None:
     settings = {"speculative_method": "eagle", "num_speculative_tokens": 5}
     drafting = Scenario(model="qwen3-0.6b", gpu="h200", workload="gen:n=1", settings=settings, acceptance="0.8")
-    base = Base(drafting, {"router": {}}, open_load(drafting), (), simulated=True)
+    base = Base(drafting, open_load(drafting), (), simulated=True)
     without = changed_base(base, {}, {"speculative_method": "none"}).scenario
     assert not assemble(without, environ={}).config.speculates
     fewer = changed_base(base, {}, {"num_speculative_tokens": 2}).scenario
@@ -256,6 +251,144 @@ def test_a_cluster_and_a_closed_loop_can_be_asked_too(tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.output
 
 
+def simulated(folder: Path, words: str, *, model: str = "qwen3-0.6b", workload: str = "gen:n=40,rate=100") -> Path:
+    """A run as the command line writes it."""
+    common = ["--model", model, "--workload", workload, "--no-intervals", "--no-report", "--no-trace"]
+    assert main(["simulate", *common, *words.split(), "--out", str(folder)]) == 0
+    return folder
+
+
+def differing(result: Result) -> set[str]:
+    """The settings that are not the same in A and B."""
+    assert result.exit_code == 0, result.output
+    return {row["name"] for row in json.loads(result.stdout)["settings"]}
+
+
+def test_links_between_prefill_and_decode_engines_stay_what_they_were(tmp_path: Path) -> None:
+    words = "--gpu h200 --prefill-engines 1 --decode-engines 1 --link-bandwidth 0.5 --link-latency 3ms"
+    run = simulated(tmp_path / "slow", words)
+    same = what_if(run, "--out", tmp_path / "same", "--json")
+    assert differing(same) == set()
+    assert {change["verdict"] for each in json.loads(same.stdout)["figures"] for change in each["changes"]} <= {"same"}
+    abouts = [json.loads((folder / "metrics.json").read_text())["about"] for folder in (run, tmp_path / "same")]
+    assert abouts[0] == abouts[1]
+    assert (abouts[1]["link_gbs"], abouts[1]["link_latency_us"]) == (0.5, 3_000)
+    assert what_if(run, "--gpu", "b200", "--out", tmp_path / "other").exit_code == 0  # of all engines: they are equal
+    about = json.loads((tmp_path / "other" / "metrics.json").read_text())["about"]
+    assert [(each["role"], each["gpu"]) for each in about["engines"]] == [
+        ("prefill", "B200-SXM"),
+        ("decode", "B200-SXM"),
+    ]
+    result = what_if(run, "--replicas", 2)
+    assert result.exit_code == 2
+    assert "`--replicas` 2 is of one kind of engine, and the run has `1xh200:role=prefill,1xh200" in result.stderr
+    assert "hint: say of which GPU, with --gpu" in result.stderr
+    result = what_if(run, "--replicas", 2, "--gpu", "h200", "--out", tmp_path / "two")
+    assert result.exit_code == 0, result.output
+    assert "note: link_gbs is left out of B: it is of links between prefill and decode engines" in result.stderr
+    assert "--link" not in json.loads((tmp_path / "two" / "metrics.json").read_text())["about"]["command"]
+
+
+def test_engines_told_one_by_one_are_changed_as_asked_or_it_is_refused(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "kinds", "--engines 1xh200:page_size=32,1xh100:tp=2")
+    for words, said in (
+        (["--gpu", "b200"], "`--gpu` b200 is one GPU, and the run has engines of several kinds: `1xh200:page_size=32,"),
+        (["--page-size", "16"], "`page_size` 16 is for all engines, and the run has it of single ones"),
+        (["--tp", "4"], "`tp` 4 is for all engines, and the run has it of single ones"),
+    ):
+        result = what_if(run, *words)
+        assert (result.exit_code, said in result.stderr) == (2, True), result.output
+        assert "hint: add --replicas N" in result.stderr
+    assert "max_running_requests" in differing(what_if(run, "--max-running-requests", 8, "--json"))
+
+
+def test_what_only_the_old_policy_of_a_router_looks_at_is_left_out_and_said(tmp_path: Path) -> None:
+    words = "--gpu h200 --replicas 2 --router total_requests --router-report-interval 1s --router-report-delay 5ms"
+    run = simulated(tmp_path / "reports", words)
+    result = what_if(run, "--router", "prefix_affinity", "--out", tmp_path / "affine")
+    assert result.exit_code == 0, result.output
+    assert "note: router_report_interval is left out of B: prefix_affinity does not look at it" in result.stderr
+    assert "note: router_report_delay is left out of B" in result.stderr
+    result = what_if(run, "--router", "total_tokens")
+    assert "left out" not in result.stderr
+    words = "--gpu h200 --replicas 2 --router prefix_affinity --router-load-bound 1.5"
+    run = simulated(tmp_path / "bound", words)
+    result = what_if(run, "--router", "round_robin", "--out", tmp_path / "turns")
+    assert "note: router_load_bound is left out of B: round_robin does not look at it" in result.stderr
+    command = json.loads((tmp_path / "turns" / "metrics.json").read_text())["about"]["command"]
+    assert "--router round_robin" in command
+    assert "load-bound" not in command
+
+
+def test_what_is_kept_of_another_load_says_how_to_get_it_again(run: Path, tmp_path: Path) -> None:
+    result = what_if(run, "--rate-scale", "1.5", "--out", tmp_path / "faster")
+    assert result.exit_code == 0, result.output
+    assert "--rate-scale 1.5 " in json.loads((tmp_path / "faster" / "metrics.json").read_text())["about"]["command"]
+    again = what_if(tmp_path / "faster", "--json")
+    assert "note" not in again.stderr
+    assert differing(again) == set()
+
+
+def test_a_closed_loop_has_no_rate_to_change(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "loop", "--gpu h200 --concurrency 4")
+    result = what_if(run, "--rate-scale", 2)
+    assert result.exit_code == 2
+    assert "`--rate-scale` 2 is of requests by the clock, and the run was a closed loop of 4 sessions" in result.stderr
+
+
+def test_media_whose_workload_is_gone_are_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 50 * at, "input_length": 90, "output_length": 9, "hash_ids": [at]} for at in range(12)]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = "--gpu h200 --media image=0.5x1..2:640x480"
+    run = simulated(tmp_path / "seen", words, model="qwen2.5-vl-7b", workload=str(trace))
+    assert differing(what_if(run, "--json")) == set()
+    trace.unlink()
+    result = what_if(run)
+    assert result.exit_code == 2, result.output
+    assert "had its requests from" in result.stderr
+    assert "requests with media cannot be read off journals\nhint: put the workload back" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_one_engine_of_a_cluster_is_not_asked_what_all_would_do(tmp_path: Path) -> None:
+    run = simulated(tmp_path / "two", "--gpu h200 --replicas 2")
+    result = what_if(run / "engines" / "0", "--policy", "lpm")
+    assert result.exit_code == 2, result.output
+    assert "is one engine of a cluster, whose requests are those that its router sent there" in result.stderr
+    assert f"hint: ask the whole run, {run}\n" in result.stderr
+
+
+def test_the_run_that_is_asked_about_is_not_written_over(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    result = what_if(copy, "--policy", "lpm", "--out", tmp_path / "x" / ".." / "copy", "--overwrite")
+    assert result.exit_code == 2, result.output
+    assert "is the run that is asked about\nhint: keep B in a folder of its own" in result.stderr
+    assert drift(run, copy).equal
+
+
+def test_journals_alone_say_how_their_engine_was_laid_out_or_why_it_cannot_be_known(tmp_path: Path) -> None:
+    staged = simulated(tmp_path / "staged", "--gpu h200 --pp 2 --pp-size 2 --tp 2")
+    base = journal_alone(staged)
+    assert (base.scenario.tp, base.scenario.pp, base.scenario.settings["pp_size"]) == (2, 2, 2)
+    setup = assemble(base.scenario, environ={}, workload=base.workload)
+    assert setup.config == read_journal(staged).header.config
+    for words, said in (
+        ("--gpu h200 --host-cache-gb 20", "its `tiers` is set: host memory or storage below its cache"),
+        ("--gpu h200 --prefill-engines 1 --decode-engines 1", "its `role` is set: an engine with another one"),
+        ("--gpu h200 --tp 2 --attention-dp 2 --rank-schedulers", "its `dp_ranks` is set: one of several ranks"),
+    ):
+        run = simulated(tmp_path / words.split()[2], words)
+        with pytest.raises(ConfigError, match=said):
+            journal_alone(run / "engines" / "0" if (run / "engines").is_dir() else run)
+
+
+def journal_alone(run: Path) -> Base:
+    (run / "metrics.json").unlink()
+    return read_base(run, {})
+
+
 def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What some requests waited for is the same from processes and from here, and by their own stories."""
     ids = list(range(0, 40, 5))
@@ -282,9 +415,8 @@ def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_kept(run: Path, again: Path) -> None:
     """What was noted beside a simulation is what its journals say, also where its router turns some away."""
     base = read_base(run, {})
-    base = replace(
-        base, cluster={**base.cluster, "router": {**base.cluster["router"], "admission": "open=2,waiting=3"}}
-    )
+    assert base.cluster is not None
+    base = replace(base, asked=replace(base.cluster, dispatch=parse_admission("open=2,waiting=3")))
     noted = simulate_base(base, again, base.workload, kept=True)
     ids = range(40)
     with RecordedWaits(again) as recorded:

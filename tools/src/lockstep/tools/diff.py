@@ -89,6 +89,9 @@ def drift_lines(found: Drift) -> Iterator[str]:
     for count, letter in zip(found.only, "AB", strict=True):
         if count:
             yield f"  {count:,} in {letter} alone"
+    if not found.matched:
+        yield "  no request is in both, so there is nothing to say of how they drift"
+        return
     for change in found.changes:
         head = f"  {change.name:<20}{change.changed:>7,} of {change.of:,} differ" if change.changed else None
         yield f"  {change.name:<20}{'the same':>14}" if head is None else f"{head}; {change.detail}"

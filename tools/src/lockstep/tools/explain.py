@@ -16,9 +16,11 @@ import numpy as np
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestId
+from lockstep.core.render import shown
+from lockstep.host.router_journal import LeftLine, label_key
 from lockstep.sim.metrics import MetricsFold, Requests
 from lockstep.sim.report.text import count, duration, percent
-from lockstep.tools.runs import JSON, RUN, Walk, find_request, print_json, refusals, run_of_request
+from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals
 from lockstep.tools.story import Chronicle, Story
 from lockstep.tools.telling import Metric, clock, headline, sentences, story_text, wait_by_cause
 from lockstep.tools.timeline import text_lines, write_page
@@ -26,6 +28,8 @@ from lockstep.tools.why_step import StepReason, why_step
 
 COLUMNS = {"ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us", "itl": "itl_us_max"}
 TOLD_IN_FULL = 3  # of the slowest
+LEFT = {"cancelled": "left its line, cancelled,", "line_full": "was turned away, as too many waited there,"}
+"""How a request ended in the line in front of a router."""
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -71,8 +75,12 @@ def explain(
             _show_step(why_step(run, step_number), as_json)
             return
         if request_name is not None:
-            run = run_of_request(run, request_name)
-            ids, title = [find_request(run, request_name)], f"Request {request_name}"
+            place = locate_request(run, request_name)
+            if isinstance(place, LeftLine):
+                _show_left(place, request_name, html_file, as_json)
+                return
+            run, request_id = place
+            ids, title = [request_id], f"Request {request_name}"
         else:
             assert slowest is not None
             ids, title = _slowest(run, *slowest), f"The {slowest[1]} requests with the longest {slowest[0]}"
@@ -117,6 +125,25 @@ def _slowest(run: Path, metric: Metric, most: int) -> list[RequestId]:
     order = known[np.argsort(-values[known], kind="stable")][:most]
     ids: list[RequestId] = requests.request_id[order].tolist()
     return ids
+
+
+def _show_left(left: LeftLine, name: str, html_file: Path | None, as_json: bool) -> None:
+    """What is known of who ended in the line in front of a router. Raises ConfigError if pictures are asked for."""
+    if html_file is not None:
+        raise ConfigError(
+            f"request {shown(name)} ended in the line of the router: it has no timeline\nhint: leave out --html"
+        )
+    if as_json:
+        about = left._asdict() | {"label": name if left.label == label_key(name, left.tenant) else ""}
+        print_json({"left_in_line": about, "waited_us": left.left_us - left.came_us})
+        return
+    whose = f" of tenant {shown(left.tenant)}" if left.tenant else ""
+    waited = duration(left.left_us - left.came_us)
+    _wrap(
+        f"request {shown(name)}{whose} came to the router at {clock(left.came_us)} with "
+        f"{count(left.prompt_tokens, 'prompt token')}, and {LEFT.get(left.reason, left.reason)} {waited} later. It "
+        "never reached an engine."
+    )
 
 
 def _show_story(story: Story, chronicle: Chronicle, walk: Walk) -> None:

@@ -140,7 +140,7 @@ def on_hardware(
             random_weights_seed=random_weights,
         )
         predictor = make_predictor(runner, gpu, corrected)
-        for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth):
+        for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth, has_intervals=False):
             click.echo(f"note: {doubt}", err=True)
         write = stack.enter_context(_written(out, _measured(run, runner, predictor, gpu)))
         advance = stack.enter_context(_progress(extent.batches))

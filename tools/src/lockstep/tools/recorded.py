@@ -1,9 +1,9 @@
-"""What a run was asked to do, read back: its scenario, and its requests as a workload that can be simulated again.
+"""The requests of a journal, read back as a workload that can be simulated again.
 
-A run that `lockstep simulate` wrote says how to get its workload, which is exact. Of any other journal the requests are
-read off the events: when each came, its prompt, how many tokens it was given. A request whose prompt begins with the
-prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that answer has ended, as
-long after it as it was, so that a conversation waits for a slower engine as its user did.
+A run that `lockstep simulate` wrote says how to get its workload, which is exact (sim/asked.py). Of any other journal
+the requests are read off the events: when each came, its prompt, how many tokens it was given. A request whose prompt
+begins with the prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that answer
+has ended, as long after it as it was, so that a conversation waits for a slower engine as its user did.
 
 Prompts spelt out as ids are told as runs of made-up ids that are equal exactly where the ids were, behind equal ones.
 """
@@ -11,7 +11,6 @@ Prompts spelt out as ids are told as runs of made-up ids that are equal exactly 
 from __future__ import annotations
 
 import re
-import shlex
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -241,41 +240,6 @@ def output_limit(run: Path) -> int | None:
     asked = _asked(Walk(run))
     early = any(one.reason in COMPLETE and one.output_tokens < one.arrived.max_new_tokens for one in asked)
     return max(one.arrived.max_new_tokens for one in asked) if early else None
-
-
-# ------------------------------------------------------------------------------------------------------------ scenario
-
-
-def recorded_scenario(command: str) -> tuple[Any, dict[str, Any]]:
-    """The Scenario of a `lockstep simulate` command line, and what it says of a cluster."""
-    from lockstep.sim.cli import given_settings, simulate
-    from lockstep.sim.metrics import Slo
-    from lockstep.sim.mix import mix_of
-    from lockstep.sim.simulate import Scenario
-
-    words = shlex.split(command)
-    if words[:2] != ["lockstep", "simulate"]:
-        raise ConfigError(f"the run was not made by `lockstep simulate`, but by `{' '.join(words[:2])}`")
-    params = simulate.make_context("lockstep simulate", words[2:]).params
-    settings = given_settings(params)
-    names = {name for name in Scenario.__dataclass_fields__ if name in params} - {"workload", "slos", "settings"}
-    scenario = Scenario(
-        workload=mix_of(params["workloads"]),
-        settings=settings,
-        slos=tuple(map(Slo.parse, params["slos"])),
-        **{name: params[name] for name in names if name != "gpu"},
-        gpu=params["gpu"] or "",
-    )
-    cluster = {name: params[name] for name in ("replicas", "engines") if params[name] is not None}
-    router = {
-        name.removeprefix("router_"): params[name]
-        for name in params
-        if name.startswith("router_") and params[name] is not None
-    }
-    if params.get("router") is not None:
-        router["policy"] = params["router"]
-    router |= {name: params[name] for name in ("autoscale", "admission") if params.get(name) is not None}
-    return scenario, {**cluster, "router": router}
 
 
 def scaled(workload: Workload, rate_scale: float) -> Workload:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import click
 import msgspec
@@ -23,7 +23,7 @@ from lockstep.core.journal import JournalError, JournalHeader, read_journal
 from lockstep.core.render import CONTROLS, Names
 from lockstep.core.replay import Divergence, engine_at_start, fold
 from lockstep.core.support import sample_label, samples_asked
-from lockstep.host.router_journal import never_sent
+from lockstep.host.router_journal import FILE, LeftLine, has_line, label_key, left_in_line, routes_of
 from lockstep.sim.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
@@ -105,45 +105,67 @@ def walked(walk: Walk) -> Walk:
     return walk
 
 
-def run_of_request(run: Path, name: str) -> Path:
-    """The engine of a cluster's run that had the request of this name; the run itself, if it is of one engine.
+def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftLine:
+    """The engine of a run that had the request of this name, and its id there; or how it ended in the router's line.
 
-    Raises: ConfigError if none had it, or several did, as ids of a server's engines are each engine's own.
+    A number is that of requests.csv, where a simulation wrote it; otherwise the id that an engine knows it by.
+    Raises: ConfigError if there is none of this name, or several, as ids of a server's engines are each engine's own.
     """
-    engines, found = engine_runs(run), []
-    for engine in engines:
-        with suppress(ConfigError):
-            find_request(engine, name)
-            found.append(engine)
-    if len(found) == 1 or not engines:
-        return found[0] if found else run
+    engines = engine_runs(run)
+    if not engines:
+        return run, find_request(run, name)
+    all_named = [(engine, _named(engine, name)) for engine in engines]
+    found = [(engine, request_id) for engine, named in all_named for request_id in named.by_label]
+    left = left_in_line(run) if (run / FILE).is_file() else []
+    if not found:
+        lost = [one for one in left if one.label == label_key(name, one.tenant)]
+        if lost:
+            return lost[-1]
+        number = _number(name)
+        if number is not None and (run / "metrics.json").is_file() and (run / FILE).is_file() and has_line(run):
+            route = routes_of(run, [number]).get(number)
+            if route is not None:
+                return run / "engines" / str(route.engine), route.own_id
+            if lost := [one for one in left if one.request_id == number]:
+                return lost[0]
+        else:
+            found = [(engine, named.by_id) for engine, named in all_named if named.by_id is not None]
+    if len(found) == 1:
+        return found[0]
     if found:
-        names = ", ".join(engine.name for engine in found)
+        names = ", ".join(dict.fromkeys(engine.name for engine, _ in found))
+        if len({engine for engine, _ in found}) == 1:
+            find_request(found[0][0], name)  # which says which ones
         raise ConfigError(
             f"`--request` {name} is the name of a request of each of the engines {names}\n"
-            f"hint: name one, such as {found[0]}"
+            f"hint: name one, such as {found[0][0]}"
         )
-    refused = 0
-    with suppress(JournalError):
-        refused = never_sent(run)
-    if refused:
-        left = f"{refused:,} request{' was' if refused == 1 else 's were'} cancelled or turned away"
+    if left:
+        those = f"{len(left):,} request{' was' if len(left) == 1 else 's were'} cancelled or turned away"
         raise ConfigError(
-            f"`--request` must be the id or the label of a request that reached an engine of this run, got `{name}`\n"
-            f"hint: {left} in the router's line and never reached an engine: router.jsonl has how long each waited, "
-            "by a number of the router's own"
+            f"`--request` must be the id or the label of a request of this run, got `{name}`\n"
+            f"hint: {those} in the router's line and never reached an engine: they are found by their labels"
         )
-    find_request(engines[0], name)  # which says what a name can be
-    raise AssertionError(name)
+    raise _no_such_request(name, sum(named.arrived for _, named in all_named))
 
 
-def find_request(run: Path, name: str) -> RequestId:
-    """The request called `name`: by its label, or by its id as `17` or `r17`. Raises ConfigError if none or several."""
-    found: list[RequestId] = []
-    by_id = None
-    number = name.removeprefix("r")
-    wanted = int(number) if number.isascii() and number.isdigit() else None
-    arrived = 0
+class _Named(NamedTuple):
+    """Requests of a journal that a name may mean, and how many there are."""
+
+    by_label: list[RequestId]
+    by_id: RequestId | None
+    arrived: int
+
+
+def _number(name: str) -> int | None:
+    """`17` of `17` and `r17`."""
+    digits = name.removeprefix("r")
+    return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
+def _named(run: Path, name: str) -> _Named:
+    by_label: list[RequestId] = []
+    by_id, wanted, arrived = None, _number(name), 0
     for record in read_journal(engine_journal(run)).events():
         event = record.event
         if not isinstance(event, RequestArrived):
@@ -153,7 +175,13 @@ def find_request(run: Path, name: str) -> RequestId:
             if event.request_id + sample == wanted:
                 by_id = wanted
             if event.label and sample_label(event.label, sample) == name:
-                found.append(event.request_id + sample)
+                by_label.append(event.request_id + sample)
+    return _Named(by_label, by_id, arrived)
+
+
+def find_request(run: Path, name: str) -> RequestId:
+    """The request called `name`: by its label, or by its id as `17` or `r17`. Raises ConfigError if none or several."""
+    found, by_id, arrived = _named(run, name)
     if len(found) == 1:
         return found[0]
     if len(found) > 1:
@@ -163,7 +191,11 @@ def find_request(run: Path, name: str) -> RequestId:
         )
     if by_id is not None:
         return by_id
-    raise ConfigError(
+    raise _no_such_request(name, arrived)
+
+
+def _no_such_request(name: str, arrived: int) -> ConfigError:
+    return ConfigError(
         f"`--request` must be the id or the label of a request of this run, got `{name}`\n"
         f"hint: {arrived:,} requests arrived; `lockstep journal dump RUN` or requests.csv name them"
     )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Literal
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.render import Names, shown
 from lockstep.sim.report.page import still_page
+from lockstep.sim.report.parts import escape
 from lockstep.sim.report.text import duration
 from lockstep.tools.story import Chronicle, Story
 from lockstep.tools.telling import cause_key, clock, headline, sentences, without

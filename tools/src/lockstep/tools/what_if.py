@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,27 @@ from lockstep.core.events import RequestId
 from lockstep.core.journal import JournalHeader, read_journal
 from lockstep.core.render import shown
 from lockstep.core.router import RequestRouted, RouterConfig
-from lockstep.host.admission_words import parse_admission
 from lockstep.host.router_journal import Route
-from lockstep.sim.cli import given_settings, progress_bar, refusals, scheduler_options
+from lockstep.sim.asked import asked_by_command
+from lockstep.sim.cli import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
 from lockstep.sim.cluster import (
+    REPORTING,
     ClusterScenario,
     assemble_cluster,
-    parse_engines,
-    parse_scaling,
     simulate_cluster,
     write_cluster_run,
 )
 from lockstep.sim.compare import compare, match_requests
 from lockstep.sim.compare_text import comparison_lines, show_change
+from lockstep.sim.cost.parallel import BESIDES_TP
 from lockstep.sim.out_paths import check_file
 from lockstep.sim.report.compare_page import write_comparison
+from lockstep.sim.report.parts import escape
 from lockstep.sim.report.text import duration
-from lockstep.sim.settings import parse_setting
 from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
 from lockstep.sim.stored_run import StoredRun, read_run
 from lockstep.sim.workload import Workload, WorkloadError
-from lockstep.tools.recorded import journal_workload, output_limit, recorded_scenario, scaled
+from lockstep.tools.recorded import journal_workload, output_limit, scaled
 from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.telling import key_text
@@ -72,11 +71,20 @@ ROUTES = {
 class Base:
     """What was recorded: how it was set up and who came."""
 
-    scenario: Scenario
-    cluster: dict[str, Any]
+    asked: Scenario | ClusterScenario
     workload: Workload
     notes: tuple[str, ...]
     simulated: bool  # whether the run folder is that of a simulation, to be compared with as it is
+
+    @property
+    def scenario(self) -> Scenario:
+        """Of one engine, or what holds for all of them."""
+        return self.asked if isinstance(self.asked, Scenario) else self.asked.base
+
+    @property
+    def cluster(self) -> ClusterScenario | None:
+        """With its router; None for one engine without."""
+        return None if isinstance(self.asked, Scenario) else self.asked
 
 
 @dataclass(frozen=True)
@@ -146,14 +154,18 @@ def what_if(
         waits_of_first: RecordedWaits | SimulatedWaits
         first, other = run, out if out is not None else scratch / "what if"
         if out is not None:
+            if out.resolve() == run.resolve():
+                raise ConfigError(f"`--out` {out} is the run that is asked about\nhint: keep B in a folder of its own")
             prepare_folder(out, overwrite=overwrite)
-        asked = changed_base(base, given, changed)
+        asked = at_rate(changed_base(base, given, changed), rate_scale)
+        for note in asked.notes[len(base.notes) :]:
+            click.echo(f"note: {note}", err=True)
         if base.simulated:
             waits_of_first = stack.enter_context(RecordedWaits(run))
         else:
             first = scratch / f"{run.name or 'run'} simulated"
             waits_of_first = simulate_base(base, first, base.workload)
-        waits = simulate_base(asked, other, scaled(base.workload, rate_scale), kept=out is not None)
+        waits = simulate_base(asked, other, asked.workload, kept=out is not None)
         before, after = read_run(first, run.name or "recorded"), read_run(other, out.name if out else "what if")
         if first != run:
             before = replace(before, folder=Path(f"{run}, simulated as it was set, and not kept"))
@@ -182,7 +194,13 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
     if not (run / "metrics.json").is_file():
         return _base_of_journal(run, given)
     about = read_run(run).about
-    scenario, cluster = recorded_scenario(str(about["command"]))
+    if "engine" in about:
+        raise ConfigError(
+            f"`{run}` is one engine of a cluster, whose requests are those that its router sent there\n"
+            f"hint: ask the whole run, {run.parent.parent}"
+        )
+    asked = asked_by_command(str(about["command"]))
+    scenario = asked if isinstance(asked, Scenario) else asked.base
     notes: tuple[str, ...] = ()
     try:
         workload = open_load(scenario)
@@ -192,14 +210,23 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
         workload = None
         notes = (f"its workload cannot be read ({str(error).partition(chr(10))[0]}): it is read off the journal",)
     if workload is not None and not notes:
-        return Base(scenario, cluster, workload, (), simulated=True)
-    if scenario.concurrency is not None or cluster["router"] or "replicas" in cluster or "engines" in cluster:
+        return Base(asked, workload, (), simulated=True)
+    lost = [
+        name
+        for name, is_there in (
+            ("a closed loop", scenario.concurrency is not None),
+            ("a cluster", not isinstance(asked, Scenario)),
+            ("requests with media", scenario.media is not None),
+        )
+        if is_there
+    ]
+    if lost:
         raise ConfigError(
-            f"`{run}` had its requests from `{scenario.workload}`, which is not there as it was, and a closed loop or "
-            "a cluster cannot be read off journals\nhint: put the workload back"
+            f"`{run}` had its requests from `{scenario.workload}`, which is not there as it was, and "
+            f"{' with '.join(lost)} cannot be read off journals\nhint: put the workload back"
         )
     plain = replace(scenario, rate=None, rate_scale=1.0, time_window=None, limit=None, skip_bad_rows=False)
-    return Base(plain, cluster, journal_workload(run), notes, simulated=False)
+    return Base(plain, journal_workload(run), notes, simulated=False)
 
 
 def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
@@ -207,22 +234,36 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
     from lockstep.tools.runs import engine_journal
 
     header = read_journal(engine_journal(run)).header
+    config = header.config
+    for name, value, is_there in (
+        ("tiers", "host memory or storage below its cache, of which the journal has the pages and not the gigabytes",
+         config.tiers is not msgspec.UNSET),
+        ("role", "an engine with another one behind or in front of it", config.hands_over),
+        ("dp_ranks", "one of several ranks that run their passes together", config.shares_passes),
+    ):  # fmt: skip
+        if is_there:
+            raise ConfigError(
+                f"`{run}` is a journal without metrics.json, and its `{name}` is set: {value}\n"
+                "hint: simulate it with --out, and ask that folder as it was written"
+            )
     model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
-    given_there = msgspec.structs.asdict(header.config)  # all of them: what is left out would be the profile's
+    given_there = msgspec.structs.asdict(config)  # all of them: what is left out would be the profile's
     settings = {name: value for name, value in given_there.items() if value is not msgspec.UNSET}
     del settings["schedule_policy_version"]
     workload = journal_workload(run)
+    layout: dict[str, Any] = {name: header.host[name] for name in BESIDES_TP if name in header.host}
     scenario = Scenario(
         model=model,
         gpu=gpu,
         workload=str(run),
         tp=int(given.get("tp", header.host.get("tp", 1))),
+        **layout,
         seed=header.seed,
         settings=settings,
         max_new_tokens=output_limit(run),
     )
     note = "the run was no simulation: A is a simulation of it under its own settings"
-    return Base(scenario, {"router": {}}, workload, (note,), simulated=False)
+    return Base(scenario, workload, (note,), simulated=False)
 
 
 def _named(header: JournalHeader, given: dict[str, Any], name: str) -> str:
@@ -251,14 +292,89 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
         **{name: given[name] for name in names if name in given},
         settings={**kept, **settings},
     )
-    cluster = dict(base.cluster)
-    if "replicas" in given:
-        cluster = {"replicas": given["replicas"], "router": dict(cluster["router"])}
+    cluster, notes = base.cluster, list(base.notes)
+    if cluster is None and "replicas" in given:
+        cluster = ClusterScenario(base=scenario, replicas=given["replicas"])
+    elif cluster is not None:
+        cluster = _changed_engines(replace(cluster, base=scenario), given, settings, notes)
     if "router" in given:
-        if "replicas" not in cluster and "engines" not in cluster:
+        if cluster is None:
             raise ConfigError(f"`--router` {given['router']} needs engines to choose from\nhint: add --replicas 2")
-        cluster["router"] = {**cluster["router"], "policy": given["router"]}
-    return replace(base, scenario=scenario, cluster=cluster)
+        cluster = _with_policy(cluster, given["router"], notes)
+    return replace(base, asked=scenario if cluster is None else cluster, notes=tuple(notes))
+
+
+def _changed_engines(
+    cluster: ClusterScenario, given: dict[str, Any], settings: dict[str, Any], notes: list[str]
+) -> ClusterScenario:
+    """The same with other engines, where `given` or `settings` ask for that; what goes with the old ones is noted.
+
+    Raises: ConfigError for what the engines, told one by one in `--engines`, would not hear of.
+    """
+    spec = ",".join(map(str, cluster.engines))
+    if "replicas" in given:
+        if not cluster.base.gpu:
+            raise ConfigError(
+                f"`--replicas` {given['replicas']} is of one kind of engine, and the run has `{spec}`\n"
+                "hint: say of which GPU, with --gpu"
+            )
+        usual = {name: getattr(ClusterScenario, name) for name in ("link_gbs", "link_latency_us")}
+        notes += [
+            f"{name} is left out of B: it is of links between prefill and decode engines"
+            for name, value in usual.items()
+            if getattr(cluster, name) != value
+        ]
+        count = given["replicas"]
+        scaling = None if cluster.scaling is None else cluster.scaling.within(count)
+        return replace(cluster, engines=(), replicas=count, scaling=scaling, **usual)
+    if not cluster.engines:
+        return cluster
+    if "gpu" in given and len({group.gpu for group in cluster.engines}) > 1:
+        raise ConfigError(
+            f"`--gpu` {given['gpu']} is one GPU, and the run has engines of several kinds: `{spec}`\n"
+            "hint: add --replicas N for N equal engines, or simulate other --engines and compare"
+        )
+    asked = {"tp": given["tp"], **settings} if "tp" in given else settings
+    for name, value in asked.items():
+        if any(name in group.settings or (name == "tp" and group.tp is not None) for group in cluster.engines):
+            raise ConfigError(
+                f"`{name}` {value} is for all engines, and the run has it of single ones: `{spec}`\n"
+                "hint: add --replicas N for N equal engines, or simulate other --engines and compare"
+            )
+    if "gpu" in given:
+        engines = tuple(replace(group, gpu=given["gpu"]) for group in cluster.engines)
+        return replace(cluster, base=replace(cluster.base, gpu=""), engines=engines)
+    return cluster
+
+
+def _with_policy(cluster: ClusterScenario, policy: Any, notes: list[str]) -> ClusterScenario:
+    """The same under another policy of the router. What only the old one looks at is left out, and noted."""
+    usual = RouterConfig(policy=policy)
+    others = {name: getattr(usual, name) for name, of_policy, *_ in ROUTER_OPTIONS if of_policy != policy}
+    reports: dict[str, Any] = dict.fromkeys(() if policy in REPORTING else ("report_interval_us", "report_delay_us"), 0)
+    lost = [name for name, value in others.items() if getattr(cluster.router, name) != value]
+    lost += [name.removesuffix("_us") for name, value in reports.items() if getattr(cluster, name) != value]
+    notes += [f"router_{name} is left out of B: {policy} does not look at it" for name in lost]
+    router = msgspec.structs.replace(cluster.router, policy=policy, **others)
+    return replace(cluster, router=router, **reports)
+
+
+def at_rate(base: Base, rate_scale: float) -> Base:
+    """The same requests, with every gap between arrivals divided by `rate_scale`. Raises ConfigError where none is."""
+    if rate_scale == 1.0:
+        return base
+    scenario = base.scenario
+    if scenario.concurrency is not None:
+        raise ConfigError(
+            f"`--rate-scale` {rate_scale:g} is of requests by the clock, and the run was a closed loop of "
+            f"{scenario.concurrency} sessions at a time\nhint: simulate it with another --concurrency, and compare"
+        )
+    workload = scaled(base.workload, rate_scale)
+    if base.simulated:  # so that what B is kept with says how to get it again
+        scenario = replace(scenario, rate_scale=scenario.rate_scale * rate_scale)
+        workload = open_load(scenario)
+    asked = scenario if base.cluster is None else replace(base.cluster, base=scenario)
+    return replace(base, asked=asked, workload=workload)
 
 
 def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> SimulatedWaits:
@@ -268,14 +384,14 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
     """
     journals = folder if kept else None
     with progress_bar(base.scenario.limit or len(workload.turns)) as on_finish:
-        if "replicas" not in base.cluster and "engines" not in base.cluster and not base.cluster["router"]:
-            setup = assemble(base.scenario, os.environ, workload=workload)
+        if isinstance(base.asked, Scenario):
+            setup = assemble(base.asked, os.environ, workload=workload)
             fold = WaitFold()
             done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
             _go_on(done.interrupted)
             write_run(folder, done, trace=False, report=kept)
             return SimulatedWaits(fold.close(), {})
-        cluster = assemble_cluster(_clustered(base), workload=workload)
+        cluster = assemble_cluster(base.asked, workload=workload)
         folds = [WaitFold() for _ in cluster.engines] if cluster.each_alone else []
         sent: list[RequestRouted] = []  # or turned away
         ended = simulate_cluster(
@@ -297,26 +413,6 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
         }
         waits = [fold.close() for fold in folds]
         return SimulatedWaits({name: waits[route.engine][route.own_id] for name, route in routes.items()}, routes)
-
-
-def _clustered(base: Base) -> ClusterScenario:
-    """What its options amount to."""
-    router = dict(base.cluster["router"])
-    hop_us = router.pop("hop_us", 0)
-    reports = {name: router.pop(name) for name in ("report_interval_us", "report_delay_us") if name in router}
-    scaling, admission = router.pop("autoscale", None), router.pop("admission", None)
-    replicas = base.cluster.get("replicas", 1)
-    engines = base.cluster.get("engines")
-    return ClusterScenario(
-        base=base.scenario,
-        replicas=replicas,
-        engines=parse_engines(engines, parse_setting) if engines is not None else (),
-        router=RouterConfig(**router),
-        hop_us=hop_us,
-        **reports,
-        scaling=None if scaling is None else parse_scaling(scaling).within(replicas),
-        dispatch=None if admission is None else parse_admission(admission),
-    )
 
 
 def _go_on(interrupted: bool) -> None:

@@ -21,7 +21,6 @@ import zmq
 import zmq.asyncio
 
 from lockstep.api.bridge import Bridge, EngineUnavailable, Ticket, make_ticket
-from lockstep.api.routing import label_key, session_key
 from lockstep.api.sockets import engine_folder, reader_options, router_address, worker_address, writer
 from lockstep.api.wire import (
     About,
@@ -39,6 +38,7 @@ from lockstep.core.dispatch import DispatchConfig
 from lockstep.core.events import RequestArrived
 from lockstep.core.requests import prompt_bytes
 from lockstep.core.router import RouterConfig, prefix_keys
+from lockstep.host.router_journal import label_key, session_key
 
 FULL = "so many requests wait at the router that no more are taken"
 

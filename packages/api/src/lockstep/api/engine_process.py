@@ -31,7 +31,6 @@ from lockstep.api import children, faults
 from lockstep.api.claims import FIRST, Before, Claims, Lost
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
-from lockstep.api.routing import session_key
 from lockstep.api.sockets import engine_address, reader, router_address, writer
 from lockstep.api.wire import (
     OVER,
@@ -67,6 +66,7 @@ from lockstep.core.journal import JournalError
 from lockstep.core.replay import Divergence
 from lockstep.core.support import samples_asked
 from lockstep.host.errors import EngineStopped
+from lockstep.host.router_journal import session_key
 
 log = logging.getLogger("lockstep.engine")
 

@@ -404,7 +404,7 @@ def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
         kinds: dict[str, Any] = {"kv_dtype": _kv_dtype(settings), "fp8_activations": settings.fp8_activations}
         cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, **kinds))
     log.info("batches are predicted by the calibration %s", calibration.title)
-    for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1):
+    for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1, has_intervals=False):
         log.warning("%s", doubt)
     return DriftMeter(cost)
 

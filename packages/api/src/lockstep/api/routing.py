@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +77,6 @@ class _Offered:
     @property
     def key(self) -> tuple[int, int]:
         return self.message.worker, self.message.number
-
-
-def label_key(label: str, tenant: str) -> str:
-    """What a router calls a label of a tenant."""
-    return session_key(f"{tenant}\0{label}") if label else ""
-
-
-def session_key(name: str) -> str:
-    """What a router calls a session: it needs to know whether two are the same, and not what clients call them."""
-    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 class Dispatcher:
@@ -310,7 +299,8 @@ class Dispatcher:
         assert self.router is not None
         if self.line is not None:
             decided = self.line.step(fact)
-            self._journal.append_decided(fact, decided, self.line.digest)
+            label = self._offers[fact.request_id].message.label if isinstance(fact, RequestOffered) else ""
+            self._journal.append_decided(fact, decided, self.line.digest, label)
         else:
             routed = self.router.step(fact)
             self._journal.append(fact, routed, self.router.digest)

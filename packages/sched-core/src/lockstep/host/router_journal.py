@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import msgspec
 
@@ -55,6 +56,17 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     routed: RequestRouted | None = None
     decided: tuple[RequestRouted, ...] = ()  # by a Dispatcher
     digest: str = ""  # of all decisions so far, where there is one
+    label: str = ""  # `label_key` of the request that is offered to a line: who ends there is in no other journal
+
+
+def label_key(label: str, tenant: str) -> str:
+    """What a router calls a label of a tenant: it can be found by who knows it, and not read."""
+    return session_key(f"{tenant}\0{label}") if label else ""
+
+
+def session_key(name: str) -> str:
+    """What a router calls a session: it needs to know whether two are the same, and not what clients call them."""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 class NoRouterJournal:
@@ -65,7 +77,9 @@ class NoRouterJournal:
     def append(self, fact: DispatchFact, routed: RequestRouted | None, digest: bytes) -> None:
         """Forget."""
 
-    def append_decided(self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes) -> None:
+    def append_decided(
+        self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes, label: str = ""
+    ) -> None:
         """Forget."""
 
     def close(self) -> None:
@@ -113,9 +127,11 @@ class RouterJournal:
         """Nothing more comes."""
         self._file.close()
 
-    def append_decided(self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes) -> None:
-        """Record one fact and what a Dispatcher decided."""
-        self._write(RouterRecord(fact=fact, decided=decided, digest=digest.hex() if decided else ""))
+    def append_decided(
+        self, fact: DispatchFact, decided: tuple[RequestRouted, ...], digest: bytes, label: str = ""
+    ) -> None:
+        """Record one fact and what a Dispatcher decided; `label`: `label_key` of a request that is offered."""
+        self._write(RouterRecord(fact=fact, decided=decided, digest=digest.hex() if decided else "", label=label))
 
     def __enter__(self) -> RouterJournal:
         return self
@@ -187,39 +203,64 @@ def router_files(folder: Path) -> list[Path]:
     return [*sorted(numbered, key=lambda path: int(path.stem.partition("-")[2])), folder / FILE]
 
 
-def never_sent(folder: Path) -> int:
-    """How many requests ended in the line in front of a router, cancelled or turned away; no engine's journal has them.
+class LeftLine(NamedTuple):
+    """A request that ended in the line in front of a router: no engine's journal has it."""
 
-    0 without such a line. What a file ends with, half written, is not looked at. Raises JournalError for what is no
-    journal.
+    request_id: RequestId  # the router's number
+    label: str  # `label_key`; empty where the client gave none, or the journal is of before they were kept
+    tenant: str
+    prompt_tokens: int
+    came_us: int
+    left_us: int
+    reason: RouteReason | Literal["cancelled"]
+
+
+def has_line(folder: Path) -> bool:
+    """Whether requests wait in front of this run's router. Raises JournalError for what is no journal."""
+    try:
+        with (folder / FILE).open("rb") as file:
+            return isinstance(msgspec.json.decode(next(file, b""), type=RouterHeader).dispatch, DispatchConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise JournalError(f"{folder / FILE} cannot be read: {error}") from error
+
+
+def left_in_line(folder: Path) -> list[LeftLine]:
+    """Who ended in the line in front of a router, cancelled or turned away, in that order; nobody without such a line.
+
+    What a file ends with, half written, is not looked at. Raises JournalError for what is no journal.
     """
     decode = msgspec.json.Decoder(RouterRecord).decode
-    ended = 0
+    left: list[LeftLine] = []
     for path in router_files(folder):
         try:
             with path.open("rb") as file:
                 header = msgspec.json.decode(next(file, b""), type=RouterHeader)
                 if isinstance(header.dispatch, msgspec.UnsetType):
                     continue
-                waiting = set[RequestId]()
+                waiting = dict[RequestId, RouterRecord]()
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
                     record = decode(line)
-                    if isinstance(record.fact, RequestOffered):
-                        waiting.add(record.fact.request_id)
-                    elif isinstance(record.fact, RequestEnded) and record.fact.request_id in waiting:
-                        waiting.remove(record.fact.request_id)
-                        ended += 1
+                    fact = record.fact
+                    if isinstance(fact, RequestOffered):
+                        waiting[fact.request_id] = record
+                    elif isinstance(fact, RequestEnded) and fact.request_id in waiting:
+                        left.append(_left(waiting.pop(fact.request_id), fact.time_us, "cancelled"))
                     for routed in record.decided:
-                        if routed.engine is not None:
-                            waiting.discard(routed.request_id)
-                        elif routed.reason == "line_full":  # whoever it turned away
-                            waiting.discard(routed.request_id)
-                            ended += 1
+                        if routed.reason == "waits" or (offered := waiting.pop(routed.request_id, None)) is None:
+                            continue
+                        if routed.engine is None:  # whoever it turned away
+                            left.append(_left(offered, fact.time_us, routed.reason))
         except (OSError, msgspec.MsgspecError) as error:
             raise JournalError(f"{path} cannot be read: {error}") from error
-    return ended
+    return left
+
+
+def _left(offered: RouterRecord, left_us: int, reason: RouteReason | Literal["cancelled"]) -> LeftLine:
+    fact = offered.fact
+    assert isinstance(fact, RequestOffered)
+    return LeftLine(fact.request_id, offered.label, fact.tenant, fact.prompt_tokens, fact.time_us, left_us, reason)
 
 
 class RouterDivergence(LockstepError):

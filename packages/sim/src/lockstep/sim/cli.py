@@ -231,6 +231,16 @@ def check_router_options(given: Mapping[str, Any], policies: Sequence[str]) -> N
             )
 
 
+def router_given(options: dict[str, Any], *, engines: bool) -> dict[str, Any]:
+    """Take the settings of the router out of a command's options, leaving out what was not given."""
+    names = {"router": "policy", "router_hop_us": "hop_us"} | {f"router_{name}": name for name, *_ in ROUTER_OPTIONS}
+    if engines:
+        names |= {"router_report_interval_us": "report_interval_us", "router_report_delay_us": "report_delay_us"}
+        names |= {"autoscale": "scaling", "admission": "admission"}
+    given = {short: options.pop(name) for name, short in names.items()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def cluster_options(*, engines: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the options of a cluster; of its router only, unless `engines`."""
     return lambda command: _with_cluster_options(command, engines=engines)
@@ -244,14 +254,7 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
 
     @functools.wraps(command)
     def collecting(*args: Any, **options: Any) -> Any:
-        names = {"router": "policy", "router_hop_us": "hop_us"} | {
-            f"router_{name}": name for name, *_ in ROUTER_OPTIONS
-        }
-        if engines:
-            names |= {"router_report_interval_us": "report_interval_us", "router_report_delay_us": "report_delay_us"}
-            names |= {"autoscale": "scaling", "admission": "admission"}
-        given = {short: options.pop(name) for name, short in names.items()}
-        return command(*args, router={name: value for name, value in given.items() if value is not None}, **options)
+        return command(*args, router=router_given(options, engines=engines), **options)
 
     options = []
     if engines:
@@ -462,16 +465,6 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--report/--no-report", default=True, help="write report.html")
 @click.option("--json", "as_json", is_flag=True, help="print metrics.json instead of tables")
 def simulate(
-    gpu: str | None,
-    replicas: int | None,
-    engines: str | None,
-    prefill_engines: int | None,
-    decode_engines: int | None,
-    link_gbs: float | None,
-    link_latency_us: int | None,
-    router: dict[str, Any],
-    workloads: tuple[str, ...],
-    slos: tuple[str, ...],
     check: str,
     intervals: bool,
     out: Path | None,
@@ -491,43 +484,17 @@ def simulate(
     """
     check_every = _parse_check(check)
     cut_short = False
-    shared_out = prefill_engines is not None or decode_engines is not None
-    clustered = replicas is not None or engines is not None or shared_out or bool(router)
-    clustered |= options["rank_schedulers"]
-    if gpu is None and engines is None:
-        raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
-    if engines is not None and (gpu is not None or replicas is not None):
-        raise click.UsageError("'--engines' says how many of which GPU: leave out '--gpu' and '--replicas'.")
-    if shared_out and (prefill_engines is None or decode_engines is None):
-        raise click.UsageError("'--prefill-engines' and '--decode-engines' need each other.")
-    if shared_out and (replicas is not None or engines is not None):
-        raise click.UsageError(
-            "'--prefill-engines' and '--decode-engines' say how many there are: leave out '--replicas' and '--engines'."
-        )
-    if not shared_out and "role=" not in (engines or ""):
-        for flag, value in (("--link-bandwidth", link_gbs), ("--link-latency", link_latency_us)):
-            if value is not None:
-                raise click.UsageError(f"'{flag}' is of links between prefill and decode engines; there are none.")
     with refusals():
+        from lockstep.sim.asked import asked_of
         from lockstep.sim.intervals import intervals_of
-        from lockstep.sim.metrics import Slo
-        from lockstep.sim.mix import mix_of
         from lockstep.sim.simulate import Scenario, assemble, prepare_folder, simulate, write_run
 
-        settings = given_settings(options)
-        scenario = Scenario(
-            gpu=gpu or "", workload=mix_of(workloads), settings=settings, slos=tuple(map(Slo.parse, slos)), **options
-        )
-        if clustered:
+        scenario = asked_of(options)
+        if not isinstance(scenario, Scenario):
             from lockstep.sim.cluster_cli import run_cluster
 
             done, cut_short = run_cluster(
                 scenario,
-                replicas=replicas,
-                engines=engines,
-                handing_over=(prefill_engines, decode_engines) if shared_out else None,
-                links={"link_gbs": link_gbs, "link_latency_us": link_latency_us},
-                router=router,
                 out=out,
                 overwrite=overwrite,
                 check_every=check_every,

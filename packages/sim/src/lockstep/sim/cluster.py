@@ -53,7 +53,7 @@ from lockstep.core.router import (
     prefix_keys,
 )
 from lockstep.host.admission_words import admission_word, pairs
-from lockstep.host.router_journal import NoRouterJournal, RouterJournal
+from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster_lane import Feed, Lane, LaneClock
 from lockstep.sim.cluster_metrics import Refused, balance, combine
@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from lockstep.sim.intervals import Intervals
 
 DECODE = "decode"  # in a run folder, what the router of the decode engines decided
+REPORTING = ("total_requests", "total_tokens")  # policies of a router that look at what engines report
 LAYOUT = COUNTS[1:]  # of an engine, besides `tp`
 HOP_US_MAX = 60_000_000
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
@@ -508,10 +509,9 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
 def _check_options(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], count: int) -> None:
     if scenario.report_interval_us < 0 or scenario.report_delay_us < 0:
         raise ConfigError("`router_report_interval` and `router_report_delay` must be at least 0")
-    reporting = ("total_requests", "total_tokens")
-    if scenario.report_interval_us and scenario.router.policy not in reporting:
+    if scenario.report_interval_us and scenario.router.policy not in REPORTING:
         raise ConfigError(
-            f"`router_report_interval` is a setting of {' and '.join(reporting)}, got one under "
+            f"`router_report_interval` is a setting of {' and '.join(REPORTING)}, got one under "
             f"{scenario.router.policy}\nhint: --router total_requests, or leave it out"
         )
     if scenario.report_delay_us and not scenario.report_interval_us:
@@ -893,7 +893,10 @@ class Cluster:
                 self._carry_out(routed, fact.time_us)
         else:
             decided = self._dispatcher.step(fact)
-            self._journal.append_decided(fact, decided, self._dispatcher.digest)
+            label = ""
+            if isinstance(fact, RequestOffered):
+                label = label_key(self._held[fact.request_id].label, fact.tenant)
+            self._journal.append_decided(fact, decided, self._dispatcher.digest, label)
             for each in decided:
                 self._carry_out(each, fact.time_us)
 

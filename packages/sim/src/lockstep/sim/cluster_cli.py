@@ -12,37 +12,26 @@ from typing import Any
 import click
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.router import RouterConfig
-from lockstep.host.admission_words import parse_admission
-from lockstep.sim.cli import check_router_options, progress_bar, say_no_intervals, show
+from lockstep.sim.cli import progress_bar, say_no_intervals, show
 from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
     ClusterSetup,
-    EngineGroup,
     assemble_cluster,
     kind_of,
-    parse_engines,
-    parse_scaling,
     simulate_cluster,
     write_cluster_run,
 )
 from lockstep.sim.intervals import intervals_of
 from lockstep.sim.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.settings import parse_setting
-from lockstep.sim.simulate import Scenario, code_commit, code_version, debug_level, prepare_folder, workload_line
+from lockstep.sim.simulate import code_commit, code_version, debug_level, prepare_folder, workload_line
 
 NUMBER_WIDTH = 5  # of `100.0`
 
 
 def run_cluster(
-    base: Scenario,
+    scenario: ClusterScenario,
     *,
-    replicas: int | None,
-    engines: str | None,
-    handing_over: tuple[int | None, int | None] | None,
-    links: Mapping[str, Any],
-    router: Mapping[str, Any],
     out: Path | None,
     overwrite: bool,
     check_every: int,
@@ -60,28 +49,11 @@ def run_cluster(
             f"LOCKSTEP_DEBUG prints the steps of one engine, got `{os.environ['LOCKSTEP_DEBUG']}` for a cluster\n"
             "hint: unset it, or leave out --replicas, --engines and --router"
         )
-    settings = dict(router)
-    hop_us = settings.pop("hop_us", 0)
-    reports = {name: settings.pop(name, 0) for name in ("report_interval_us", "report_delay_us")}
-    scaling, admission = settings.pop("scaling", None), settings.pop("admission", None)
-    config = RouterConfig(**settings)
-    check_router_options(settings, [config.policy])
-    scenario = ClusterScenario(
-        base=base,
-        replicas=1 if replicas is None else replicas,
-        engines=_groups(base, engines, handing_over),
-        router=config,
-        hop_us=hop_us,
-        **{name: value for name, value in links.items() if value is not None},
-        **reports,
-        scaling=None if scaling is None else parse_scaling(scaling),
-        dispatch=None if admission is None else parse_admission(admission),
-    )
     if out is not None:
         prepare_folder(out, overwrite=overwrite)
     setup = assemble_cluster(scenario)
     announce(setup, out)
-    with progress_bar(base.limit or len(setup.workload.turns)) as on_finish:
+    with progress_bar(scenario.base.limit or len(setup.workload.turns)) as on_finish:
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
     if intervals and not run.interrupted:
         run = replace(run, intervals=intervals_of(run))
@@ -106,20 +78,6 @@ def run_cluster(
     if cut_short:
         say_no_intervals()
     return run, cut_short
-
-
-def _groups(
-    base: Scenario, engines: str | None, handing_over: tuple[int | None, int | None] | None
-) -> tuple[EngineGroup, ...]:
-    """The kinds of engines: as spelt out, or so many prefill and so many decode engines; none for replicas."""
-    if handing_over is None:
-        return parse_engines(engines, parse_setting) if engines is not None else ()
-    groups = []
-    for role, count in zip(("prefill", "decode"), handing_over, strict=True):
-        if count is None or count < 1:
-            raise ConfigError(f"`{role}_engines` must be at least 1, got `{count}`")
-        groups.append(EngineGroup(count=count, gpu=base.gpu, settings={"role": role}))
-    return tuple(groups)
 
 
 def transfers_table(summary: Mapping[str, Any]) -> Any:

@@ -303,20 +303,27 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def doubts(
         self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL, *, has_intervals: bool = True
     ) -> list[str]:
-        """Return where a simulation leaves what was measured, one sentence each. `has_intervals`: its answers do."""
+        """Return where a simulation leaves what was measured, one sentence each.
+
+        `has_intervals`: its answers have some; otherwise nothing is said of intervals.
+        """
         if self.engine == "none":
             beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
             if beyond and has_intervals:
                 return [f"intervals are those of engines without {', '.join(beyond)}: they do not cover that"]
             return []
         lines = []
+        lacks = elsewhere = "its correction does not cover that"
+        if has_intervals:
+            lacks, elsewhere = "its correction and intervals do not cover that", "its intervals do not cover that"
         if not split.is_plain and not any(f"{split}:" in note for note in self.notes):
             names = ", ".join(split.describe())
-            lines.append(f"the calibration was made without {names}: its correction and intervals do not cover that")
+            lines.append(f"the calibration was made without {names}: {lacks}")
         if self.gpu != gpu:
-            lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: its intervals do not cover that")
+            lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: {elsewhere}")
         if self.models and model not in self.models:
-            lines.append(f"the calibration has not seen {model}; intervals are those of models it had not seen")
+            whose = "; intervals are those of models it had not seen" if has_intervals else ""
+            lines.append(f"the calibration has not seen {model}{whose}")
         if self.cpu == "included" and overlap_depth != 1:
             lines.append(
                 f"the calibration has CPU time in its batches: what overlap_depth {overlap_depth} does is not seen"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
+from lockstep.sim.report.parts import escape
 from lockstep.sim.report.report_run import Compared, ReportRun, unsure
 from lockstep.sim.report.text import count, digits, duration, percent, span
 

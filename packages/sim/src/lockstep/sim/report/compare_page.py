@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from lockstep.sim.compare_text import show_ratio
 from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
 from lockstep.sim.report.comparison import comparison_charts, comparison_payload, comparison_table
 from lockstep.sim.report.page import whole_page
-from lockstep.sim.report.parts import figure, legend, table, unbroken
+from lockstep.sim.report.parts import escape, figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import pairwise
 
 from lockstep.sim.report.answer import verdict
-from lockstep.sim.report.parts import figure, legend, table, unbroken
+from lockstep.sim.report.parts import escape, figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import Compared
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 
 import numpy as np
 
 from lockstep.sim.metrics import Requests
 from lockstep.sim.report.answer import limits, slo_list
-from lockstep.sim.report.parts import figure, legend, table
+from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json
 from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span

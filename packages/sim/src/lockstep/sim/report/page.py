@@ -8,13 +8,13 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from lockstep.sim.report.answer import answer
 from lockstep.sim.report.comparison import comparison, comparison_payload, switch
 from lockstep.sim.report.details import details
+from lockstep.sim.report.parts import escape
 from lockstep.sim.report.payload import Json, run_payload
 from lockstep.sim.report.report_run import ReportRun
 

@@ -1,9 +1,28 @@
-"""Pieces of HTML that several sections use. Their arguments are HTML already, unless they say text."""
+"""Pieces of HTML that several sections use. Their arguments are HTML already, unless they say text.
+
+`escape` is how text comes into a page, all of them: whoever writes HTML takes it from here.
+"""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
-from html import escape
+
+from lockstep.core.render import shown
+
+DIRECTIONS = {
+    code: f"\\u{code:04x}" for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+"""The controls of Unicode's bidirectional algorithm, as they are written: they would turn around what stands beside."""
+
+
+def escape(text: str) -> str:
+    """Text as HTML. Names that a client or a trace gave may have anything in them: what cannot be seen is spelt out.
+
+    Line ends stay, which HTML takes for spaces.
+    """
+    lines = (shown(line).translate(DIRECTIONS) for line in text.split("\n"))
+    return html.escape("\n".join(lines))
 
 
 def figure(chart: str, title: str, unit: str = "", caption: str = "", *, legend: str = "", empty: str = "") -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from lockstep.sim.report.answer import head
 from lockstep.sim.report.details import details
 from lockstep.sim.report.page import SPANS_MAX, whole_page
-from lockstep.sim.report.parts import figure, legend, table
+from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json, run_payload
 from lockstep.sim.report.report_run import ReportRun, SloRow
 from lockstep.sim.report.text import digits
