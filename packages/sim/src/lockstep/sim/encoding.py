@@ -48,21 +48,37 @@ def check_encoding(scenario: Scenario) -> None:
             f"`encoder_gpus` is {scenario.encoder_gpus}, each of which has the encoder whole, and `mm_encoder_tp_mode` "
             "data is about those of the engine\nhint: leave out one of the two"
         )
-    if scenario.mm_encoder_tp_mode == "data" and scenario.tp == 1:
+    if scenario.mm_encoder_tp_mode == "data" and encoder_tp(scenario) == 1:
+        if scenario.tp == 1:
+            raise ConfigError(
+                "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
+                "hint: --tp 2 or more, or leave it out"
+            )
         raise ConfigError(
-            "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
-            "hint: --tp 2 or more, or leave it out"
+            f"`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but a rank has one: `tp` is "
+            f"{scenario.tp}, `attention_dp` {scenario.attention_dp}\n"
+            "hint: leave it out, each rank then has the encoder whole on its GPU"
         )
     if scenario.pp > 1 and not scenario.encoder_gpus:
         raise ConfigError(
             f"`media` is `{scenario.media}`, but `pp` is {scenario.pp}: encoders beside the stages of a pipeline are "
             "not simulated\nhint: --encoder-gpus 1, or --pp 1"
         )
-    if scenario.rank_schedulers:
-        raise ConfigError(
-            f"`media` is `{scenario.media}`, but `rank_schedulers` is on: media of data-parallel ranks are not "
-            "simulated\nhint: leave out one of the two"
-        )
+
+
+def encoder_tp(scenario: Scenario) -> int:
+    """GPUs that share the encoder: those of the engine, or of one of its ranks where each has a scheduler."""
+    return gpus_of_a_scheduler(scenario.tp, scenario.attention_dp, rank_schedulers=scenario.rank_schedulers)
+
+
+def gpus_of_a_scheduler(tp: int, attention_dp: int, *, rank_schedulers: bool) -> int:
+    """GPUs of an engine, or of one of its ranks where each has a scheduler; at least one, whatever was asked for."""
+    return max(tp // max(attention_dp, 1), 1) if rank_schedulers else tp
+
+
+def encoder_tp_mode(scenario: Scenario) -> str:
+    """The mode of one engine among others: where one GPU has the encoder, data means nothing."""
+    return "weights" if scenario.media is not None and encoder_tp(scenario) == 1 else scenario.mm_encoder_tp_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +88,18 @@ class Encoding:
     cost: EncoderCost
     gpus: int
     contents: Mapping[bytes, Content]
+    ranks: int = 1  # of an engine; each asks for its requests' media
 
     @classmethod
     def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> Encoding:
         """Of a scenario that has media."""
         assert turns.media is not None
-        return cls(cost=encoder_cost(scenario, gpu), gpus=scenario.encoder_gpus, contents=turns.media.contents())
+        return cls(
+            cost=encoder_cost(scenario, gpu),
+            gpus=scenario.encoder_gpus,
+            contents=turns.media.contents(),
+            ranks=scenario.attention_dp if scenario.rank_schedulers else 1,
+        )
 
     def lane(self, told: MediaSink) -> EncoderLane:
         """A fresh one for one engine, whose metrics are told what it does."""
@@ -91,7 +113,8 @@ class Encoding:
 
     def doubts(self, config: SchedConfig) -> list[str]:
         """What a reader must know."""
-        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else "the engine's GPUs"
+        own = "the engine's GPUs" if self.ranks == 1 else "each rank's GPUs, for its own requests"
+        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else own
         lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
         if not self.gpus and config.encoder_budget is None:
             lines.append(
@@ -114,7 +137,7 @@ def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
     encoders = encoders_of(scenario)
     if scenario.encoder_gpus:
         return EncoderCost(encoders, gpu, 1, "weights")
-    return EncoderCost(encoders, gpu, scenario.tp, cast(EncoderTpMode, scenario.mm_encoder_tp_mode))
+    return EncoderCost(encoders, gpu, encoder_tp(scenario), cast(EncoderTpMode, scenario.mm_encoder_tp_mode))
 
 
 def beside_encoder(kv: KvCapacity, scenario: Scenario, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
