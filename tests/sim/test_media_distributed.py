@@ -1,4 +1,5 @@
-"""Media where engines share work: on data-parallel ranks, whose requests and encoders are their own.
+"""Media where engines share work: on data-parallel ranks, whose requests and encoders are their own, and in pipelines,
+whose first stage encodes.
 
 Whatever the engines, a client gets the tokens and the end that one plain engine gives it; what was asked of encoders is
 what they did, once for each content that a cache has room for; and nobody is lost who cancels, or whose media cannot
@@ -34,9 +35,10 @@ from lockstep.sim.cluster import (
     assemble_cluster,
     simulate_cluster,
 )
+from lockstep.sim.cost import CapacityError
 from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.encoder_lane import EncoderLane
-from lockstep.sim.simulate import NoJournal, Scenario, assemble, simulate
+from lockstep.sim.simulate import NoJournal, Run, Scenario, assemble, simulate
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk
@@ -228,6 +230,92 @@ def test_ranks_say_where_they_encode() -> None:
     assert any("each rank's GPUs, for its own requests" in line for line in run.remarks())
 
 
+# -------------------------------------------------------------------------------------------------------------- stages
+
+
+def staged(folder: Path | None = None, check_every: int = 0, **fields: Any) -> Run:
+    return simulate(assemble(scenario(**{"pp": 2, **fields}), {}), folder=folder, check_every=check_every)
+
+
+def first_stage_spans(run: Run) -> list[tuple[int, int]]:
+    """When the first stage ran a batch; of an engine with microbatches, whose device notes it."""
+    assert run.data.stages is not None
+    return list(zip(run.data.stages.start_us[:, 0].tolist(), run.data.stages.stop_us[:, 0].tolist(), strict=True))
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    workload=workloads,
+    scheduler=caches,
+    layout=st.sampled_from(
+        [{"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}, {"pp": 2, "tp": 2, "mm_encoder_tp_mode": "data"}]
+    ),
+    microbatches=st.booleans(),
+    encoder_gpus=st.sampled_from([0, 0, 1]),
+    seed=st.integers(0, 9),
+)
+def test_stages_answer_as_one_engine_and_the_first_one_encodes(
+    tmp_path_factory: pytest.TempPathFactory,
+    workload: str,
+    scheduler: dict[str, Any],
+    layout: dict[str, Any],
+    microbatches: bool,
+    encoder_gpus: int,
+    seed: int,
+) -> None:
+    if "mm_encoder_tp_mode" in layout:
+        encoder_gpus = 0
+    common: dict[str, Any] = {"workload": workload, "seed": seed}
+    pp_size = {"pp_size": layout["pp"]} if microbatches else {}
+    folder = tmp_path_factory.mktemp("stages")
+    run = staged(folder, 20, **common, **layout, encoder_gpus=encoder_gpus, settings={**scheduler, **pp_size})
+    assert answers_of([folder]) == plain_answers(tmp_path_factory.mktemp("plain"), **common)
+    media = run.data.summary.get("media")
+    if media is None:
+        return
+    assert run.data.encoder is not None
+    assert int(run.data.encoder[:, 2].sum()) == media["encoded"]
+    assert int(run.data.encoder[:, 3].sum()) == media["encoded_tokens"]
+    if "encoder_cache_tokens" not in scheduler:
+        assert media["encoded"] == len({one.digest for turn in run.setup.workload.turns for one in turn.media})
+    if microbatches and not encoder_gpus:
+        for start_us, stop_us, *_ in run.data.encoder.tolist():
+            assert not any(start < stop_us - 1 and stop > start_us + 1 for start, stop in first_stage_spans(run))
+
+
+def test_later_stages_go_on_while_the_first_one_encodes() -> None:
+    run = staged(
+        media="image=0.3x2:1280x960",
+        workload="gen:n=40,rate=30,input=fixed:300,output=fixed:60",
+        settings={"pp_size": 2},
+    )
+    assert run.data.encoder is not None
+    assert run.data.stages is not None
+    later = zip(run.data.stages.start_us[:, 1].tolist(), run.data.stages.stop_us[:, 1].tolist(), strict=True)
+    encodes = [(start, stop) for start, stop, *_ in run.data.encoder.tolist()]
+    assert any(start < stop_us and stop > start_us for start, stop in later for start_us, stop_us in encodes)
+
+
+def test_the_first_stage_has_the_encoder_beside_its_layers() -> None:
+    """It has less room for KV then, and what is left in the others is what it was."""
+    seen, apart, text = (staged(**fields).setup for fields in ({}, {"encoder_gpus": 1}, {"media": None}))
+    assert seen.encoding is not None
+    encoders, kvs = seen.encoding.cost.encoders, [one.kv for one in (seen, apart, text)]
+    weights = [kv.stages_weights_bytes for kv in kvs if kv is not None]
+    left = [kv.stages_left_bytes for kv in kvs if kv is not None]
+    assert weights[0] == (weights[2][0] + encoders.weights_bytes, weights[2][1])
+    assert weights[1] == weights[2]
+    cache = 16_384 * encoders.embedding_bytes
+    assert left[2][0] - left[1][0] == cache
+    assert left[2][0] - left[0][0] == cache + encoders.weights_bytes
+    assert left[0][1] == left[1][1] == left[2][1]
+    assert seen.config.pages < text.config.pages
+    with pytest.raises(
+        CapacityError, match=r"leaves in its first stage .* GB for KV; its encoder takes 1\.1 GB of them"
+    ):
+        staged(settings={"encoder_cache_tokens": 40_000_000})
+
+
 # ------------------------------------------------------------------------------------------------ who leaves, who fails
 
 
@@ -331,7 +419,11 @@ def invoked(command: Any, words: Sequence[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("layout", [["--attention-dp", "2", "--rank-schedulers"]], ids=["ranks"])
+@pytest.mark.parametrize(
+    "layout",
+    [["--attention-dp", "2", "--rank-schedulers"], ["--pp", "2", "--pp-size", "2", "--replicas", "2"]],
+    ids=["ranks", "stages"],
+)
 def test_run_folder_replays_and_explains_who_waited_for_media(layout: list[str], tmp_path: Path) -> None:
     words = f"--model {MODEL} --gpu h200 --tp 2 --no-intervals --no-report --no-trace --media image=1:640x480/3".split()
     words += ["--workload", "gen:n=8,rate=40,input=fixed:64,output=fixed:8", *layout]

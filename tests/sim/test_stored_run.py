@@ -31,6 +31,10 @@ KINDS: dict[str, tuple[list[str], str]] = {
         "--model qwen3-vl-30b-a3b --tp 2 --attention-dp 2 --rank-schedulers --media image=0.5:320x240/3".split(),
         "media",
     ),
+    "media_of_stages": (
+        ["--model", "qwen2.5-vl-7b", "--pp", "2", "--pp-size", "2", "--media", "image=0.5:320x240/3"],
+        "media",
+    ),
     "tiers": ([*DENSE, "--host-cache-gb", "4", "--storage-gb", "8"], "cache"),
 }
 

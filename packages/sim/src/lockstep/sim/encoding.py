@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost import CapacityError, GpuSpec, KvCapacity
+from lockstep.sim.cost.capacity import StageBytes
 from lockstep.sim.cost.encoder import Content, EncoderCost, EncoderTpMode
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.encoder_lane import ENCODER_GPUS_MAX, EncoderLane, MediaSink
@@ -59,11 +60,6 @@ def check_encoding(scenario: Scenario) -> None:
             f"{scenario.tp}, `attention_dp` {scenario.attention_dp}\n"
             "hint: leave it out, each rank then has the encoder whole on its GPU"
         )
-    if scenario.pp > 1 and not scenario.encoder_gpus:
-        raise ConfigError(
-            f"`media` is `{scenario.media}`, but `pp` is {scenario.pp}: encoders beside the stages of a pipeline are "
-            "not simulated\nhint: --encoder-gpus 1, or --pp 1"
-        )
 
 
 def encoder_tp(scenario: Scenario) -> int:
@@ -88,7 +84,7 @@ class Encoding:
     cost: EncoderCost
     gpus: int
     contents: Mapping[bytes, Content]
-    ranks: int = 1  # of an engine; each asks for its requests' media
+    shared_with: str = "the engine's GPUs"  # where it has none of its own
 
     @classmethod
     def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> Encoding:
@@ -98,7 +94,7 @@ class Encoding:
             cost=encoder_cost(scenario, gpu),
             gpus=scenario.encoder_gpus,
             contents=turns.media.contents(),
-            ranks=scenario.attention_dp if scenario.rank_schedulers else 1,
+            shared_with=_shared_with(scenario),
         )
 
     def lane(self, told: MediaSink) -> EncoderLane:
@@ -113,8 +109,7 @@ class Encoding:
 
     def doubts(self, config: SchedConfig) -> list[str]:
         """What a reader must know."""
-        own = "the engine's GPUs" if self.ranks == 1 else "each rank's GPUs, for its own requests"
-        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else own
+        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else self.shared_with
         lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
         if not self.gpus and config.encoder_budget is None:
             lines.append(
@@ -130,6 +125,13 @@ class Encoding:
         return found | (network if self.gpus else {})
 
 
+def _shared_with(scenario: Scenario) -> str:
+    """Where it encodes that has no GPUs for it."""
+    if scenario.rank_schedulers:
+        return "each rank's GPUs, for its own requests"
+    return "the GPUs of the first stage" if scenario.pp > 1 else "the engine's GPUs"
+
+
 def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
     """What encoding takes. Raises CapacityError for a split that cannot be."""
     from lockstep.sim.simulate import encoders_of
@@ -140,27 +142,28 @@ def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
     return EncoderCost(encoders, gpu, encoder_tp(scenario), cast(EncoderTpMode, scenario.mm_encoder_tp_mode))
 
 
-def beside_encoder(kv: KvCapacity, scenario: Scenario, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
+def beside_encoder(
+    capacity: Callable[[StageBytes], KvCapacity], scenario: Scenario, gpu: GpuSpec, config: SchedConfig
+) -> KvCapacity:
     """What encoders and the embedding cache leave for KV. Raises CapacityError if that is nothing.
 
-    Encoders count as weights, and what they made, which each GPU of the engine has, as activations.
+    Encoders count as weights, and what they made, which each GPU of the engine has, as activations. Of several stages
+    the first has them.
+
+    Args:
+        capacity: what there is for KV where the first stage has so much besides the language model.
     """
     cost = encoder_cost(scenario, gpu)
     weights = 0 if scenario.encoder_gpus else cost.weights_bytes()
     cache = (config.encoder_cache_tokens or CACHE_TOKENS) * cost.encoders.embedding_bytes
-    kv_bytes = max(kv.kv_bytes - weights - cache, 0)
-    pages = kv_bytes // (kv.kv_bytes_per_token * kv.page_tokens) * kv.shards
-    if pages < 1:
+    alone = capacity(StageBytes())
+    try:
+        return capacity(StageBytes(weights, cache))
+    except CapacityError as error:
+        left = alone.stages_left_bytes[0] if alone.stages_left_bytes else alone.kv_bytes
+        where = "leaves" if not alone.stages_left_bytes else "leaves in its first stage"
         raise CapacityError(
-            f"{cost.encoders.model} leaves {kv.kv_bytes / 1e9:.1f} GB for KV; its encoder takes {weights / 1e9:.1f} GB "
+            f"{cost.encoders.model} {where} {left / 1e9:.1f} GB for KV; its encoder takes {weights / 1e9:.1f} GB "
             f"of them, and what it made up to {cache / 1e9:.1f} GB\n"
             "hint: raise --tp, or lower --encoder-cache-tokens"
-        )
-    return replace(
-        kv,
-        pages=pages,
-        tokens=pages * kv.page_tokens,
-        weights_bytes=kv.weights_bytes + weights,
-        activation_bytes=kv.activation_bytes + cache,
-        kv_bytes=kv_bytes,
-    )
+        ) from error

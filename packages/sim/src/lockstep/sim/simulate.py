@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -731,7 +731,8 @@ def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> Sche
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
     """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
     shares = hybrid_shares(scenario.tiers)
-    kv = kv_capacity(
+    capacity = partial(
+        kv_capacity,
         model,
         gpu,
         scenario.parallelism,
@@ -743,8 +744,10 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         sampled_rows=config.max_running_requests,
         state_rows=0 if shares.on else config.max_running_requests,
     )
-    if scenario.media is not None:
-        kv = beside_encoder(kv, scenario, gpu, config)
+    if scenario.media is None:
+        kv = capacity()
+    else:
+        kv = beside_encoder(lambda besides: capacity(first_stage=besides), scenario, gpu, config)
     if shares.on:
         drafter = _drafter_bytes(kv, scenario, model) if _has_drafter(config) else (0, 0)
         return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares, drafter)
