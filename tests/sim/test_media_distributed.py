@@ -1,5 +1,5 @@
-"""Media where engines share work: on data-parallel ranks, whose requests and encoders are their own, and in pipelines,
-whose first stage encodes.
+"""Media where engines share work: on data-parallel ranks, whose requests and encoders are their own, in pipelines,
+whose first stage encodes, and where prompts are computed on other engines than they are continued on.
 
 Whatever the engines, a client gets the tokens and the end that one plain engine gives it; what was asked of encoders is
 what they did, once for each content that a cache has room for; and nobody is lost who cancels, or whose media cannot
@@ -32,12 +32,14 @@ from lockstep.sim.cluster import (
     ClusterRun,
     ClusterScenario,
     ClusterSetup,
+    EngineGroup,
     assemble_cluster,
     simulate_cluster,
 )
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.data_parallel import RankCluster
 from lockstep.sim.encoder_lane import EncoderLane
+from lockstep.sim.handover import HandoverCluster
 from lockstep.sim.simulate import NoJournal, Run, Scenario, assemble, simulate
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
@@ -103,7 +105,7 @@ def assert_work_is_conserved(run: ClusterRun, *, all_fit: bool) -> None:
         if all_fit:
             assert media["encoded"] == distinct(run, engine)
             assert media["reused"] == media["contents"] - media["encoded"]
-        if not one.setup.scenario.encoder_gpus:
+        if not one.setup.scenario.encoder_gpus and one.setup.scenario.pp == 1:
             batches = one.data.batches
             for start_us, stop_us, *_ in done.tolist():
                 overlap = (batches.started_us < stop_us) & (batches.finished_us > start_us)
@@ -316,6 +318,82 @@ def test_the_first_stage_has_the_encoder_beside_its_layers() -> None:
         staged(settings={"encoder_cache_tokens": 40_000_000})
 
 
+# --------------------------------------------------------------------------------------------------------------- roles
+
+
+def roles(counts: tuple[int, int], scheduler: dict[str, Any], **fields: Any) -> ClusterSetup:
+    """So many prefill and decode engines."""
+    groups = tuple(
+        EngineGroup(count=number, gpu="h200", settings={"role": role, **scheduler})
+        for role, number in zip(("prefill", "decode"), counts, strict=True)
+    )
+    return assemble_cluster(ClusterScenario(base=scenario(**fields), engines=groups), {})
+
+
+def of_role(run: ClusterRun, role: str) -> list[int]:
+    return [engine for engine, one in enumerate(run.setup.engines) if one.config.role == role]
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    workload=workloads,
+    scheduler=caches,
+    sides=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+    layout=st.sampled_from(
+        [
+            {},
+            {"encoder_gpus": 1},
+            {"pp": 2},
+            {"tp": 2, "attention_dp": 2, "rank_schedulers": True},
+            {"tp": 2, "mm_encoder_tp_mode": "data"},
+        ]
+    ),
+    allocation=st.sampled_from(["early", "prefill_complete"]),
+    seed=st.integers(0, 9),
+)
+def test_prefill_and_decode_engines_answer_as_one_and_prefill_engines_encode(
+    tmp_path_factory: pytest.TempPathFactory,
+    workload: str,
+    scheduler: dict[str, Any],
+    sides: tuple[int, int],
+    layout: dict[str, Any],
+    allocation: str,
+    seed: int,
+) -> None:
+    common: dict[str, Any] = {"workload": workload, "seed": seed}
+    setup = roles(sides, {**scheduler, "transfer_allocation": allocation}, **common, **layout)
+    folder = tmp_path_factory.mktemp("roles")
+    run = simulate_cluster(setup, folder=folder, check_every=20)
+    told = [engine_folders(folder, run)[engine] for engine in of_role(run, "decode")]
+    assert answers_of(told) == plain_answers(tmp_path_factory.mktemp("plain"), **common)
+    if "media" in run.data.summary:
+        assert_work_is_conserved(run, all_fit="encoder_cache_tokens" not in scheduler)
+        for engine in of_role(run, "decode"):
+            assert "media" not in run.engines[engine].data.summary, "KV comes with placeholders only"
+
+
+def test_a_decode_engine_encodes_what_it_computes_itself(tmp_path: Path) -> None:
+    """Of whoever is retracted there the prompt is computed again, and so are its media."""
+    setup = roles(
+        (1, 1),
+        {"retract_every": 5, "pages": 1500},
+        media="image=1:640x480/4",
+        workload="gen:n=12,rate=100,input=fixed:200,output=fixed:40",
+    )
+    run = simulate_cluster(setup, folder=tmp_path, check_every=20)
+    told = answers_of(engine_folders(tmp_path, run)[1:])
+    assert len(told) == 12
+    assert {reason for reason, _ in told.values()} == {"length"}
+    prefill, decode = (one.data.summary["media"] for one in run.engines)
+    together = run.data.summary["media"]
+    assert decode["encoded"] == decode["contents"] > 0
+    assert decode["reused"] == decode["requests"] == 0
+    assert prefill["encoded"] == 4
+    assert together["encoded"] == prefill["encoded"] + decode["encoded"]
+    assert together["requests"] == 12
+    assert together["reused"] == prefill["reused"] == 8
+
+
 # ------------------------------------------------------------------------------------------------ who leaves, who fails
 
 
@@ -338,6 +416,8 @@ def refusing(monkeypatch: pytest.MonkeyPatch, one_in: int) -> set[bytes]:
 def made(setup: ClusterSetup) -> Any:
     """The cluster of a setup, not run yet."""
     journals: list[Any] = [NoJournal()] * len(setup.engines)
+    if setup.hands_over:
+        return HandoverCluster(setup, journals, (NoRouterJournal(), NoRouterJournal()), check_every=25)
     return RankCluster(setup, journals, NoRouterJournal(), check_every=25)
 
 
@@ -410,6 +490,42 @@ def test_nobody_on_a_rank_is_lost_who_leaves_or_whose_media_cannot_be_encoded(
         assert ends["rejected_media"] == needing
 
 
+@settings(deadline=None, max_examples=8)
+@given(
+    scheduler=caches,
+    failure=st.sampled_from(["fail", "recompute"]),
+    allocation=st.sampled_from(["early", "prefill_complete"]),
+    ranks=st.sampled_from([{}, {"tp": 2, "attention_dp": 2, "rank_schedulers": True}]),
+    one_in=st.sampled_from([2, 4, 1000]),
+    after_us=st.lists(st.sampled_from([0, 0, 1, 3_000, 12_000, 60_000, 400_000]), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_nobody_between_engines_is_lost_who_leaves_or_whose_media_cannot_be_encoded(
+    scheduler: dict[str, Any],
+    failure: str,
+    allocation: str,
+    ranks: dict[str, Any],
+    one_in: int,
+    after_us: list[int],
+    seed: int,
+) -> None:
+    about = {**scheduler, "transfer_failure": failure, "transfer_allocation": allocation}
+    setup = roles((1, 1), about, seed=seed, **ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        refused = refusing(patch, one_in)
+        cluster = made(setup)
+        cancelling(cluster, after_us)
+        cluster.run()
+    assert_nobody_is_lost(cluster)
+    assert not cluster.fabric.rooms
+    ends = Counter(cluster.result(False, 0.0).data.requests.finish_reason.tolist())
+    assert sum(ends.values()) == 24
+    assert set(ends) <= {"length", "cancelled", "transfer", "rejected_media"}
+    if not any(after_us):
+        needing = sum(any(media.digest in refused for media in turn.media) for turn in setup.workload.turns)
+        assert ends["transfer" if failure == "fail" else "rejected_media"] == needing
+
+
 # ---------------------------------------------------------------------------------------------------------- run folders
 
 
@@ -421,8 +537,12 @@ def invoked(command: Any, words: Sequence[str]) -> str:
 
 @pytest.mark.parametrize(
     "layout",
-    [["--attention-dp", "2", "--rank-schedulers"], ["--pp", "2", "--pp-size", "2", "--replicas", "2"]],
-    ids=["ranks", "stages"],
+    [
+        ["--attention-dp", "2", "--rank-schedulers"],
+        ["--pp", "2", "--pp-size", "2", "--replicas", "2"],
+        ["--prefill-engines", "1", "--decode-engines", "1"],
+    ],
+    ids=["ranks", "stages", "roles"],
 )
 def test_run_folder_replays_and_explains_who_waited_for_media(layout: list[str], tmp_path: Path) -> None:
     words = f"--model {MODEL} --gpu h200 --tp 2 --no-intervals --no-report --no-trace --media image=1:640x480/3".split()
@@ -433,6 +553,7 @@ def test_run_folder_replays_and_explains_who_waited_for_media(layout: list[str],
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     again = invoked(simulate_command, [*shlex.split(metrics["about"]["command"])[2:], "--json", "--no-intervals"])
     assert json.loads(again)["media"] == metrics["media"]
-    told = invoked(explain, [str(tmp_path), "--request", "0"])
+    asked = tmp_path / "engines" / "0" if "--prefill-engines" in layout else tmp_path
+    told = invoked(explain, [str(asked), "--request", "0"])
     assert "its media were being encoded" in told
     assert "300 tokens: encoded from" in told

@@ -35,6 +35,10 @@ KINDS: dict[str, tuple[list[str], str]] = {
         ["--model", "qwen2.5-vl-7b", "--pp", "2", "--pp-size", "2", "--media", "image=0.5:320x240/3"],
         "media",
     ),
+    "media_of_roles": (
+        "--model qwen2.5-vl-7b --prefill-engines 1 --decode-engines 1 --media image=0.5:320x240/3".split(),
+        "media",
+    ),
     "tiers": ([*DENSE, "--host-cache-gb", "4", "--storage-gb", "8"], "cache"),
 }
 

@@ -97,10 +97,18 @@ def combine(
     return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
 
 
-def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
+def combine_handover(
+    datas: Sequence[RunData],
+    decodes: Sequence[int],
+    *,
+    hop_us: int,
+    slos: Sequence[Slo],
+    encoders: Sequence[int] = (),
+) -> RunData:
     """The same of prefill and decode engines, `decodes` by number: clients see what these stream, and nothing else.
 
-    Cache hits are those of the prefill engines, where prompts are computed.
+    Cache hits are those of the prefill engines, where prompts are computed. Media are theirs, too, and of those decode
+    engines that had to encode any.
     """
     whole = combine(datas, hop_us=hop_us, slos=slos)
     answers = combine([datas[engine] for engine in decodes], hop_us=hop_us, slos=slos)
@@ -111,9 +119,24 @@ def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us
         "cache": _cache(makers),
         "device": _device(datas, answers.requests),
     }
+    if "media" in summary:
+        of = [engine for engine, data in enumerate(datas) if engine not in decodes or "media" in data.summary]
+        places = encoders or range(len(datas))
+        summary["media"] = _media(
+            [datas[engine] for engine in of], summary["throughput"]["makespan_us"], [places[engine] for engine in of]
+        )
     streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
     series = replace(whole.series, output_tokens_per_s=streamed)
-    return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed, whole.drafts)
+    return RunData(
+        answers.requests,
+        series,
+        answers.itl_us,
+        whole.span_us,
+        summary,
+        whole.packed,
+        whole.drafts,
+        encoder=whole.encoder,
+    )
 
 
 def _counts(datas: Sequence[RunData], refused: int) -> Summary:

@@ -688,11 +688,6 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     config = SchedConfig(**given)
     check_stages(scenario, config)
     check_drafting(scenario, config)
-    if scenario.media is not None and config.hands_over:
-        raise ConfigError(
-            f"`media` is `{scenario.media}`, but `role` is {config.role}: media are not simulated where prefill and "
-            "decode are on different engines\nhint: leave out the roles, or --media"
-        )
     check_split(model, split)
     for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
         value = getattr(config, name)
@@ -954,7 +949,10 @@ def host_of(
         metrics: MetricsFold = WatchedMetrics(engine, setup.debug, warm_up=scenario.warm_up)
     else:
         metrics = MetricsFold(
-            kv_pages=setup.config.pages, warm_up=scenario.warm_up, host_page_bytes=setup.host_page_bytes
+            kv_pages=setup.config.pages,
+            warm_up=scenario.warm_up,
+            host_page_bytes=setup.host_page_bytes,
+            needs_media=setup.config.role != "decode",
         )
     frontend_us = round(setup.calibration.correction.frontend_us)
     sink: MetricsSink = metrics if tells is None else tells(metrics)

@@ -165,7 +165,9 @@ class Question:
                 raise ConfigError(f"`tp` must be a whole number of at least 1, got `{tp}`")
         by_rank = bool(self.common.get("rank_schedulers"))
         shards = searched.get("attention_dp", (self.common.get("attention_dp", 1),))
-        several = any(gpus_of_a_scheduler(tp, dp, rank_schedulers=by_rank) > 1 for tp in tps for dp in shards)
+        splits = [parse_split(word) for word in self.split_words if word != AUTO]
+        own = [side.tp for split in splits if split is not None for side in split.sides.values() if side.tp is not None]
+        several = any(gpus_of_a_scheduler(tp, dp, rank_schedulers=by_rank) > 1 for tp in (*tps, *own) for dp in shards)
         if "media" in self.common and self.common.get("mm_encoder_tp_mode") == "data" and not several:
             whose = "a rank has one" if max(tps) > 1 else "`tp` is 1"
             raise ConfigError(

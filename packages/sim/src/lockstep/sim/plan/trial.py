@@ -99,7 +99,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _encoder_tp_mode(self) -> str:
         """As asked for, where it means something: beside others a plan may have configurations of one GPU."""
         mode = "weights" if self.mm_encoder_tp_mode is msgspec.UNSET else self.mm_encoder_tp_mode
-        gpus = gpus_of_a_scheduler(self.tp, self.attention_dp, rank_schedulers=self.rank_schedulers is True)
+        split = self.split
+        tps = [self.tp] if split is None else [side.tp or self.tp for side in split.sides.values()]
+        by_rank = self.rank_schedulers is True
+        gpus = max(gpus_of_a_scheduler(tp, self.attention_dp, rank_schedulers=by_rank) for tp in tps)
         return "weights" if mode == "data" and gpus == 1 and self.media is not msgspec.UNSET else mode
 
     def scenario(self) -> ClusterScenario:
