@@ -434,11 +434,7 @@ def test_the_command_runs_it_again() -> None:
         ({"mm_encoder_tp_mode": "both"}, "`mm_encoder_tp_mode` must be weights or data, got `both`"),
         ({"mm_encoder_tp_mode": "data", "encoder_gpus": 1}, "leave out one of the two"),
         ({"encoder_gpus": -1}, "`encoder_gpus` must be from 0"),
-        ({"tp": 2, "pp": 2}, "`pp` is 2: encoders beside the stages of a pipeline are not simulated"),
-        (
-            {"settings": {"role": "prefill"}},
-            "media are not simulated where prefill and decode are on different engines",
-        ),
+        ({"settings": {"role": "prefill"}}, "`role` is prefill, but there is one engine"),
         ({"media": "recorded"}, "this workload tells no media from text"),
         ({"settings": {"encoder_cache_tokens": 20_000_000}}, "its encoder takes 1.4 GB of them"),
     ],

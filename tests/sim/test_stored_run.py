@@ -27,6 +27,18 @@ KINDS: dict[str, tuple[list[str], str]] = {
     "pp_of_a_cluster": ([*DENSE, "--pp", "2", "--pp-size", "2", "--replicas", "2"], "device"),
     "media": (["--model", "qwen2.5-vl-7b", "--media", "image=0.5:320x240/3"], "media"),
     "ranks": (["--model", "qwen3-30b-a3b", "--tp", "2", "--attention-dp", "2", "--rank-schedulers"], "ranks"),
+    "media_of_ranks": (
+        "--model qwen3-vl-30b-a3b --tp 2 --attention-dp 2 --rank-schedulers --media image=0.5:320x240/3".split(),
+        "media",
+    ),
+    "media_of_stages": (
+        ["--model", "qwen2.5-vl-7b", "--pp", "2", "--pp-size", "2", "--media", "image=0.5:320x240/3"],
+        "media",
+    ),
+    "media_of_roles": (
+        "--model qwen2.5-vl-7b --prefill-engines 1 --decode-engines 1 --media image=0.5:320x240/3".split(),
+        "media",
+    ),
     "tiers": ([*DENSE, "--host-cache-gb", "4", "--storage-gb", "8"], "cache"),
 }
 

@@ -61,6 +61,7 @@ from lockstep.sim.cost import Calibration
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.data_parallel import RankCluster
+from lockstep.sim.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.host import NEVER_US, JournalSink, Witness
 from lockstep.sim.lengths import parse_duration_us
@@ -321,6 +322,15 @@ class ClusterSetup:
         return [setup for setup in self.engines if not setup.config.shares_passes or setup.config.dp_rank == 0]
 
     @property
+    def encoders(self) -> list[int]:
+        """By engine, whose encoder GPUs it has, where encoders have their own: a rank has those of its engine."""
+        found: list[int] = []
+        for setup in self.engines:
+            follows = setup.config.shares_passes and setup.config.dp_rank != 0
+            found.append(found[-1] if follows else len(found))
+        return found
+
+    @property
     def hands_over(self) -> bool:
         """Whether prompts are computed by some engines and continued by others."""
         return self.engines[0].config.hands_over
@@ -415,19 +425,22 @@ def assemble_cluster(
     _check_options(scenario, groups, count)
     base = scenario.base
     setups: list[Setup] = []
-    tps = [base.tp if group.tp is None else group.tp for group in groups]
-    for group, tp in zip(groups, tps, strict=True):
-        one = replace(
+    ones = [
+        replace(
             base,
             gpu=group.gpu,
-            tp=tp,
+            tp=base.tp if group.tp is None else group.tp,
             ep=group.layout.get("ep", base.ep),
             attention_dp=group.layout.get("attention_dp", base.attention_dp),
             pp=group.layout.get("pp", base.pp),
             settings={**base.settings, **group.settings},
         )
-        if base.media is not None and base.mm_encoder_tp_mode == "data" and tp == 1 < max(tps):
-            one = replace(one, mm_encoder_tp_mode="weights")  # it means nothing there, and something elsewhere
+        for group in groups
+    ]
+    several = any(encoder_tp(one) > 1 for one in ones)
+    for one in ones:
+        if several:
+            one = replace(one, mm_encoder_tp_mode=encoder_tp_mode(one))
         setup = assemble(one, workload=workload) if environ is None else assemble(one, environ, workload=workload)
         workload = setup.workload
         setups.append(setup)

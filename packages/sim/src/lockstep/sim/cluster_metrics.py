@@ -60,6 +60,7 @@ def combine(
     waited_us: Mapping[int, int] | None = None,
     refused: Sequence[Refused] = NOT_REFUSED,
     sent: Sequence[int] = (),
+    encoders: Sequence[int] = (),
 ) -> RunData:
     """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat.
 
@@ -67,6 +68,7 @@ def combine(
         waited_us: how long requests waited at the router, by id, where they did.
         refused: those that no engine ever saw.
         sent: ids by the numbers that engines knew requests by, where these are others.
+        encoders: by engine, which encoder GPUs it has where these are not the engine's: ranks share theirs.
     """
     requests = _requests(datas, hop_us, waited_us or {}, refused, sent)
     itl_us = ValueCounts.join([data.itl_us for data in datas])
@@ -91,14 +93,22 @@ def combine(
     makespan_us = summary["throughput"]["makespan_us"]
     encoder = _encoder(datas)
     if any("media" in data.summary for data in datas):
-        summary["media"] = _media(datas, makespan_us)
+        summary["media"] = _media(datas, makespan_us, encoders or range(len(datas)))
     return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
 
 
-def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us: int, slos: Sequence[Slo]) -> RunData:
+def combine_handover(
+    datas: Sequence[RunData],
+    decodes: Sequence[int],
+    *,
+    hop_us: int,
+    slos: Sequence[Slo],
+    encoders: Sequence[int] = (),
+) -> RunData:
     """The same of prefill and decode engines, `decodes` by number: clients see what these stream, and nothing else.
 
-    Cache hits are those of the prefill engines, where prompts are computed.
+    Cache hits are those of the prefill engines, where prompts are computed. Media are theirs, too, and of those decode
+    engines that had to encode any.
     """
     whole = combine(datas, hop_us=hop_us, slos=slos)
     answers = combine([datas[engine] for engine in decodes], hop_us=hop_us, slos=slos)
@@ -109,9 +119,24 @@ def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us
         "cache": _cache(makers),
         "device": _device(datas, answers.requests),
     }
+    if "media" in summary:
+        of = [engine for engine, data in enumerate(datas) if engine not in decodes or "media" in data.summary]
+        places = encoders or range(len(datas))
+        summary["media"] = _media(
+            [datas[engine] for engine in of], summary["throughput"]["makespan_us"], [places[engine] for engine in of]
+        )
     streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
     series = replace(whole.series, output_tokens_per_s=streamed)
-    return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed, whole.drafts)
+    return RunData(
+        answers.requests,
+        series,
+        answers.itl_us,
+        whole.span_us,
+        summary,
+        whole.packed,
+        whole.drafts,
+        encoder=whole.encoder,
+    )
 
 
 def _counts(datas: Sequence[RunData], refused: int) -> Summary:
@@ -215,15 +240,22 @@ def _cache(datas: Sequence[RunData]) -> Summary:
     return out | {"hit_ratio": _ratio(out["prompt_tokens_cached"], out["prompt_tokens_admitted"])}
 
 
-def _media(datas: Sequence[RunData], makespan_us: int | None) -> Summary:
+def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence[int]) -> Summary:
     """Counts of all engines; waits are means weighted by who waited, and the greatest of the others."""
     parts = [data.summary["media"] for data in datas if "media" in data.summary]
+    own = {
+        at: data.summary["media"]["encoder_gpus"]
+        for at, data in zip(encoders, datas, strict=True)
+        if "media" in data.summary
+    }
     waited = [part["requests_waited"] or 0 for part in parts]
     means = [part["wait_us_mean"] or 0.0 for part in parts]
     out = _added(parts)
-    gpus = out["encoder_gpus"] or len(datas)
+    encoder_gpus = sum(own.values())
+    gpus = encoder_gpus or len(datas)
     weighted = sum(count * mean for count, mean in zip(waited, means, strict=True))
     return out | {
+        "encoder_gpus": encoder_gpus,
         "embedding_hit_ratio": _ratio(out["reused"], out["contents"]),
         "encoder_busy_fraction": _ratio(out["encoder_busy_us"], (makespan_us or 0) * gpus),
         "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,

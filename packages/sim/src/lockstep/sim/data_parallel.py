@@ -278,6 +278,11 @@ class RankDevice(Device):
         """No batch that is handed over from now on begins before `us`, on any rank."""
         self.group.hold_until(us)
 
+    @property
+    def encoder_free_us(self) -> int:
+        """When this rank is through with what it handed over; NEVER_US while that waits for other ranks."""
+        return self.group.free_us(self.rank)
+
     def sample(self, batch_id: BatchId, at_us: int) -> None:
         """This rank's matchers have moved, so that it may sample."""
         waiting = [one for one in self.untimed if one.plan.batch_id != batch_id]
@@ -355,8 +360,12 @@ class RankGroup:
         self._time()
 
     def hold_until(self, us: int) -> None:
-        """A rank's pages are being copied: no pass that is handed over from now on begins before `us`."""
+        """A rank's GPUs copy pages or encode media: no pass that is handed over from now on begins before `us`."""
         self._held_us = max(self._held_us, us)
+
+    def free_us(self, rank: int) -> int:
+        """When all that a rank handed over will have run; NEVER_US if that is not known yet: its host hears of it."""
+        return NEVER_US if self._there[rank] or self._passes else self._free_us
 
     def may_sample(self, rank: int, batch_id: BatchId, at_us: int) -> None:
         """A rank need not wait with its sampling any more."""
@@ -503,6 +512,10 @@ class Ranked:
             first = group.ports[0].host.tiers
             assert first is not None
             host.tiers.share_storage(first)
+        if host.encoder is not None and rank:
+            shared = group.ports[0].host.encoder
+            assert shared is not None
+            host.encoder.share_gpus(shared)
         return host, metrics
 
 
@@ -580,6 +593,6 @@ class RankCluster:
         """Measure it."""
         slos = self.setup.scenario.base.slos
         datas = [metrics.result(slos) for metrics in self.metrics]
-        data = combine(datas, hop_us=self._hop_us, slos=slos)
+        data = combine(datas, hop_us=self._hop_us, slos=slos, encoders=self.setup.encoders)
         data.summary["ranks"] = summed([group.counts for group in self.ranks.groups])
         return self.clock.measured(data, datas, self.routing.by_reason, stopped_early, began_s)

@@ -5,9 +5,13 @@
     encoder  | a      | c | e                                on GPUs of its own: each takes what comes next
              | b   | d    |
 
+    rank 0   | pass | encode a, b  |      | pass |           data-parallel ranks: each on its own GPUs, side by side;
+    rank 1   | pass | encode c |          | pass |           the next pass begins when the last rank is there
+
 On the engine's GPUs the encoder begins, once the batches that were handed over have run, with all that it was asked for
 by then; what is asked for meanwhile is the next group. How much that can be is the scheduler's `encoder_budget_tokens`.
-GPUs of its own have the encoder whole, take one content at a time, and send what came out over the network.
+GPUs of its own have the encoder whole, take one content at a time, and send what came out over the network. Ranks of an
+engine share them.
 """
 
 from __future__ import annotations
@@ -48,6 +52,10 @@ class EncoderLane:
         self._busy_until_us = 0  # with a group, on the engine's GPUs
         self._free_us = [0] * gpus
 
+    def share_gpus(self, other: EncoderLane) -> None:
+        """Encode on the same GPUs of their own as another rank of the engine. Before either has begun anything."""
+        self._free_us = other._free_us
+
     @property
     def next_us(self) -> int:
         """When the next answer comes."""
@@ -58,13 +66,17 @@ class EncoderLane:
         self.waiting.append(command)
 
     def start(self, now_us: int, device_free_us: int) -> int:
-        """Begin what can be begun. Returns before when no batch may begin: 0 where none has to wait."""
+        """Begin what can be begun. Returns before when no batch may begin: 0 where none has to wait.
+
+        Args:
+            device_free_us: when the batches that were handed over will have run; NEVER_US: not known yet, ask again.
+        """
         if self.gpus:
             for command in self.waiting:
                 self._send(command, now_us)
             self.waiting.clear()
             return 0
-        if not self.waiting or self._busy_until_us > now_us:
+        if not self.waiting or self._busy_until_us > now_us or device_free_us == NEVER_US:
             return 0
         group = [self._contents[command.digest] for command in self.waiting]
         started_us = max(now_us, device_free_us)

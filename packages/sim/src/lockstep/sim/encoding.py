@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost import CapacityError, GpuSpec, KvCapacity
+from lockstep.sim.cost.capacity import StageBytes
 from lockstep.sim.cost.encoder import Content, EncoderCost, EncoderTpMode
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.encoder_lane import ENCODER_GPUS_MAX, EncoderLane, MediaSink
@@ -48,21 +49,32 @@ def check_encoding(scenario: Scenario) -> None:
             f"`encoder_gpus` is {scenario.encoder_gpus}, each of which has the encoder whole, and `mm_encoder_tp_mode` "
             "data is about those of the engine\nhint: leave out one of the two"
         )
-    if scenario.mm_encoder_tp_mode == "data" and scenario.tp == 1:
+    if scenario.mm_encoder_tp_mode == "data" and encoder_tp(scenario) == 1:
+        if scenario.tp == 1:
+            raise ConfigError(
+                "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
+                "hint: --tp 2 or more, or leave it out"
+            )
         raise ConfigError(
-            "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
-            "hint: --tp 2 or more, or leave it out"
+            f"`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but a rank has one: `tp` is "
+            f"{scenario.tp}, `attention_dp` {scenario.attention_dp}\n"
+            "hint: leave it out, each rank then has the encoder whole on its GPU"
         )
-    if scenario.pp > 1 and not scenario.encoder_gpus:
-        raise ConfigError(
-            f"`media` is `{scenario.media}`, but `pp` is {scenario.pp}: encoders beside the stages of a pipeline are "
-            "not simulated\nhint: --encoder-gpus 1, or --pp 1"
-        )
-    if scenario.rank_schedulers:
-        raise ConfigError(
-            f"`media` is `{scenario.media}`, but `rank_schedulers` is on: media of data-parallel ranks are not "
-            "simulated\nhint: leave out one of the two"
-        )
+
+
+def encoder_tp(scenario: Scenario) -> int:
+    """GPUs that share the encoder: those of the engine, or of one of its ranks where each has a scheduler."""
+    return gpus_of_a_scheduler(scenario.tp, scenario.attention_dp, rank_schedulers=scenario.rank_schedulers)
+
+
+def gpus_of_a_scheduler(tp: int, attention_dp: int, *, rank_schedulers: bool) -> int:
+    """GPUs of an engine, or of one of its ranks where each has a scheduler; at least one, whatever was asked for."""
+    return max(tp // max(attention_dp, 1), 1) if rank_schedulers else tp
+
+
+def encoder_tp_mode(scenario: Scenario) -> str:
+    """The mode of one engine among others: where one GPU has the encoder, data means nothing."""
+    return "weights" if scenario.media is not None and encoder_tp(scenario) == 1 else scenario.mm_encoder_tp_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +84,18 @@ class Encoding:
     cost: EncoderCost
     gpus: int
     contents: Mapping[bytes, Content]
+    shared_with: str = "the engine's GPUs"  # where it has none of its own
 
     @classmethod
     def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> Encoding:
         """Of a scenario that has media."""
         assert turns.media is not None
-        return cls(cost=encoder_cost(scenario, gpu), gpus=scenario.encoder_gpus, contents=turns.media.contents())
+        return cls(
+            cost=encoder_cost(scenario, gpu),
+            gpus=scenario.encoder_gpus,
+            contents=turns.media.contents(),
+            shared_with=_shared_with(scenario),
+        )
 
     def lane(self, told: MediaSink) -> EncoderLane:
         """A fresh one for one engine, whose metrics are told what it does."""
@@ -91,7 +109,7 @@ class Encoding:
 
     def doubts(self, config: SchedConfig) -> list[str]:
         """What a reader must know."""
-        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else "the engine's GPUs"
+        where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else self.shared_with
         lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
         if not self.gpus and config.encoder_budget is None:
             lines.append(
@@ -107,6 +125,13 @@ class Encoding:
         return found | (network if self.gpus else {})
 
 
+def _shared_with(scenario: Scenario) -> str:
+    """Where it encodes that has no GPUs for it."""
+    if scenario.rank_schedulers:
+        return "each rank's GPUs, for its own requests"
+    return "the GPUs of the first stage" if scenario.pp > 1 else "the engine's GPUs"
+
+
 def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
     """What encoding takes. Raises CapacityError for a split that cannot be."""
     from lockstep.sim.simulate import encoders_of
@@ -114,30 +139,31 @@ def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
     encoders = encoders_of(scenario)
     if scenario.encoder_gpus:
         return EncoderCost(encoders, gpu, 1, "weights")
-    return EncoderCost(encoders, gpu, scenario.tp, cast(EncoderTpMode, scenario.mm_encoder_tp_mode))
+    return EncoderCost(encoders, gpu, encoder_tp(scenario), cast(EncoderTpMode, scenario.mm_encoder_tp_mode))
 
 
-def beside_encoder(kv: KvCapacity, scenario: Scenario, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
+def beside_encoder(
+    capacity: Callable[[StageBytes], KvCapacity], scenario: Scenario, gpu: GpuSpec, config: SchedConfig
+) -> KvCapacity:
     """What encoders and the embedding cache leave for KV. Raises CapacityError if that is nothing.
 
-    Encoders count as weights, and what they made, which each GPU of the engine has, as activations.
+    Encoders count as weights, and what they made, which each GPU of the engine has, as activations. Of several stages
+    the first has them.
+
+    Args:
+        capacity: what there is for KV where the first stage has so much besides the language model.
     """
     cost = encoder_cost(scenario, gpu)
     weights = 0 if scenario.encoder_gpus else cost.weights_bytes()
     cache = (config.encoder_cache_tokens or CACHE_TOKENS) * cost.encoders.embedding_bytes
-    kv_bytes = max(kv.kv_bytes - weights - cache, 0)
-    pages = kv_bytes // (kv.kv_bytes_per_token * kv.page_tokens) * kv.shards
-    if pages < 1:
+    alone = capacity(StageBytes())
+    try:
+        return capacity(StageBytes(weights, cache))
+    except CapacityError as error:
+        left = alone.stages_left_bytes[0] if alone.stages_left_bytes else alone.kv_bytes
+        where = "leaves" if not alone.stages_left_bytes else "leaves in its first stage"
         raise CapacityError(
-            f"{cost.encoders.model} leaves {kv.kv_bytes / 1e9:.1f} GB for KV; its encoder takes {weights / 1e9:.1f} GB "
+            f"{cost.encoders.model} {where} {left / 1e9:.1f} GB for KV; its encoder takes {weights / 1e9:.1f} GB "
             f"of them, and what it made up to {cache / 1e9:.1f} GB\n"
             "hint: raise --tp, or lower --encoder-cache-tokens"
-        )
-    return replace(
-        kv,
-        pages=pages,
-        tokens=pages * kv.page_tokens,
-        weights_bytes=kv.weights_bytes + weights,
-        activation_bytes=kv.activation_bytes + cache,
-        kv_bytes=kv_bytes,
-    )
+        ) from error

@@ -334,7 +334,9 @@ class HandoverCluster:
             with_stages(metrics.result(slos), host)
             for metrics, host in zip(self.metrics, self.clock.hosts, strict=True)
         ]
-        data = combine_handover(datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos)
+        data = combine_handover(
+            datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos, encoders=self.setup.encoders
+        )
         makespan_us = data.summary["throughput"]["makespan_us"]
         first = self.setup.engines[0]
         kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)

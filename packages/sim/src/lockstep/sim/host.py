@@ -402,6 +402,15 @@ class Device:
         """No batch that is handed over from now on begins before `us`."""
         self._free_us = max(self._free_us, us)
 
+    @property
+    def encoder_free_us(self) -> int:
+        """When the GPUs that encode are through with what was handed over; NEVER_US: not known yet."""
+        return self.free_us
+
+    def encode_until(self, us: int) -> None:
+        """The GPUs that encode do nothing else before `us`, of what is handed over from now on."""
+        self.hold_until(us)
+
     def sample(self, batch_id: BatchId, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
         untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
@@ -645,12 +654,12 @@ class EngineHost:
         while not self.stop_requested:
             if self._others_us > now_us or now_us == self._woke_us:
                 now_us = self._take_in(now_us)
-            if self.encoder is not None and self.encoder.waiting:
-                self._start_encoding(self.encoder, now_us)
             if self._others_us <= now_us and now_us > self._woke_us:
                 yield env.timeout(now_us - self._woke_us)
                 self._wake()
                 continue
+            if self.encoder is not None and self.encoder.waiting:
+                self._start_encoding(self.encoder, now_us)
             launched_us = None
             if len(engine.in_flight) == slots:
                 launched_us = self._run_decodes(now_us)
@@ -971,9 +980,9 @@ class EngineHost:
 
     def _start_encoding(self, encoder: EncoderLane, now_us: int) -> None:
         """Let the encoder begin with what it was asked for; on the engine's GPUs batches wait for it."""
-        held_us = encoder.start(now_us, self.device.free_us)
+        held_us = encoder.start(now_us, self.device.encoder_free_us)
         if held_us:
-            self.device.hold_until(held_us)
+            self.device.encode_until(held_us)
 
     def _note_media(self, encoder: EncoderLane, step: Step, now_us: int) -> None:
         """Note who begins to wait for media, and whose wait is over."""

@@ -38,8 +38,11 @@ class MediaCounts:
             self.tokens += sum(needs.values())
             self.prompt_tokens += sum(span.stop - span.start for span in event.spans if span.encoder_tokens)
 
-    def ordered(self, command: EncodeMedia) -> None:
-        """The encoder was asked for a content."""
+    def ordered(self, command: EncodeMedia, *, needed: bool) -> None:
+        """The encoder was asked for a content; `needed`: nobody had said before that it is."""
+        if needed:
+            self.contents += 1
+            self.tokens += command.encoder_tokens
         self.encoded += 1
         self.encoded_tokens += command.encoder_tokens
         self.dropped += len(command.drop)

@@ -473,10 +473,18 @@ class TierCounts:
 class MetricsFold:
     """Takes in events and Steps in order, remembers little, and makes a RunData of it when asked."""
 
-    def __init__(self, *, kv_pages: int | None = None, warm_up: int = 0, host_page_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        kv_pages: int | None = None,
+        warm_up: int = 0,
+        host_page_bytes: int | None = None,
+        needs_media: bool = True,
+    ) -> None:
         """Begin with nothing.
 
         Args:
+            needs_media: whether requests need their media here from the beginning: not on a decode engine.
             kv_pages: the size of the page pool; without it the pages held by requests stay unknown.
             warm_up: requests with an id below this are not measured; what they do to batches, pages and others is.
             host_page_bytes: what a page of KV weighs on the host; None: nothing is kept there, and nothing is told.
@@ -542,6 +550,7 @@ class MetricsFold:
         self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
         self._companions_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
+        self._needs_media = needs_media
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -555,7 +564,11 @@ class MetricsFold:
         elif type(event) is RequestArrived:
             for sample in range(samples_asked(event)):  # each is a request
                 self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
-            if event.spans and not any(type(decided) is RequestRejected for decided in step.decided):
+            if (
+                event.spans
+                and self._needs_media
+                and not any(type(decided) is RequestRejected for decided in step.decided)
+            ):
                 self._media = self._media or MediaCounts()
                 self._media.arrived(event)
         for command in step.commands:
@@ -570,8 +583,9 @@ class MetricsFold:
                     self._drafts = self._drafts or Drafts()
                     starts = self._drafts.launched(plan, plan.speculation)
                 self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, starts, plan.stops))
-            elif type(command) is EncodeMedia and self._media is not None:
-                self._media.ordered(command)
+            elif type(command) is EncodeMedia:
+                self._media = self._media or MediaCounts()
+                self._media.ordered(command, needed=not self._needs_media)
         for decided in step.decided:
             self._learn(decided)
 

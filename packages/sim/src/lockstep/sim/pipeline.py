@@ -7,6 +7,9 @@ A batch enters the first stage when that is free, and the next one when it has b
 that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
 the first stage. So consecutive decodes of the same rows never overlap, while prefills follow each other without a gap.
 
+Media are encoded in the first stage, where their embeddings are needed: behind the batches that have left it, before
+those that come, while the other stages go on.
+
 The engine has `overlap_depth + 1` batches in flight and one set of running rows; or as many of each of its microbatches
 (`pp_size`), which divide its rows and keep stages busier while they decode. Of these it is noted when each was in each
 stage, for the timeline.
@@ -14,6 +17,7 @@ stage, for the timeline.
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -80,6 +84,15 @@ class PipelinedDevice(Device):
     def free_us(self) -> int:
         """When all that was handed over will have run."""
         return self._last_us
+
+    @property
+    def encoder_free_us(self) -> int:
+        """When the first stage, which encodes, is through with what was handed over."""
+        return math.ceil(self._stage_free_us[0])
+
+    def encode_until(self, us: int) -> None:
+        """The first stage begins no batch before `us`; the others go on with those that they have."""
+        self._stage_free_us[0] = max(self._stage_free_us[0], float(us))
 
     def sample(self, batch_id: int, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""

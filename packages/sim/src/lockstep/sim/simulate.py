@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -688,11 +688,6 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     config = SchedConfig(**given)
     check_stages(scenario, config)
     check_drafting(scenario, config)
-    if scenario.media is not None and config.hands_over:
-        raise ConfigError(
-            f"`media` is `{scenario.media}`, but `role` is {config.role}: media are not simulated where prefill and "
-            "decode are on different engines\nhint: leave out the roles, or --media"
-        )
     check_split(model, split)
     for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
         value = getattr(config, name)
@@ -731,7 +726,8 @@ def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> Sche
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
     """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
     shares = hybrid_shares(scenario.tiers)
-    kv = kv_capacity(
+    capacity = partial(
+        kv_capacity,
         model,
         gpu,
         scenario.parallelism,
@@ -743,8 +739,10 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         sampled_rows=config.max_running_requests,
         state_rows=0 if shares.on else config.max_running_requests,
     )
-    if scenario.media is not None:
-        kv = beside_encoder(kv, scenario, gpu, config)
+    if scenario.media is None:
+        kv = capacity()
+    else:
+        kv = beside_encoder(lambda besides: capacity(first_stage=besides), scenario, gpu, config)
     if shares.on:
         drafter = _drafter_bytes(kv, scenario, model) if _has_drafter(config) else (0, 0)
         return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares, drafter)
@@ -951,7 +949,10 @@ def host_of(
         metrics: MetricsFold = WatchedMetrics(engine, setup.debug, warm_up=scenario.warm_up)
     else:
         metrics = MetricsFold(
-            kv_pages=setup.config.pages, warm_up=scenario.warm_up, host_page_bytes=setup.host_page_bytes
+            kv_pages=setup.config.pages,
+            warm_up=scenario.warm_up,
+            host_page_bytes=setup.host_page_bytes,
+            needs_media=setup.config.role != "decode",
         )
     frontend_us = round(setup.calibration.correction.frontend_us)
     sink: MetricsSink = metrics if tells is None else tells(metrics)

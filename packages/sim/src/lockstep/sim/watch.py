@@ -18,7 +18,7 @@ class WatchedMetrics(MetricsFold):
     """Metrics that also print each step. The host must not take stretches in one go, or there is less to see."""
 
     def __init__(self, engine: Engine, level: int, out: TextIO | None = None, *, warm_up: int = 0) -> None:
-        super().__init__(kv_pages=engine.config.pages, warm_up=warm_up)
+        super().__init__(kv_pages=engine.config.pages, warm_up=warm_up, needs_media=engine.config.role != "decode")
         self._engine = engine
         self._level = level
         self._out = out if out is not None else sys.stderr

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.expert_balance import spread_of
@@ -81,6 +81,16 @@ class KvCapacity:
         return described
 
 
+class StageBytes(NamedTuple):
+    """What the GPUs of the first stage have besides the language model, each."""
+
+    weights: int = 0
+    activations: int = 0
+
+
+NOTHING = StageBytes()
+
+
 def kv_capacity(
     model: ModelSpec,
     gpu: GpuSpec,
@@ -92,6 +102,7 @@ def kv_capacity(
     chunk_tokens: int = CHUNK_TOKENS,
     sampled_rows: int = SAMPLED_ROWS,
     state_rows: int = SAMPLED_ROWS,
+    first_stage: StageBytes = NOTHING,
 ) -> KvCapacity:
     """Return the KV tokens that fit on the GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
 
@@ -108,11 +119,12 @@ def kv_capacity(
         all_reduce_of(gpu, split.tp)  # raises beyond the scale-up domain
     dtype = checked_weights_dtype(model, weights_dtype)
     stages = stages_of(model, split)
-    weights = [stage.weights_bytes(dtype, split) for stage in stages]
+    besides = [first_stage if stage.is_first else NOTHING for stage in stages]
+    weights = [stage.weights_bytes(dtype, split) + more.weights for stage, more in zip(stages, besides, strict=True)]
     found = [
         _stage_capacity(
             stage, number, gpu, split, mem_fraction, page_tokens, kv_dtype, weights[number - 1], chunk_tokens,
-            sampled_rows, state_rows,
+            sampled_rows, state_rows, besides[number - 1].activations,
         )
         for number, stage in enumerate(stages, 1)
     ]  # fmt: skip
@@ -139,10 +151,12 @@ def _stage_capacity(
     chunk_tokens: int,
     sampled_rows: int,
     state_rows: int,
+    more_activations: int,
 ) -> KvCapacity:
     """Of one stage: `pages` for the whole engine, as if this stage decided."""
     model = stage.model
     activations = activation_bytes(model, split, chunk_tokens, sampled_rows if stage.is_last else 0)
+    activations += more_activations
     runtime = RUNTIME_BYTES + (NCCL_BYTES[2 if split.gpus < 4 else 4] if split.gpus > 1 else 0)
     state = ceil_div(state_rows, split.attention_dp) * model.state_bytes_per_request(split)
     usable = int(gpu.memory_bytes * mem_fraction)

@@ -17,6 +17,7 @@ from lockstep.sim.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.cluster import parse_scaling
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.parallel import COUNTS
+from lockstep.sim.encoding import gpus_of_a_scheduler
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.host_tiers import TIER_KEYS
 from lockstep.sim.metrics import Slo
@@ -162,9 +163,15 @@ class Question:
         for tp in tps:
             if tp < 1:
                 raise ConfigError(f"`tp` must be a whole number of at least 1, got `{tp}`")
-        if "media" in self.common and self.common.get("mm_encoder_tp_mode") == "data" and max(tps) == 1:
+        by_rank = bool(self.common.get("rank_schedulers"))
+        shards = searched.get("attention_dp", (self.common.get("attention_dp", 1),))
+        splits = [parse_split(word) for word in self.split_words if word != AUTO]
+        own = [side.tp for split in splits if split is not None for side in split.sides.values() if side.tp is not None]
+        several = any(gpus_of_a_scheduler(tp, dp, rank_schedulers=by_rank) > 1 for tp in (*tps, *own) for dp in shards)
+        if "media" in self.common and self.common.get("mm_encoder_tp_mode") == "data" and not several:
+            whose = "a rank has one" if max(tps) > 1 else "`tp` is 1"
             raise ConfigError(
-                "`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but `tp` is 1\n"
+                f"`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but {whose}\n"
                 "hint: --search tp=1,2,4, or leave it out"
             )
         for fraction in searched.get("mem_fraction", (self.common.get("mem_fraction", 0.9),)):

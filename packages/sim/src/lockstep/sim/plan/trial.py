@@ -22,6 +22,7 @@ from lockstep.sim.cost import KvDtype, WeightsDtype
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.data_parallel import RankCluster
+from lockstep.sim.encoding import gpus_of_a_scheduler
 from lockstep.sim.handover import HandoverCluster
 from lockstep.sim.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
@@ -98,7 +99,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _encoder_tp_mode(self) -> str:
         """As asked for, where it means something: beside others a plan may have configurations of one GPU."""
         mode = "weights" if self.mm_encoder_tp_mode is msgspec.UNSET else self.mm_encoder_tp_mode
-        return "weights" if mode == "data" and self.tp == 1 and self.media is not msgspec.UNSET else mode
+        split = self.split
+        tps = [self.tp] if split is None else [side.tp or self.tp for side in split.sides.values()]
+        by_rank = self.rank_schedulers is True
+        gpus = max(gpus_of_a_scheduler(tp, self.attention_dp, rank_schedulers=by_rank) for tp in tps)
+        return "weights" if mode == "data" and gpus == 1 and self.media is not msgspec.UNSET else mode
 
     def scenario(self) -> ClusterScenario:
         """The same in the words of the command line; the factor is not among them."""
