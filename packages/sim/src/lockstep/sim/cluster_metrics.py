@@ -92,6 +92,8 @@ def combine(
     encoder = _encoder(datas)
     if any("media" in data.summary for data in datas):
         summary["media"] = _media(datas, makespan_us)
+    if any("adapters" in data.summary for data in datas):
+        summary["adapters"] = _adapters(datas)
     return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
 
 
@@ -109,6 +111,8 @@ def combine_handover(datas: Sequence[RunData], decodes: Sequence[int], *, hop_us
         "cache": _cache(makers),
         "device": _device(datas, answers.requests),
     }
+    if "adapters" in summary:  # each request runs on its own twice
+        summary["adapters"] = {**summary["adapters"], "requests": answers.summary["adapters"]["requests"]}
     streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
     series = replace(whole.series, output_tokens_per_s=streamed)
     return RunData(answers.requests, series, answers.itl_us, whole.span_us, summary, whole.packed, whole.drafts)
@@ -229,6 +233,17 @@ def _media(datas: Sequence[RunData], makespan_us: int | None) -> Summary:
         "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
         **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
     }
+
+
+def _adapters(datas: Sequence[RunData]) -> Summary:
+    """Counts of all engines, each of which loads for itself; of different adapters, the most on any engine."""
+    parts = [data.summary["adapters"] for data in datas if "adapters" in data.summary]
+    out = _added(parts)
+    for name, counted in (("load_us_mean", "loads"), ("wait_us_mean", "requests_waited")):
+        weighted = sum(part[counted] * (part[name] or 0.0) for part in parts)
+        out[name] = round(weighted / out[counted], 1) if out[counted] else None
+    greatest = ("adapters", "load_us_max", "wait_us_p50", "wait_us_p99", "wait_us_max")
+    return out | {name: _greatest(parts, name) for name in greatest}
 
 
 def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:

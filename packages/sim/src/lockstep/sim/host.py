@@ -29,6 +29,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from simpy import Environment, Event
 
+from lockstep.core.adapters import NO_SLOT
 from lockstep.core.commands import (
     NO_ROWS,
     BatchPlan,
@@ -77,6 +78,7 @@ from lockstep.core.events import (
 )
 from lockstep.core.intake import ReceiveSkipper
 from lockstep.core.microbatches import Microbatches
+from lockstep.sim.adapters import AdapterLane
 from lockstep.sim.cache_tiers import TierLinks
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.encoder_lane import EncoderLane
@@ -325,9 +327,14 @@ class Device:
         self._decode_rows = NO_ROWS
         self._decode_token_base = NO_ROWS
         self._decode_context_tokens = 0
+        self._decode_adapters = (0, 0)  # of that decode: rows on adapters, and different adapters
+        # By row, the slot of its adapter; None: of an engine without any.
+        self.adapter_slots: Int32s | None = None
 
-    def take_row(self, row: int, turn: Turn) -> None:
+    def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT) -> None:
         """A row now belongs to this turn. Token i of its output is sampled at position prompt_tokens + i."""
+        if self.adapter_slots is not None:
+            self.adapter_slots[row] = adapter_slot
         self._token_base[row] = turn.output_first_token - turn.prompt_tokens
         self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
         if self.speculation is not None:
@@ -335,6 +342,20 @@ class Device:
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
+        if self.adapter_slots is None:
+            return self._shape_of(plan)
+        if plan.rows is self._decode_rows:
+            on_adapters = self._decode_adapters
+        else:
+            on_adapters = adapters_of(plan, self.adapter_slots[plan.rows])
+        shape = self._shape_of(plan)
+        if plan.rows is self._decode_rows:
+            self._decode_adapters = on_adapters
+        tokens, adapters = on_adapters
+        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
+
+    def _shape_of(self, plan: BatchPlan) -> BatchShape:
+        """The same, whatever rows run on."""
         if self.speculation is not None:
             return self._verify(plan, self.speculation)
         if plan.speculation is not None:
@@ -509,6 +530,7 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
         tenant=turn.tenant,
         grammar=_grammar(turn.grammar) if turn.grammar else None,
         spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
+        adapter=turn.adapter,
     )
 
 
@@ -531,6 +553,8 @@ class EngineHost:
             a turn whose length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
         grammar_compile_us: how long it takes to compile a grammar, beside the lane.
         adapter_load_us: how long an adapter takes to get to the device; loads overlap with everything.
+        adapters: those that the engine knows from its beginning, and what brings them there; then nothing takes
+            `adapter_load_us`.
         on_finish: called with the number of requests that ended, after each.
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
@@ -575,11 +599,14 @@ class EngineHost:
         exchange: RankExchange | None = None,
         witness: Witness | None = None,
         encoder: EncoderLane | None = None,
+        adapters: AdapterLane | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
         if engine.config.jumps and forcing is None:
             raise ContractError("an engine that computes forced tokens together needs to be told which are forced")
+        if adapters is not None and engine.memory.adapters is None:
+            raise ContractError("adapters need slots on the device: set max_loras")
         if engine.memory.tiers is not None and tiers is None:
             raise ContractError("an engine with cache tiers needs links to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
@@ -600,6 +627,8 @@ class EngineHost:
         self.device.speculation = speculation
         self.device.state_copy_us = state_copy_us
         self.device.notes_times = engine.microbatches is not None
+        if adapters is not None:
+            self.device.adapter_slots = np.full(engine.config.rows_max, NO_SLOT, np.int32)
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
         self.ended = 0  # requests finished or rejected
@@ -618,6 +647,7 @@ class EngineHost:
         self._grammar_compile_us = grammar_compile_us
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._adapter_load_us = adapter_load_us
+        self._adapters = adapters
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
         self._forcing = forcing if engine.config.jumps else None
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
@@ -642,6 +672,8 @@ class EngineHost:
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
         now_us = self._wake()
+        for registered in self._adapters.registrations(now_us) if self._adapters is not None else ():
+            self._fold(registered)
         while not self.stop_requested:
             if self._others_us > now_us or now_us == self._woke_us:
                 now_us = self._take_in(now_us)
@@ -816,7 +848,7 @@ class EngineHost:
         if self._skipper is not None:
             self._receives = self._skipper.due(plan.mode)
         for taken in plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
+            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id], taken.adapter_slot)
         shape = self.device.shape_of(plan)
         handed_over_us = self._spend(now_us, self.cpu.plan_us(shape), "plan")
         self.device.launch(plan, shape, handed_over_us)
@@ -876,7 +908,7 @@ class EngineHost:
             return now_us if held is not None else self._spend(now_us, self.cpu.plan_us(BatchShape()), "plan")
         self._planned = held.plan
         for taken in held.plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
+            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id], taken.adapter_slot)
         self._planned_shape = self.device.shape_of(held.plan)
         return self._spend(now_us, self.cpu.plan_us(self._planned_shape), "plan")
 
@@ -1014,8 +1046,7 @@ class EngineHost:
         elif type(command) is CompileGrammar:
             self._compiling.append((now_us + self._grammar_compile_us, command.grammar.digest))
         elif type(command) is LoadAdapter:
-            due_us, generation = now_us + self._adapter_load_us, self.engine.generation
-            self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+            self._loads.append(self._load(command, now_us))
         elif type(command) is EncodeMedia:
             if self.encoder is None:
                 raise ContractError("requests with media need an encoder, and this engine has none")
@@ -1027,6 +1058,14 @@ class EngineHost:
             held_us = self.tiers.begin(command, now_us)
             if held_us is not None:
                 self.device.hold_until(held_us)
+
+    def _load(self, command: LoadAdapter, now_us: int) -> AdapterLoaded:
+        """Begin to bring an adapter to the device; returns its answer, which comes later."""
+        generation = self.engine.generation
+        if self._adapters is not None:
+            return self._adapters.begin(command, now_us, generation)
+        due_us = now_us + self._adapter_load_us
+        return AdapterLoaded(due_us, command.adapter, command.version, generation=generation)
 
     def _count_end(self) -> None:
         self.ended += 1
@@ -1040,6 +1079,23 @@ class EngineHost:
         if stop_us > now_us:
             self.metrics.cpu_interval(now_us, stop_us, what)
         return stop_us
+
+
+def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
+    """New tokens of a plan that run on adapters, of a plan of several steps those of one; and different adapters.
+
+    Args:
+        slots: of each row, NO_SLOT for the model alone.
+    """
+    on = slots >= 0
+    if not on.any():
+        return 0, 0
+    counts = np.ones(len(slots), np.int64)
+    extending = plan.extend_rows
+    counts[:extending] = plan.stops[:extending] - plan.starts[:extending]
+    if plan.speculation is not None:
+        counts[extending:] += plan.speculation.draft_lengths
+    return int(counts[on].sum()), len(np.unique(slots[on]))
 
 
 def _state_copies(changes: HybridChanges) -> int:

@@ -33,9 +33,21 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import BatchPlan, EncodeMedia, Int32s, Int64s, LaunchBatch, Speculation, Step, StreamTokens
+from lockstep.core.commands import (
+    BatchPlan,
+    EncodeMedia,
+    Int32s,
+    Int64s,
+    LaunchBatch,
+    LoadAdapter,
+    Speculation,
+    Step,
+    StreamTokens,
+)
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
+    AdapterEvicted,
+    AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
     CompanionsEvicted,
@@ -58,6 +70,7 @@ from lockstep.core.events import (
     TokenRuns,
 )
 from lockstep.core.support import sample_label, samples_asked
+from lockstep.sim.adapter_metrics import AdapterCounts
 from lockstep.sim.media_metrics import MediaCounts
 from lockstep.sim.packed_rows import PART_ROWS, PackedRows
 from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
@@ -542,6 +555,7 @@ class MetricsFold:
         self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
         self._companions_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
+        self._adapters: AdapterCounts | None = None  # of a run in which a request ran on any
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -558,6 +572,11 @@ class MetricsFold:
             if event.spans and not any(type(decided) is RequestRejected for decided in step.decided):
                 self._media = self._media or MediaCounts()
                 self._media.arrived(event)
+            if event.adapter and not any(type(decided) is RequestRejected for decided in step.decided):
+                self._adapters = self._adapters or AdapterCounts()
+                self._adapters.requests[event.adapter] += samples_asked(event)
+        elif type(event) is AdapterLoaded and self._adapters is not None:
+            self._adapters.loaded(event)
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
@@ -572,6 +591,9 @@ class MetricsFold:
                 self._launches.append((time_us, plan.batch_id, plan.mode, plan.extend_rows, starts, plan.stops))
             elif type(command) is EncodeMedia and self._media is not None:
                 self._media.ordered(command)
+            elif type(command) is LoadAdapter:
+                self._adapters = self._adapters or AdapterCounts()
+                self._adapters.ordered(command, step.time_us)
         for decided in step.decided:
             self._learn(decided)
 
@@ -638,6 +660,8 @@ class MetricsFold:
         if self._media is not None and self._media.contents:
             summary["media"] = self._media.describe(summary["throughput"]["makespan_us"])
             encoder = self._media.table if len(self._media.intervals) else None
+        if self._adapters is not None and self._adapters.requests:
+            summary["adapters"] = self._adapters.describe()
         series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
         return RunData(requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder)
 
@@ -673,6 +697,7 @@ class MetricsFold:
                 pass  # what they say is known from arrivals and messages
             case RequestAdmitted():
                 row = self._row(decided.request_id)
+                self._went_on(decided.request_id, decided.time_us)
                 if self._admitted_us[row] < 0:  # later admissions follow a retraction
                     self._admitted_us[row] = decided.time_us
                     self._cached_tokens[row] = decided.cached_tokens
@@ -690,15 +715,24 @@ class MetricsFold:
                 self._evicted_pages[decided.reason] += decided.pages
             case AdmissionDeferred():
                 self._deferred[decided.reason] += 1
+                if decided.reason == "adapter" and self._adapters is not None:
+                    self._adapters.deferred(decided.request_id, decided.time_us)
             case DecodeSkipped():
                 self._decodes_skipped += 1
             case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:
                 self._tiers.learn(decided)
             case CompanionsEvicted():
                 self._companions_evicted[decided.kind] += decided.count
+            case AdapterEvicted() if self._adapters is not None:
+                self._adapters.evictions += 1
+
+    def _went_on(self, request_id: RequestId, time_us: int) -> None:
+        if self._adapters is not None:
+            self._adapters.went_on(request_id, time_us, is_measured=request_id >= self._warm_up)
 
     def _end(self, request_id: RequestId, time_us: int, reason: str) -> None:
         row = self._row(request_id)
+        self._went_on(request_id, time_us)
         self._ended_us[row] = time_us
         self._finish_codes[row] = self._finish_reasons[reason]
         del self._row_of[request_id]

@@ -157,6 +157,8 @@ def _facts_table(summary: Summary) -> Table:
         _add_tiers(table, cache)
     if "media" in summary:
         _add_media(table, summary["media"])
+    if "adapters" in summary:
+        _add_adapters(table, summary["adapters"])
     if "pipeline" in device:
         pipeline = device["pipeline"]
         idle = (
@@ -183,6 +185,16 @@ def _add_media(table: Table, media: Summary) -> None:
     table.add_row("encoder busy", show_share(media["encoder_busy_fraction"]), did)
     waits = f"p50, of {media['requests_waited']:,} requests; p99 {show_us(media['wait_us_p99'])}"
     table.add_row("waited for media", show_us(media["wait_us_p50"]), waits)
+
+
+def _add_adapters(table: Table, adapters: Summary) -> None:
+    """What was loaded, and who waited for it."""
+    table.add_section()
+    table.add_row("adapters", f"{adapters['adapters']:,}", f"different ones, of {adapters['requests']:,} requests")
+    took = f"{show_us(adapters['load_us_mean'])} on average; {adapters['evictions']:,} evicted"
+    table.add_row("adapter loads", f"{adapters['loads']:,}", took)
+    waits = f"p50, of {adapters['requests_waited']:,} requests; p99 {show_us(adapters['wait_us_p99'])}"
+    table.add_row("waited for adapters", show_us(adapters["wait_us_p50"]), waits)
 
 
 def _add_tiers(table: Table, cache: Summary) -> None:

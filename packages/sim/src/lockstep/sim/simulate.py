@@ -41,6 +41,19 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.host.adapters import LORAS
+from lockstep.sim.adapters import (
+    ALL_TARGETS,
+    AdapterLane,
+    adapter_link,
+    adapters_in,
+    check_adapters,
+    describe_adapters,
+    describe_loads,
+    lora_of,
+    parse_adapters,
+    with_adapters,
+)
 from lockstep.sim.cache_tiers import PageBytes, TierLinks
 from lockstep.sim.catalogue import load_calibration, load_encoders, load_gpu, load_model
 from lockstep.sim.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
@@ -59,6 +72,7 @@ from lockstep.sim.cost import (
 )
 from lockstep.sim.cost.encoder import Encoders
 from lockstep.sim.cost.expert_balance import spread_of
+from lockstep.sim.cost.lora import LORA_RANK, LoraSpec, check_targets, slot_bytes
 from lockstep.sim.cost.models import Fp8Activations, check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
@@ -149,6 +163,9 @@ class Scenario:
     media: str | None = None  # images, videos and sounds that turns bring; see media.py; None: none
     mm_encoder_tp_mode: str = "weights"  # or data: how encoders are laid out over the tp GPUs
     encoder_gpus: int = 0  # of the encoder's own; 0: those of the engine
+    adapters: str | None = None  # which requests run on which LoRA adapters; see adapters.py; None: on none
+    max_lora_rank: int = LORA_RANK  # which slots have room for
+    lora_targets: str = ALL_TARGETS  # matrices that slots have room for, with commas
     rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
     @property
@@ -194,6 +211,9 @@ class Scenario:
             "media",
             "mm_encoder_tp_mode",
             "encoder_gpus",
+            "adapters",
+            "max_lora_rank",
+            "lora_targets",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
@@ -290,6 +310,7 @@ class Setup:
     drafting: Drafting | None = None  # where drafts are verified
     forcing: Forcing | None = None  # where tokens that grammars force are computed together
     encoding: Encoding | None = None  # where requests have media
+    lora: LoraSpec | None = None  # where requests run on adapters
 
     @property
     def title(self) -> str:
@@ -311,6 +332,21 @@ class Setup:
     def tier_links(self) -> TierLinks | None:
         """Fresh lanes to the tiers below the device; None if there are none."""
         return TierLinks(self.tiers, self._page_bytes, self.gpu) if self.tiers.host_cache_gb else None
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot for adapters weighs on one GPU, of the stage that has most; 0 where no request runs on any."""
+        if self.lora is None:
+            return 0
+        one = replace(self.split, pp=1)
+        return max(slot_bytes(stage.model, one, self.lora) for stage in stages_of(self.model, self.split))
+
+    def adapter_lane(self, tiers: TierLinks | None) -> AdapterLane | None:
+        """What brings adapters to one engine, over its cache tiers' link; None if no request runs on any."""
+        if self.lora is None:
+            return None
+        link = adapter_link(self.gpu) if tiers is None else tiers.up
+        return AdapterLane(adapters_in(self.workload.turns), self.slot_bytes, link)
 
     @property
     def state_copy_us(self) -> float:
@@ -350,6 +386,11 @@ class Setup:
         lines += self._layout_doubts()
         if self.encoding is not None:
             lines += self.encoding.doubts(self.config)
+        if self.lora is not None:
+            lines.append(
+                "adapters: their products are uncalibrated; passes with any are launched kernel by kernel, as in this "
+                "runtime, where others may replay CUDA graphs"
+            )
         depth = self.config.overlap_depth
         more = self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split, has_intervals=has_intervals)
         return lines + more
@@ -406,6 +447,7 @@ class Setup:
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
                 **({} if self.scenario.media is None else {"media": self.scenario.media}),
+                **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
             },
         )
 
@@ -437,8 +479,21 @@ class Setup:
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
             **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
             **({} if self.encoding is None else {"media": self.encoding.describe()}),
+            **({} if self.lora is None else {"adapters": self._describe_adapters(self.lora)}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
             **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
+        }
+
+    def _describe_adapters(self, lora: LoraSpec) -> dict[str, Any]:
+        """Room for adapters, and what a load takes."""
+        names = adapters_in(self.workload.turns)
+        return {
+            "asked": self.scenario.adapters,
+            "adapters": len(names),
+            "max_loras": lora.slots,
+            "max_lora_rank": lora.rank,
+            "lora_targets": list(lora.targets),
+            **describe_loads(self.slot_bytes, self.gpu),
         }
 
 
@@ -472,6 +527,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     check_encoding(scenario)
+    check_adapters(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
@@ -485,6 +541,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         kv_dtype=scenario.kv_dtype,
         fp8_activations=scenario.fp8_activations,
         operators=None if scenario.operators is None else Path(scenario.operators),
+        lora=lora_of(scenario, config),
     )
     calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
     cost = calibration.cost_model(base)
@@ -504,6 +561,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         drafting=_drafting(scenario, config, model, gpu, cost, calibration),
         forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
         encoding=Encoding.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
+        lora=lora_of(scenario, config),
     )
 
 
@@ -612,6 +670,8 @@ def open_load(scenario: Scenario) -> Workload:
     )
     if scenario.media is not None:
         workload = _with_media(workload, scenario, scenario.media)
+    if scenario.adapters is not None:
+        workload = _with_adapters(workload, scenario, scenario.adapters)
     if not closed:
         return workload
     # When its requests would come by the clock is not asked of a closed loop.
@@ -628,6 +688,13 @@ def _with_media(workload: Workload, scenario: Scenario, media: str) -> Workload:
     for kind in {content.kind for content in turns.media.contents().values()}:
         encoders.tower(kind)  # raises for a kind that the model does not take
     notes = (*workload.notes, describe_media(turns.media, len(turns)))
+    return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
+
+
+def _with_adapters(workload: Workload, scenario: Scenario, adapters: str) -> Workload:
+    """The same with what each request runs on. Raises ConfigError."""
+    turns = with_adapters(workload.turns, parse_adapters(adapters), seed=scenario.seed)
+    notes = (*workload.notes, describe_adapters(turns))
     return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
 
 
@@ -682,12 +749,17 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         check_hybrid(model)
     if given.get("pp_size", 1) != 1 and "overlap_depth" not in scenario.settings:
         given["overlap_depth"] = 0  # microbatches overlap with each other
+    if scenario.adapters is not None:
+        given.setdefault("max_loras", LORAS)
     if scenario.rank_schedulers:
         check_ranks(scenario)
         given = settings_of_rank(given, split.attention_dp)
     config = SchedConfig(**given)
     check_stages(scenario, config)
     check_drafting(scenario, config)
+    lora = lora_of(scenario, config)
+    if lora is not None:
+        check_targets(model, split, lora)
     if scenario.media is not None and config.hands_over:
         raise ConfigError(
             f"`media` is `{scenario.media}`, but `role` is {config.role}: media are not simulated where prefill and "
@@ -742,6 +814,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
         sampled_rows=config.max_running_requests,
         state_rows=0 if shares.on else config.max_running_requests,
+        lora=lora_of(scenario, config),
     )
     if scenario.media is not None:
         kv = beside_encoder(kv, scenario, gpu, config)
@@ -953,6 +1026,7 @@ def host_of(
         metrics = MetricsFold(
             kv_pages=setup.config.pages, warm_up=scenario.warm_up, host_page_bytes=setup.host_page_bytes
         )
+    tiers = setup.tier_links()
     frontend_us = round(setup.calibration.correction.frontend_us)
     sink: MetricsSink = metrics if tells is None else tells(metrics)
     host = EngineHost(
@@ -975,12 +1049,13 @@ def host_of(
         device_type=device_type or device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
         forcing=setup.forcing,
-        tiers=setup.tier_links(),
+        tiers=tiers,
         state_copy_us=setup.state_copy_us,
         port=port,
         exchange=exchange,
         witness=witness,
         encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
+        adapters=setup.adapter_lane(tiers),
     )
     return host, metrics
 

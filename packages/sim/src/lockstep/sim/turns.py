@@ -53,6 +53,7 @@ class Turn:
     think_us: int = 0
     grammar: str = ""  # name of the grammar its output must follow; none by default
     media: tuple[TurnMedia, ...] = ()  # whose placeholders are in the prompt, by position
+    adapter: str = ""  # name of the one that it runs on; none: the model alone
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +81,8 @@ class Turns(Sequence[Turn]):
     tenants: tuple[str, ...]
     grammars: tuple[str, ...]
     media: MediaColumns | None = None  # None: no turn has any
+    adapter: Int32s | None = None  # into `adapters`; None: no turn runs on any
+    adapters: tuple[str, ...] = ("",)
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -170,7 +173,7 @@ class Turns(Sequence[Turn]):
 
     def _made(self, rows: Int64s) -> Iterator[Turn]:
         """Make the turns of `rows`, a block at a time."""
-        tenants, grammars = self.tenants, self.grammars
+        tenants, grammars, adapters = self.tenants, self.grammars, self.adapters
         size = 16  # grows: who wants one turn does not pay for a block
         start = 0
         while start < len(rows):
@@ -191,6 +194,9 @@ class Turns(Sequence[Turn]):
                 self.think_us[block].tolist(),
                 [grammars[code] for code in self.grammar[block].tolist()],
                 self.media.of(block) if self.media is not None else [()] * len(block),
+                [""] * len(block)
+                if self.adapter is None
+                else [adapters[code] for code in self.adapter[block].tolist()],
             )
 
     # --- other turns out of these

@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 
 from lockstep.core.router import RouterConfig
+from lockstep.sim.adapters import ALL_TARGETS
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, parse_scaling, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
+from lockstep.sim.cost.lora import LORA_RANK
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.data_parallel import RankCluster
@@ -84,6 +86,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     link_latency_us: int | msgspec.UnsetType = msgspec.UNSET
     media: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_media` reads it; unset: none
     mm_encoder_tp_mode: str | msgspec.UnsetType = msgspec.UNSET
+    adapters: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_adapters` reads it; unset: no request runs on any
+    max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
+    lora_targets: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def key(self) -> str:
@@ -140,6 +145,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             rank_schedulers=self.rank_schedulers is True,
             media=None if self.media is msgspec.UNSET else self.media,
             mm_encoder_tp_mode=self._encoder_tp_mode,
+            adapters=None if self.adapters is msgspec.UNSET else self.adapters,
+            max_lora_rank=LORA_RANK if self.max_lora_rank is msgspec.UNSET else self.max_lora_rank,
+            lora_targets=ALL_TARGETS if self.lora_targets is msgspec.UNSET else self.lora_targets,
         )
         split = self.split
         scenario = ClusterScenario(
@@ -217,7 +225,7 @@ def simulate_trial(trial: Trial) -> ClusterRun:
 
 @lru_cache(maxsize=4)
 def _workload(key: tuple[Any, ...]) -> Workload:
-    source, seed, rate, closed, limit, skip_bad_rows, model, media = key
+    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters = key
     scenario = Scenario(
         model=model,
         gpu="",
@@ -228,6 +236,7 @@ def _workload(key: tuple[Any, ...]) -> Workload:
         limit=limit,
         skip_bad_rows=skip_bad_rows,
         media=media,
+        adapters=adapters,
     )
     return open_load(scenario)
 
@@ -240,7 +249,8 @@ def _workload_of(trial: Trial) -> Workload:
     closed = trial.concurrency is not None
     limit = None if closed else trial.limit
     media = (trial.model, trial.media) if isinstance(trial.media, str) else ("", None)  # prompts grow by the model
-    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media))
+    adapters = None if trial.adapters is msgspec.UNSET else trial.adapters
+    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media, adapters))
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:
