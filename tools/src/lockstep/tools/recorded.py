@@ -27,6 +27,8 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestArrived, RequestFinished, RequestId, RequestRejected, TokenDigest, TokenRuns
 from lockstep.core.radix import RadixCache
 from lockstep.core.requests import prompt_bytes
+from lockstep.core.support import samples_asked
+from lockstep.sim.samples import with_counts
 from lockstep.sim.token_runs import append_run
 from lockstep.sim.turns import Turns, TurnsBuilder, WorkloadError
 from lockstep.sim.workload import Workload, workload_digest
@@ -77,6 +79,9 @@ def journal_workload(run: Path) -> Workload:
             grammar=event.grammar.source if event.grammar is not None else "",
         )
     turns = _on_adapters(builder.build(), [one.arrived.adapter for one in asked])
+    samples = np.array([samples_asked(one.arrived) for one in asked], np.int32)
+    if (samples > 1).any():
+        turns = with_counts(turns, samples)
     turned = sum(leader >= 0 for leader in after)
     if turned:
         notes.append(
@@ -127,9 +132,6 @@ def _left_out(asked: Sequence[Asked]) -> list[str]:
         for name in ("priority", "session", "spans", "deadline_us", "finish_by_us", "stop_texts")
         if getattr(one.arrived, name) not in (None, "", ())
     )
-    samples = sum(one.arrived.parallel_samples > 1 for one in asked)
-    if samples:
-        counts["parallel_samples"] = samples
     for name, count in counts.items():
         notes.append(f"`{name}` of {count:,} requests is not simulated")
     cut = sum(one.reason in ("cancelled", "timeout", "error", "") for one in asked)

@@ -387,6 +387,11 @@ def adapter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+samples_option = click.option(
+    "--samples", metavar="SPEC", help="answers that requests ask for (n, best_of): 4, or 0.3x2..8 of 0.3 of them"
+)
+
+
 # One row per setting of what lies beside and below the pages: (field of HostTiers or HybridShares, type, help).
 TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("host_cache_gb", click.FLOAT, "host memory for an engine's KV, in gigabytes; 0: none"),
@@ -469,6 +474,7 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @drafting_options
 @media_options(gpus=True)
 @adapter_options
+@samples_option
 @tier_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")

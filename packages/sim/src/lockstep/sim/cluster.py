@@ -413,6 +413,11 @@ def assemble_cluster(
         raise ConfigError(f"`{name}` must be from 1 to {REPLICAS_MAX}, got `{count}`")
     _check_options(scenario, groups, count)
     base = scenario.base
+    if base.samples is not None and scenario.dispatch is not None:
+        raise ConfigError(
+            f"`samples` is `{base.samples}`, but requests may wait at the router (`admission`): several answers of "
+            "those are not simulated\nhint: leave out one of the two"
+        )
     setups: list[Setup] = []
     tps = [base.tp if group.tp is None else group.tp for group in groups]
     for group, tp in zip(groups, tps, strict=True):
@@ -991,7 +996,7 @@ class Cluster:
             del self._sent_turns[request_id]
             request_id = self.sent[request_id]
         turn = self.arrivals.open_turns[request_id]  # which it leaves now
-        heappush(self._ended, (seen_us, engine, request_id, turn.output_tokens if answered else 0))
+        heappush(self._ended, (seen_us, engine, request_id, turn.samples * turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
         else:

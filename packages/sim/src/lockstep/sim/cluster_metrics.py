@@ -92,6 +92,8 @@ def combine(
     encoder = _encoder(datas)
     if any("media" in data.summary for data in datas):
         summary["media"] = _media(datas, makespan_us)
+    if any("samples" in data.summary for data in datas):
+        summary["samples"] = _samples(datas)
     if any("adapters" in data.summary for data in datas):
         summary["adapters"] = _adapters(datas)
     return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
@@ -233,6 +235,15 @@ def _media(datas: Sequence[RunData], makespan_us: int | None) -> Summary:
         "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
         **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
     }
+
+
+def _samples(datas: Sequence[RunData]) -> Summary:
+    """Counts of all engines; the mean weighted by who completed, and the greatest of the percentiles."""
+    parts = [data.summary["samples"] for data in datas if "samples" in data.summary]
+    out = _added(parts)
+    weighted = sum(part["requests_completed"] * (part["e2e_us_mean"] or 0.0) for part in parts)
+    out["e2e_us_mean"] = round(weighted / out["requests_completed"], 1) if out["requests_completed"] else None
+    return out | {name: _greatest(parts, name) for name in out if "_us_p" in name}
 
 
 def _adapters(datas: Sequence[RunData]) -> Summary:

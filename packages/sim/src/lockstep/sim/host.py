@@ -44,6 +44,7 @@ from lockstep.core.commands import (
     LoadAdapter,
     ProposeBatch,
     RejectRequest,
+    RowTaken,
     SampleBatch,
     StartTransfer,
     Step,
@@ -83,6 +84,7 @@ from lockstep.sim.cache_tiers import TierLinks
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.encoder_lane import EncoderLane
 from lockstep.sim.forcing import ForcedRuns, Forcing
+from lockstep.sim.samples import OpenSamples, sample_first_token
 from lockstep.sim.speculation import Speculation
 from lockstep.sim.token_runs import TOKEN_IDS
 from lockstep.sim.turns import Turn, Turns
@@ -91,6 +93,7 @@ EOS_TOKEN_ID = TOKEN_IDS - 1
 """What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
 
 NEVER_US = 2**62
+OTHER_LUCK = 2**40  # added to a turn's index for each further sample: its drafts are right by another draw
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
@@ -218,7 +221,7 @@ class Arrivals:
         self._cancel_after_us = cancel_after_us or {}
         self._cancels: list[tuple[int, RequestId]] = []  # heap
         self.expected = len(turns)
-        self.arrived = 0  # also the next request id
+        self.arrived = 0  # each sample as one; also the next request id
         self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
         self.next_us = NEVER_US  # the next arrival or cancel
         self._look_ahead()
@@ -250,7 +253,7 @@ class Arrivals:
         else:
             turn = heappop(self._thinking)[2]
         request_id = self.arrived
-        self.arrived += 1
+        self.arrived += turn.samples
         self.open_turns[request_id] = turn
         if turn.index in self._cancel_after_us:
             heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
@@ -331,14 +334,14 @@ class Device:
         # By row, the slot of its adapter; None: of an engine without any.
         self.adapter_slots: Int32s | None = None
 
-    def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT) -> None:
-        """A row now belongs to this turn. Token i of its output is sampled at position prompt_tokens + i."""
+    def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT, sample: int = 0) -> None:
+        """A row now belongs to this answer of a turn, whose token i is sampled at position prompt_tokens + i."""
         if self.adapter_slots is not None:
             self.adapter_slots[row] = adapter_slot
-        self._token_base[row] = turn.output_first_token - turn.prompt_tokens
+        self._token_base[row] = sample_first_token(turn, sample) - turn.prompt_tokens
         self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
         if self.speculation is not None:
-            self.speculation.take_row(row, turn.index)
+            self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
@@ -531,6 +534,7 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
         grammar=_grammar(turn.grammar) if turn.grammar else None,
         spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
         adapter=turn.adapter,
+        parallel_samples=turn.samples,
     )
 
 
@@ -653,6 +657,7 @@ class EngineHost:
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
         self.tiers = tiers
         self.encoder = encoder
+        self._samples = OpenSamples()
         self._awaiting: dict[RequestId, int] = {}  # media: since when
         self._held = 0  # requests that the engine held when it was looked at who still awaits any
         self.wake_at_us: int | None = None
@@ -765,6 +770,8 @@ class EngineHost:
 
     def _arrive(self, now_us: int) -> int:
         event = self.arrivals.take(self._max_new_tokens)
+        if type(event) is RequestArrived and event.parallel_samples > 1:
+            self._samples.arrived(event.request_id, event.parallel_samples)
         if self._skipper is None:
             step = self._fold(event)
         else:  # a fact when the lane has looked; its client has waited since it came
@@ -848,7 +855,7 @@ class EngineHost:
         if self._skipper is not None:
             self._receives = self._skipper.due(plan.mode)
         for taken in plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id], taken.adapter_slot)
+            self._take_row(taken)
         shape = self.device.shape_of(plan)
         handed_over_us = self._spend(now_us, self.cpu.plan_us(shape), "plan")
         self.device.launch(plan, shape, handed_over_us)
@@ -908,7 +915,7 @@ class EngineHost:
             return now_us if held is not None else self._spend(now_us, self.cpu.plan_us(BatchShape()), "plan")
         self._planned = held.plan
         for taken in held.plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id], taken.adapter_slot)
+            self._take_row(taken)
         self._planned_shape = self.device.shape_of(held.plan)
         return self._spend(now_us, self.cpu.plan_us(self._planned_shape), "plan")
 
@@ -1034,13 +1041,10 @@ class EngineHost:
     def _perform(self, command: Command, now_us: int) -> None:
         """Do what the host itself has to do: tell where requests come from of an end, compile, load."""
         if type(command) is FinishRequest:
-            if command.reason != "cancelled":
-                self.arrivals.answered(command.request_id, now_us)
-            else:
-                self.arrivals.broke_off(command.request_id, now_us)
+            self._tell_end(command.request_id, now_us, answered=command.reason != "cancelled")
             self._count_end()
         elif type(command) is RejectRequest:
-            self.arrivals.broke_off(command.request_id, now_us)
+            self._tell_end(command.request_id, now_us, answered=False)
             self.rejected[command.reason] += 1
             self._count_end()
         elif type(command) is CompileGrammar:
@@ -1058,6 +1062,23 @@ class EngineHost:
             held_us = self.tiers.begin(command, now_us)
             if held_us is not None:
                 self.device.hold_until(held_us)
+
+    def _tell_end(self, request_id: RequestId, now_us: int, *, answered: bool) -> None:
+        """Tell where a request came from of its end, which is that of its last sample."""
+        ended = self._samples.ended(request_id, answered=answered)
+        if ended is None:
+            return
+        first, whole = ended
+        if whole:
+            self.arrivals.answered(first, now_us)
+        else:
+            self.arrivals.broke_off(first, now_us)
+
+    def _take_row(self, taken: RowTaken) -> None:
+        """Tell the device whose a row is now."""
+        first = self._samples.first_of(taken.request_id)
+        turn = self.arrivals.open_turns[first]
+        self.device.take_row(taken.row, turn, taken.adapter_slot, taken.request_id - first)
 
     def _load(self, command: LoadAdapter, now_us: int) -> AdapterLoaded:
         """Begin to bring an adapter to the device; returns its answer, which comes later."""

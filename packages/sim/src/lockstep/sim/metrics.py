@@ -73,6 +73,7 @@ from lockstep.core.support import sample_label, samples_asked
 from lockstep.sim.adapter_metrics import AdapterCounts
 from lockstep.sim.media_metrics import MediaCounts
 from lockstep.sim.packed_rows import PART_ROWS, PackedRows
+from lockstep.sim.samples import measure_samples
 from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
 
 Float64s = NDArray[np.float64]
@@ -555,6 +556,7 @@ class MetricsFold:
         self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
         self._companions_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
+        self._sampled: list[tuple[int, int]] = []  # of requests with several samples: the first row, and how many
         self._adapters: AdapterCounts | None = None  # of a run in which a request ran on any
 
     def observe(self, event: Observed, step: Step) -> None:
@@ -567,6 +569,8 @@ class MetricsFold:
             if event.accepted and self._drafts is not None:
                 self._drafts.verified(event)
         elif type(event) is RequestArrived:
+            if event.parallel_samples > 1 and event.request_id >= self._warm_up:
+                self._sampled.append((len(self._request_ids), samples_asked(event)))
             for sample in range(samples_asked(event)):  # each is a request
                 self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
             if event.spans and not any(type(decided) is RequestRejected for decided in step.decided):
@@ -660,6 +664,8 @@ class MetricsFold:
         if self._media is not None and self._media.contents:
             summary["media"] = self._media.describe(summary["throughput"]["makespan_us"])
             encoder = self._media.table if len(self._media.intervals) else None
+        if self._sampled:
+            summary["samples"] = self._describe_samples()
         if self._adapters is not None and self._adapters.requests:
             summary["adapters"] = self._adapters.describe()
         series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
@@ -925,6 +931,11 @@ class MetricsFold:
                 beyond |= is_open & (waited_us > slo.bound_us)
             counts.append(int(beyond.sum()) + failed)
         return counts
+
+    def _describe_samples(self) -> Summary:
+        whole = self._requests()
+        first_us = np.array(self._first_message_us, np.int64)
+        return measure_samples(self._sampled, whole.arrival_us, first_us, whole.ended_us, whole.completed)
 
     def _measured_requests(self) -> Requests:
         """Those behind the warm-up."""

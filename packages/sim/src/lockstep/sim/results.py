@@ -157,6 +157,13 @@ def _facts_table(summary: Summary) -> Table:
         _add_tiers(table, cache)
     if "media" in summary:
         _add_media(table, summary["media"])
+    if "samples" in summary:
+        samples = summary["samples"]
+        table.add_section()
+        asked = f"answers, of {samples['requests']:,} requests with several"
+        table.add_row("samples", f"{samples['samples']:,}", asked)
+        first = f"p50, from arrival to the last of them; p99 {show_us(samples['e2e_us_p99'])}"
+        table.add_row("all answers", show_us(samples["e2e_us_p50"]), first)
     if "adapters" in summary:
         _add_adapters(table, summary["adapters"])
     if "pipeline" in device:

@@ -99,6 +99,7 @@ from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
+from lockstep.sim.samples import describe_samples, parse_samples, with_samples
 from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
@@ -165,6 +166,7 @@ class Scenario:
     encoder_gpus: int = 0  # of the encoder's own; 0: those of the engine
     adapters: str | None = None  # which requests run on which LoRA adapters; see adapters.py; None: on none
     max_lora_rank: int = LORA_RANK  # which slots have room for
+    samples: str | None = None  # answers that requests ask for; see samples.py; None: one each
     lora_targets: str = ALL_TARGETS  # matrices that slots have room for, with commas
     rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
@@ -214,6 +216,7 @@ class Scenario:
             "adapters",
             "max_lora_rank",
             "lora_targets",
+            "samples",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
@@ -447,6 +450,7 @@ class Setup:
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
                 **({} if self.scenario.media is None else {"media": self.scenario.media}),
+                **({} if self.scenario.samples is None else {"samples": self.scenario.samples}),
                 **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
             },
         )
@@ -479,6 +483,7 @@ class Setup:
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
             **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
             **({} if self.encoding is None else {"media": self.encoding.describe()}),
+            **({} if scenario.samples is None else {"samples": scenario.samples}),
             **({} if self.lora is None else {"adapters": self._describe_adapters(self.lora)}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
             **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
@@ -528,6 +533,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     check_encoding(scenario)
     check_adapters(scenario)
+    check_samples(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
@@ -672,6 +678,10 @@ def open_load(scenario: Scenario) -> Workload:
         workload = _with_media(workload, scenario, scenario.media)
     if scenario.adapters is not None:
         workload = _with_adapters(workload, scenario, scenario.adapters)
+    if scenario.samples is not None:
+        turns = with_samples(workload.turns, parse_samples(scenario.samples), seed=scenario.seed)
+        notes = (*workload.notes, describe_samples(turns))
+        workload = replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
     if not closed:
         return workload
     # When its requests would come by the clock is not asked of a closed loop.
@@ -689,6 +699,19 @@ def _with_media(workload: Workload, scenario: Scenario, media: str) -> Workload:
         encoders.tower(kind)  # raises for a kind that the model does not take
     notes = (*workload.notes, describe_media(turns.media, len(turns)))
     return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
+
+
+def check_samples(scenario: Scenario) -> None:
+    """Raise ConfigError for what cannot be read, or is not simulated together."""
+    if scenario.samples is None:
+        return
+    parse_samples(scenario.samples)
+    for what, value in (("rank_schedulers", scenario.rank_schedulers), ("role", scenario.settings.get("role"))):
+        if value and value != "mixed":
+            raise ConfigError(
+                f"`samples` is `{scenario.samples}`, but `{what}` is {'on' if value is True else value}: several "
+                "answers are simulated where engines do all of a request themselves\nhint: leave out one of the two"
+            )
 
 
 def _with_adapters(workload: Workload, scenario: Scenario, adapters: str) -> Workload:

@@ -137,6 +137,7 @@ class _Metrics(Struct):
     router: _Router | UnsetType = UNSET
     balance: Group | UnsetType = UNSET
     adapters: Group | UnsetType = UNSET
+    samples: Group | UnsetType = UNSET
     engines: list[dict[str, Any]] | UnsetType = UNSET
 
 

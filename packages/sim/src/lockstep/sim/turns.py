@@ -54,6 +54,8 @@ class Turn:
     grammar: str = ""  # name of the grammar its output must follow; none by default
     media: tuple[TurnMedia, ...] = ()  # whose placeholders are in the prompt, by position
     adapter: str = ""  # name of the one that it runs on; none: the model alone
+    samples: int = 1  # answers that it asks for, each of `output_tokens`; see samples.py
+    samples_first_token: int = 0  # of the second; the others follow it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +85,8 @@ class Turns(Sequence[Turn]):
     media: MediaColumns | None = None  # None: no turn has any
     adapter: Int32s | None = None  # into `adapters`; None: no turn runs on any
     adapters: tuple[str, ...] = ("",)
+    samples: Int32s | None = None  # None: each turn asks for one
+    samples_first_token: Int32s | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -197,6 +201,8 @@ class Turns(Sequence[Turn]):
                 [""] * len(block)
                 if self.adapter is None
                 else [adapters[code] for code in self.adapter[block].tolist()],
+                [1] * len(block) if self.samples is None else self.samples[block].tolist(),
+                [0] * len(block) if self.samples_first_token is None else self.samples_first_token[block].tolist(),
             )
 
     # --- other turns out of these

@@ -24,6 +24,7 @@ from lockstep.sim.cli import (
     media_options,
     parallel_options,
     refusals,
+    samples_option,
     scheduler_options,
     tier_options,
 )
@@ -84,6 +85,7 @@ EXIT_NONE_FOUND = 3
 @drafting_options
 @media_options(gpus=False)
 @adapter_options
+@samples_option
 @tier_options
 @scheduler_options
 def plan(
@@ -152,7 +154,12 @@ def plan(
         options = {
             name: value for name, value in options.items() if value is not None or name not in (*LINK_KEYS, ROWS_KEY)
         }
-        usual = {"media": None, "mm_encoder_tp_mode": "weights", **USUAL}  # nothing is said of what was not asked for
+        usual = {
+            "media": None,
+            "mm_encoder_tp_mode": "weights",
+            **USUAL,
+            "samples": None,
+        }  # nothing is said of what was not asked for
         options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
         bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)

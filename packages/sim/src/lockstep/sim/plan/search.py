@@ -219,6 +219,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             skip_bad_rows=bool(question.common.get("skip_bad_rows", False)),
             media=question.common.get("media"),
             adapters=question.common.get("adapters"),
+            samples=question.common.get("samples"),
         )
     )
     if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:

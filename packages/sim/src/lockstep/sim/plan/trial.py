@@ -88,6 +88,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     mm_encoder_tp_mode: str | msgspec.UnsetType = msgspec.UNSET
     adapters: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_adapters` reads it; unset: no request runs on any
     max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
+    samples: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_samples` reads it; unset: one answer each
     lora_targets: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -145,6 +146,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             rank_schedulers=self.rank_schedulers is True,
             media=None if self.media is msgspec.UNSET else self.media,
             mm_encoder_tp_mode=self._encoder_tp_mode,
+            samples=None if self.samples is msgspec.UNSET else self.samples,
             adapters=None if self.adapters is msgspec.UNSET else self.adapters,
             max_lora_rank=LORA_RANK if self.max_lora_rank is msgspec.UNSET else self.max_lora_rank,
             lora_targets=ALL_TARGETS if self.lora_targets is msgspec.UNSET else self.lora_targets,
@@ -219,13 +221,15 @@ def simulate_trial(trial: Trial) -> ClusterRun:
     if trial.factor != 1.0:
         setup = setup.slowed(trial.factor)
     requests = len(setup.workload.turns) if trial.concurrency is None or trial.limit is None else trial.limit
+    if (samples := setup.workload.turns.samples) is not None:  # each is late by itself
+        requests = int(samples.sum()) if trial.concurrency is None else requests * int(samples.max())
     lateness = Lateness(setup.scenario.base.slos, requests - trial.warm_up) if trial.give_up else None
     return simulate_cluster(setup, give_up=lateness)
 
 
 @lru_cache(maxsize=4)
 def _workload(key: tuple[Any, ...]) -> Workload:
-    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters = key
+    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters, samples = key
     scenario = Scenario(
         model=model,
         gpu="",
@@ -237,6 +241,7 @@ def _workload(key: tuple[Any, ...]) -> Workload:
         skip_bad_rows=skip_bad_rows,
         media=media,
         adapters=adapters,
+        samples=samples,
     )
     return open_load(scenario)
 
@@ -250,7 +255,9 @@ def _workload_of(trial: Trial) -> Workload:
     limit = None if closed else trial.limit
     media = (trial.model, trial.media) if isinstance(trial.media, str) else ("", None)  # prompts grow by the model
     adapters = None if trial.adapters is msgspec.UNSET else trial.adapters
-    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media, adapters))
+    samples = None if trial.samples is msgspec.UNSET else trial.samples
+    key = trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media, adapters, samples
+    return _workload(key)
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:
