@@ -392,6 +392,11 @@ samples_option = click.option(
 )
 
 
+server_sessions_option = click.option(
+    "--server-sessions", is_flag=True, help="turns are of sessions that the server keeps: they bring what is new only"
+)
+
+
 # One row per setting of what lies beside and below the pages: (field of HostTiers or HybridShares, type, help).
 TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("host_cache_gb", click.FLOAT, "host memory for an engine's KV, in gigabytes; 0: none"),
@@ -475,6 +480,7 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @media_options(gpus=True)
 @adapter_options
 @samples_option
+@server_sessions_option
 @tier_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")

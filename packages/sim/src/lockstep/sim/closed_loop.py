@@ -106,7 +106,7 @@ class ConcurrentSessions:
     def _send_later(self, time_us: int, number: int, copy: int, row: int, *, opens: bool) -> None:
         turn = self._turns[row]
         shift = (copy % self._copies) * self._stride
-        if shift or copy or opens:
+        if shift or copy or opens or turn.session:
             first_tokens = (token + shift for token in turn.prompt[::2])
             turn = replace(
                 turn,
@@ -115,6 +115,8 @@ class ConcurrentSessions:
                 output_first_token=turn.output_first_token + shift,
                 samples_first_token=turn.samples_first_token + shift,
                 label=f"{turn.label}#{copy + 1}" if copy else turn.label,
+                session=f"{turn.session}#{number}" if turn.session else "",
+                session_kept=0 if opens else turn.session_kept,
                 after=None if opens or turn.after is None else turn.after + copy * len(self._turns),
             )
         self._copy_of[number] = copy

@@ -413,6 +413,12 @@ def assemble_cluster(
         raise ConfigError(f"`{name}` must be from 1 to {REPLICAS_MAX}, got `{count}`")
     _check_options(scenario, groups, count)
     base = scenario.base
+    sticky = scenario.router.policy == "session_sticky" and scenario.scaling is None
+    if base.server_sessions and count > 1 and not sticky:
+        raise ConfigError(
+            f"`server_sessions` is on, and {count} engines are behind `{scenario.router.policy}`: a turn has to come "
+            "where its session is\nhint: --router session_sticky without --autoscale, or one engine"
+        )
     if base.samples is not None and scenario.dispatch is not None:
         raise ConfigError(
             f"`samples` is `{base.samples}`, but requests may wait at the router (`admission`): several answers of "

@@ -92,6 +92,8 @@ def combine(
     encoder = _encoder(datas)
     if any("media" in data.summary for data in datas):
         summary["media"] = _media(datas, makespan_us)
+    if any("sessions" in data.summary for data in datas):
+        summary["sessions"] = _sessions(datas)
     if any("samples" in data.summary for data in datas):
         summary["samples"] = _samples(datas)
     if any("adapters" in data.summary for data in datas):
@@ -235,6 +237,15 @@ def _media(datas: Sequence[RunData], makespan_us: int | None) -> Summary:
         "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
         **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
     }
+
+
+def _sessions(datas: Sequence[RunData]) -> Summary:
+    """Counts and pages of all engines; of shares the mean, and the greatest."""
+    parts = [data.summary["sessions"] for data in datas if "sessions" in data.summary]
+    out = _added(parts)
+    held = [part["held_share_mean"] for part in parts if part["held_share_mean"] is not None]
+    out["held_share_mean"] = round(sum(held) / len(datas), 6) if held else None
+    return out | {"held_share_max": _greatest(parts, "held_share_max")}
 
 
 def _samples(datas: Sequence[RunData]) -> Summary:

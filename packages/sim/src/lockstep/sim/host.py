@@ -85,8 +85,9 @@ from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.encoder_lane import EncoderLane
 from lockstep.sim.forcing import ForcedRuns, Forcing
 from lockstep.sim.samples import OpenSamples, sample_first_token
+from lockstep.sim.server_sessions import Conversations, changes_holding
 from lockstep.sim.speculation import Speculation
-from lockstep.sim.token_runs import TOKEN_IDS
+from lockstep.sim.token_runs import TOKEN_IDS, runs_behind
 from lockstep.sim.turns import Turn, Turns
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
@@ -527,7 +528,7 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
     return RequestArrived(
         time_us=time_us,
         request_id=request_id,
-        prompt=TokenRuns(turn.prompt),
+        prompt=TokenRuns(tuple(runs_behind(turn.prompt, turn.session_kept)) if turn.session_kept else turn.prompt),
         max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
         label=turn.label,
         tenant=turn.tenant,
@@ -535,6 +536,8 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
         spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
         adapter=turn.adapter,
         parallel_samples=turn.samples,
+        session=turn.session,
+        session_start=turn.session_kept if turn.session and turn.after is not None else None,
     )
 
 
@@ -572,6 +575,7 @@ class EngineHost:
         exchange: of one of several data-parallel ranks, where the others are.
         witness: told of every step; see Witness.
         encoder: of an engine whose requests have media.
+        conversations: of an engine whose turns are of sessions that it keeps.
     """
 
     def __init__(
@@ -604,6 +608,7 @@ class EngineHost:
         witness: Witness | None = None,
         encoder: EncoderLane | None = None,
         adapters: AdapterLane | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
@@ -658,6 +663,7 @@ class EngineHost:
         self.tiers = tiers
         self.encoder = encoder
         self._samples = OpenSamples()
+        self._conversations = conversations
         self._awaiting: dict[RequestId, int] = {}  # media: since when
         self._held = 0  # requests that the engine held when it was looked at who still awaits any
         self.wake_at_us: int | None = None
@@ -741,6 +747,8 @@ class EngineHost:
                 self._fold(self.port.take(now_us))
             elif self.exchange is not None and self.exchange.next_us <= now_us:
                 now_us = self._hear(self.exchange, now_us)
+            elif self._conversations is not None and self._conversations.due:
+                self._fold(self._conversations.closing(now_us))
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -748,6 +756,8 @@ class EngineHost:
         return now_us
 
     def _next_fact_us(self) -> int:
+        if self._conversations is not None and self._conversations.due:
+            return 0
         next_us = self.arrivals.next_us if self._receives else NEVER_US
         queue = self.device.queue
         if queue and queue[0].finished_us < next_us:
@@ -772,6 +782,10 @@ class EngineHost:
         event = self.arrivals.take(self._max_new_tokens)
         if type(event) is RequestArrived and event.parallel_samples > 1:
             self._samples.arrived(event.request_id, event.parallel_samples)
+        if self._conversations is not None and type(event) is RequestArrived:
+            opening = self._conversations.opening(self.arrivals.open_turns[event.request_id], event.time_us)
+            if opening is not None:
+                self._fold(opening if self._skipper is None else replace(opening, time_us=now_us))
         if self._skipper is None:
             step = self._fold(event)
         else:  # a fact when the lane has looked; its client has waited since it came
@@ -838,6 +852,9 @@ class EngineHost:
         engine = self.engine
         several, tried = engine.microbatches, self._tried
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
+        if self._conversations is not None and self._conversations.is_stale:
+            self._conversations.told.sessions_held(now_us, engine.sessions.pages_held_alone())
+            self._conversations.is_stale = bool(engine.sessions.unsettled)
         radix = engine.memory.radix
         cached_pages = radix.evictable_pages if radix is not None else 0
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
@@ -925,6 +942,8 @@ class EngineHost:
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
         queue = self.device.queue
+        if self._conversations is not None and self._conversations.due:
+            return None
         if self.exchange is not None:
             return None  # what is planned may wait for the others, and nothing is launched without them
         until_us: float = self.arrivals.next_us
@@ -999,6 +1018,8 @@ class EngineHost:
         self.metrics.observe(event if came_us is None else replace(event, time_us=came_us), step)
         self.wake_at_us = step.wake_at_us
         self._nothing_new, self._tried = False, 0
+        if self._conversations is not None and not self._conversations.is_stale:
+            self._conversations.is_stale = changes_holding(step)
         for command in step.commands:
             if type(command) not in OF_THE_DEVICE:
                 self._perform(command, event.time_us)
@@ -1069,6 +1090,8 @@ class EngineHost:
         if ended is None:
             return
         first, whole = ended
+        if self._conversations is not None:
+            self._conversations.ended(self.arrivals.open_turns[first], answered=whole)
         if whole:
             self.arrivals.answered(first, now_us)
         else:

@@ -65,15 +65,19 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    SessionClosed,
+    SessionYielded,
     TierOperationEnded,
     TokenIds,
     TokenRuns,
+    TurnStarted,
 )
 from lockstep.core.support import sample_label, samples_asked
 from lockstep.sim.adapter_metrics import AdapterCounts
 from lockstep.sim.media_metrics import MediaCounts
 from lockstep.sim.packed_rows import PART_ROWS, PackedRows
 from lockstep.sim.samples import measure_samples
+from lockstep.sim.server_sessions import SessionCounts
 from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
 
 Float64s = NDArray[np.float64]
@@ -556,6 +560,7 @@ class MetricsFold:
         self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
         self._companions_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
+        self._sessions: SessionCounts | None = None  # of a run with any of the server's
         self._sampled: list[tuple[int, int]] = []  # of requests with several samples: the first row, and how many
         self._adapters: AdapterCounts | None = None  # of a run in which a request ran on any
 
@@ -621,6 +626,11 @@ class MetricsFold:
         if self._media is not None and request_id >= self._warm_up:
             self._media.waits_us.append(waited_us)
 
+    def sessions_held(self, time_us: int, pages: int) -> None:
+        """Say how many pages sessions hold that no request does, from now on."""
+        self._sessions = self._sessions or SessionCounts()
+        self._sessions.held(time_us, pages)
+
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
 
@@ -664,6 +674,8 @@ class MetricsFold:
         if self._media is not None and self._media.contents:
             summary["media"] = self._media.describe(summary["throughput"]["makespan_us"])
             encoder = self._media.table if len(self._media.intervals) else None
+        if self._sessions is not None and self._sessions.turns:
+            summary["sessions"] = self._sessions.describe(self._kv_pages)
         if self._sampled:
             summary["samples"] = self._describe_samples()
         if self._adapters is not None and self._adapters.requests:
@@ -723,6 +735,11 @@ class MetricsFold:
                 self._deferred[decided.reason] += 1
                 if decided.reason == "adapter" and self._adapters is not None:
                     self._adapters.deferred(decided.request_id, decided.time_us)
+            case TurnStarted() | SessionYielded() | SessionClosed():
+                self._sessions = self._sessions or SessionCounts()
+                self._sessions.learn(decided)
+                if isinstance(decided, TurnStarted):  # it arrived with its own tokens alone
+                    self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
             case DecodeSkipped():
                 self._decodes_skipped += 1
             case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:

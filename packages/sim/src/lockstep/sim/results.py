@@ -157,6 +157,13 @@ def _facts_table(summary: Summary) -> Table:
         _add_tiers(table, cache)
     if "media" in summary:
         _add_media(table, summary["media"])
+    if "sessions" in summary:
+        sessions = summary["sessions"]
+        table.add_section()
+        kept = sessions["kept_tokens"] / sessions["prompt_tokens"] if sessions["prompt_tokens"] else None
+        table.add_row("turns of sessions", f"{sessions['turns']:,}", f"{show_share(kept)} of their prompts was kept")
+        yielded = f"of the pages at most; {sessions['yields']:,} times one yielded"
+        table.add_row("KV held by sessions", show_share(sessions["held_share_max"]), yielded)
     if "samples" in summary:
         samples = summary["samples"]
         table.add_section()

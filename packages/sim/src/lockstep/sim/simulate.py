@@ -100,6 +100,12 @@ from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.samples import describe_samples, parse_samples, with_samples
+from lockstep.sim.server_sessions import (
+    Conversations,
+    check_server_sessions,
+    describe_server_sessions,
+    with_server_sessions,
+)
 from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
@@ -167,6 +173,7 @@ class Scenario:
     adapters: str | None = None  # which requests run on which LoRA adapters; see adapters.py; None: on none
     max_lora_rank: int = LORA_RANK  # which slots have room for
     samples: str | None = None  # answers that requests ask for; see samples.py; None: one each
+    server_sessions: bool = False  # whether turns are of sessions that the server keeps; see server_sessions.py
     lora_targets: str = ALL_TARGETS  # matrices that slots have room for, with commas
     rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
@@ -231,6 +238,8 @@ class Scenario:
             words.append("--moe-a2a")
         if self.eplb:
             words.append("--eplb")
+        if self.server_sessions:
+            words.append("--server-sessions")
         if self.rank_schedulers:
             words.append("--rank-schedulers")
         if self.skip_bad_rows:
@@ -451,6 +460,7 @@ class Setup:
                 "workload_digest": self.workload.digest,
                 **({} if self.scenario.media is None else {"media": self.scenario.media}),
                 **({} if self.scenario.samples is None else {"samples": self.scenario.samples}),
+                **({"server_sessions": "on"} if self.scenario.server_sessions else {}),
                 **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
             },
         )
@@ -484,6 +494,7 @@ class Setup:
             **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
             **({} if self.encoding is None else {"media": self.encoding.describe()}),
             **({} if scenario.samples is None else {"samples": scenario.samples}),
+            **({"server_sessions": True} if scenario.server_sessions else {}),
             **({} if self.lora is None else {"adapters": self._describe_adapters(self.lora)}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
             **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
@@ -534,6 +545,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     check_encoding(scenario)
     check_adapters(scenario)
     check_samples(scenario)
+    check_server_sessions(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
@@ -682,6 +694,9 @@ def open_load(scenario: Scenario) -> Workload:
         turns = with_samples(workload.turns, parse_samples(scenario.samples), seed=scenario.seed)
         notes = (*workload.notes, describe_samples(turns))
         workload = replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
+    if scenario.server_sessions:
+        turns = with_server_sessions(workload.turns)
+        workload = replace(workload, turns=turns, notes=(*workload.notes, describe_server_sessions(turns)))
     if not closed:
         return workload
     # When its requests would come by the clock is not asked of a closed loop.
@@ -1079,6 +1094,7 @@ def host_of(
         witness=witness,
         encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
         adapters=setup.adapter_lane(tiers),
+        conversations=Conversations(setup.config.context_tokens_max, metrics) if scenario.server_sessions else None,
     )
     return host, metrics
 

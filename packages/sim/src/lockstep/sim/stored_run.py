@@ -138,6 +138,7 @@ class _Metrics(Struct):
     balance: Group | UnsetType = UNSET
     adapters: Group | UnsetType = UNSET
     samples: Group | UnsetType = UNSET
+    sessions: Group | UnsetType = UNSET
     engines: list[dict[str, Any]] | UnsetType = UNSET
 
 

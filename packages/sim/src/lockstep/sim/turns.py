@@ -56,6 +56,9 @@ class Turn:
     adapter: str = ""  # name of the one that it runs on; none: the model alone
     samples: int = 1  # answers that it asks for, each of `output_tokens`; see samples.py
     samples_first_token: int = 0  # of the second; the others follow it
+    session: str = ""  # that the server keeps; see server_sessions.py; none by default
+    session_kept: int = 0  # tokens of the prompt that it has
+    session_last: bool = False  # no turn comes behind
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,6 +90,9 @@ class Turns(Sequence[Turn]):
     adapters: tuple[str, ...] = ("",)
     samples: Int32s | None = None  # None: each turn asks for one
     samples_first_token: Int32s | None = None
+    session: Int32s | None = None  # the turn that opens it; -1: none; None: the server keeps no session
+    session_kept: Int32s | None = None
+    session_last: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -203,7 +209,15 @@ class Turns(Sequence[Turn]):
                 else [adapters[code] for code in self.adapter[block].tolist()],
                 [1] * len(block) if self.samples is None else self.samples[block].tolist(),
                 [0] * len(block) if self.samples_first_token is None else self.samples_first_token[block].tolist(),
+                *self._sessions(block),
             )
+
+    def _sessions(self, block: Int64s) -> tuple[list[str], list[int], list[bool]]:
+        """What the server keeps of turns: names of sessions, tokens, and whether each is the last turn."""
+        if self.session is None or self.session_kept is None or self.session_last is None:
+            return [""] * len(block), [0] * len(block), [False] * len(block)
+        names = [f"s{root}" if root >= 0 else "" for root in self.session[block].tolist()]
+        return names, self.session_kept[block].tolist(), self.session_last[block].tolist()
 
     # --- other turns out of these
 

@@ -26,6 +26,7 @@ from lockstep.sim.cli import (
     refusals,
     samples_option,
     scheduler_options,
+    server_sessions_option,
     tier_options,
 )
 from lockstep.sim.out_paths import check_file
@@ -86,6 +87,7 @@ EXIT_NONE_FOUND = 3
 @media_options(gpus=False)
 @adapter_options
 @samples_option
+@server_sessions_option
 @tier_options
 @scheduler_options
 def plan(
@@ -159,6 +161,7 @@ def plan(
             "mm_encoder_tp_mode": "weights",
             **USUAL,
             "samples": None,
+            "server_sessions": False,
         }  # nothing is said of what was not asked for
         options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
         bad_rows = bool(options["skip_bad_rows"])

@@ -88,6 +88,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     mm_encoder_tp_mode: str | msgspec.UnsetType = msgspec.UNSET
     adapters: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_adapters` reads it; unset: no request runs on any
     max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
+    server_sessions: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
     samples: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_samples` reads it; unset: one answer each
     lora_targets: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -146,6 +147,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             rank_schedulers=self.rank_schedulers is True,
             media=None if self.media is msgspec.UNSET else self.media,
             mm_encoder_tp_mode=self._encoder_tp_mode,
+            server_sessions=self.server_sessions is True,
             samples=None if self.samples is msgspec.UNSET else self.samples,
             adapters=None if self.adapters is msgspec.UNSET else self.adapters,
             max_lora_rank=LORA_RANK if self.max_lora_rank is msgspec.UNSET else self.max_lora_rank,
@@ -229,7 +231,7 @@ def simulate_trial(trial: Trial) -> ClusterRun:
 
 @lru_cache(maxsize=4)
 def _workload(key: tuple[Any, ...]) -> Workload:
-    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters, samples = key
+    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters, samples, server_sessions = key
     scenario = Scenario(
         model=model,
         gpu="",
@@ -242,6 +244,7 @@ def _workload(key: tuple[Any, ...]) -> Workload:
         media=media,
         adapters=adapters,
         samples=samples,
+        server_sessions=server_sessions,
     )
     return open_load(scenario)
 
@@ -257,7 +260,7 @@ def _workload_of(trial: Trial) -> Workload:
     adapters = None if trial.adapters is msgspec.UNSET else trial.adapters
     samples = None if trial.samples is msgspec.UNSET else trial.samples
     key = trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media, adapters, samples
-    return _workload(key)
+    return _workload((*key, trial.server_sessions is True))
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:

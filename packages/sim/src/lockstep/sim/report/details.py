@@ -117,6 +117,10 @@ def _cards(run: ReportRun) -> str:
         if media["wait_us_p50"] is not None:
             about = f"encoder busy {percent(media['encoder_busy_fraction'])}; p99 {duration(media['wait_us_p99'])}"
             cards.append(card("Waited for media", duration(media["wait_us_p50"]), about, "p50"))
+    sessions = run.data.summary.get("sessions")
+    if sessions is not None:
+        about = f"at most {percent(sessions['held_share_max'])}; {count(sessions['yields'])} times one yielded"
+        cards.append(card("KV held by sessions", percent(sessions["held_share_mean"]), about, "between turns, mean"))
     samples = run.data.summary.get("samples")
     if samples is not None:
         about = f"of {count(samples['requests'])} requests with several; p99 {duration(samples['e2e_us_p99'])}"
