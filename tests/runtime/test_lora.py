@@ -29,6 +29,9 @@ from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
 from lockstep.runtime.lora.shelf import AdapterShelf  # noqa: E402
 from lockstep.runtime.lora.slots import LoraSlots, lay_out, run_once  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
+from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402
+from lockstep.sim.cost.lora import LoraCost, LoraSpec, slot_bytes  # noqa: E402
+from lockstep.sim.cost.parallel import Parallelism  # noqa: E402
 from tests.support.adapters import merged, write_adapter  # noqa: E402
 
 CPU: dict[str, Any] = {"device": "cpu", "grammar_backend": "none"}
@@ -209,6 +212,17 @@ def test_every_kind_of_product_is_run_before_it_is_needed() -> None:
         products = run_once(model.targets, lambda one: torch.from_numpy(one.copy()))
     assert tiles == {(tile, target.into.sizes) for tile in (16, 64) for target in model.targets}
     assert products >= len(tiles)
+
+
+def test_slots_weigh_what_the_simulator_takes_off_the_pages() -> None:
+    model = build_model(demo_folder())
+    model.take_adapters(3, 8)
+    placed = {id(target.into): target.into for target in model.targets}
+    numbers = sum(into.down.numel() + into.up.numel() for into in placed.values())
+    priced, alone, spec = load_model(str(demo_folder() / "config.json")), Parallelism(), LoraSpec(3, 8)
+    assert 2 * numbers == 3 * slot_bytes(priced, alone, spec)  # of two bytes
+    launches = sum(1 + len(into.sizes) for into in placed.values())  # a shrink, and an expand for each part
+    assert launches == LoraCost(priced, load_gpu("h200"), alone, spec).kernels
 
 
 def test_a_newer_version_is_for_those_who_come_later(

@@ -24,6 +24,7 @@ NEW = {
     "decode_engines": (ROLES.replace("decode-engines 1", "decode-engines 2"), ROLES),
     "link_gbs": (f"{ROLES} --link-bandwidth 12.5", ROLES),
     "link_latency_us": (f"{ROLES} --link-latency 2ms", ROLES),
+    "lora_targets": (f"{PLAIN} --adapters 4 --lora-targets q_proj,v_proj", f"{PLAIN} --adapters 4"),
     "router": (f"{CLUSTER} --router least_tokens", CLUSTER),
     "router_hop_us": (f"{CLUSTER} --router-hop 300us", CLUSTER),
     "router_report_interval_us": (
@@ -80,6 +81,9 @@ MORE = {
     "media": "image=0.3x1..4:1024x768/200",
     "mm_encoder_tp_mode": "data",
     "encoder_gpus": "1",
+    "adapters": "0.8x40:zipf:1.2",
+    "max_lora_rank": "32",
+    "samples": "0.3x2..8",
     "slos": "ttft_p99=500ms",
     "schedule_policy": "lpm",
     **{name: VALUES.get(kind.name, "a word") for name, kind, _ in TIER_OPTIONS},

@@ -390,7 +390,7 @@ def test_a_calibration_says_that_it_has_not_seen_a_layout() -> None:
     scenario = Scenario(
         model="qwen3-30b-a3b", gpu="h100", workload=chat, tp=2, ep=2, calibration="vllm-h100",
     )  # fmt: skip
-    said = "the calibration was made without ep: its correction and intervals do not cover that"
+    said = "the calibration was made without ep: its correction does not cover that"
     assert said in simulate(assemble(scenario)).remarks()
     assert said not in simulate(assemble(replace(scenario, ep=1))).remarks()
     with pytest.raises(CalibrationError, match="corrects passes through one stage, got pp 2\nhint: leave out"):

@@ -120,6 +120,19 @@ def test_simulating_them_again_decides_the_same(run: Path, tmp_path: Path, chang
     assert abs(found.batches[0] - found.batches[1]) < 0.02 * found.batches[0]
 
 
+def test_a_journal_says_which_adapters_its_requests_ran_on(tmp_path: Path) -> None:
+    asked = replace(scenario(), adapters="0.7x3", settings={"max_loras": 2})
+    setup = assemble(asked, {})
+    simulate(setup, folder=tmp_path / "run")
+    sent, read = setup.workload.turns, journal_workload(tmp_path / "run").turns
+    assert {turn.label: turn.adapter for turn in read} == {turn.label: turn.adapter for turn in sent}
+    base = read_base(tmp_path / "run", {})
+    assert base.scenario.adapters == "recorded"
+    again = simulate_base(changed_base(base, {}, {"max_loras": 3}), tmp_path / "again", base.workload)
+    assert again is not None
+    assert read_run(tmp_path / "again").summary("adapters", "loads") == 3
+
+
 def test_prompts_that_were_not_kept_are_refused(run: Path, tmp_path: Path) -> None:
     header = JournalHeader(config=read_journal(run).header.config)
     event = RequestArrived(time_us=0, request_id=0, prompt=TokenDigest(5, bytes(32)), max_new_tokens=1)

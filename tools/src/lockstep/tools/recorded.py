@@ -26,8 +26,10 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.events import RequestArrived, RequestFinished, RequestId, RequestRejected, TokenDigest, TokenRuns
 from lockstep.core.radix import RadixCache
 from lockstep.core.requests import prompt_bytes
+from lockstep.core.support import samples_asked
+from lockstep.sim.samples import with_counts
 from lockstep.sim.token_runs import append_run
-from lockstep.sim.turns import TurnsBuilder, WorkloadError
+from lockstep.sim.turns import Turns, TurnsBuilder, WorkloadError
 from lockstep.sim.workload import Workload, workload_digest
 from lockstep.tools.runs import Walk
 
@@ -75,13 +77,24 @@ def journal_workload(run: Path) -> Workload:
             think_us=event.time_us - asked[leader].ended_us if leader >= 0 else 0,
             grammar=event.grammar.source if event.grammar is not None else "",
         )
-    turns = builder.build()
+    turns = _on_adapters(builder.build(), [one.arrived.adapter for one in asked])
+    samples = np.array([samples_asked(one.arrived) for one in asked], np.int32)
+    if (samples > 1).any():
+        turns = with_counts(turns, samples)
     turned = sum(leader >= 0 for leader in after)
     if turned:
         notes.append(
             f"{turned:,} requests go on where an earlier answer ended: they are sent as long behind it as they were"
         )
     return Workload(run.name, str(run), "journal", workload_digest(turns), turns, notes=tuple(notes))
+
+
+def _on_adapters(turns: Turns, names: Sequence[str]) -> Turns:
+    """The same turns, each on the adapter of its name; "" is the model alone."""
+    if not any(names):
+        return turns
+    codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
+    return replace(turns, adapter=np.array([codes[name] for name in names], np.int32), adapters=tuple(codes))
 
 
 def _asked(walk: Walk) -> list[Asked]:
@@ -115,12 +128,9 @@ def _left_out(asked: Sequence[Asked]) -> list[str]:
     counts = Counter(
         name
         for one in asked
-        for name in ("priority", "adapter", "session", "spans", "deadline_us", "finish_by_us", "stop_texts")
+        for name in ("priority", "session", "spans", "deadline_us", "finish_by_us", "stop_texts")
         if getattr(one.arrived, name) not in (None, "", ())
     )
-    samples = sum(one.arrived.parallel_samples > 1 for one in asked)
-    if samples:
-        counts["parallel_samples"] = samples
     for name, count in counts.items():
         notes.append(f"`{name}` of {count:,} requests is not simulated")
     cut = sum(one.reason in ("cancelled", "timeout", "error", "") for one in asked)

@@ -28,6 +28,7 @@ from lockstep.core.journal import JournalHeader, read_journal
 from lockstep.core.render import shown
 from lockstep.core.router import RequestRouted, RouterConfig
 from lockstep.host.router_journal import Route
+from lockstep.sim.adapters import RECORDED
 from lockstep.sim.asked import asked_by_command
 from lockstep.sim.cli import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
 from lockstep.sim.cluster import (
@@ -261,6 +262,7 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
         seed=header.seed,
         settings=settings,
         max_new_tokens=output_limit(run),
+        adapters=RECORDED if workload.turns.adapter is not None else None,
     )
     note = "the run was no simulation: A is a simulation of it under its own settings"
     return Base(scenario, workload, (note,), simulated=False)

@@ -373,6 +373,33 @@ def media_options(*, gpus: bool) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
+def adapter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of LoRA adapters."""
+    for option in reversed(
+        (
+            click.option(
+                "--adapters",
+                metavar="SPEC",
+                help="LoRA adapters of requests: 40 different ones, 0.8x40:zipf:1.2 of 0.8 of the sessions, or tenants",
+            ),
+            click.option("--max-lora-rank", default=16, help="rank that each of the --max-loras slots has room for"),
+            click.option("--lora-targets", default="all", help="matrices that it has room for: all, or q_proj,v_proj"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+samples_option = click.option(
+    "--samples", metavar="SPEC", help="answers that requests ask for (n, best_of): 4, or 0.3x2..8 of 0.3 of them"
+)
+
+
+server_sessions_option = click.option(
+    "--server-sessions", is_flag=True, help="turns are of sessions that the server keeps: they bring what is new only"
+)
+
+
 # One row per setting of what lies beside and below the pages: (field of HostTiers or HybridShares, type, help).
 TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("host_cache_gb", click.FLOAT, "host memory for an engine's KV, in gigabytes; 0: none"),
@@ -454,6 +481,9 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
 @drafting_options
 @media_options(gpus=True)
+@adapter_options
+@samples_option
+@server_sessions_option
 @tier_options
 @scheduler_options
 @click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")

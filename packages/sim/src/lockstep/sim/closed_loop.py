@@ -54,7 +54,8 @@ class ConcurrentSessions:
         self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
     ) -> None:
         self.expected = requests
-        self.arrived = 0  # also the next request id
+        self.arrived = 0  # each sample as one; also the next request id
+        self._sent = 0
         self.open_turns: dict[RequestId, Turn] = {}
         self.next_us = NEVER_US
         self._turns = turns
@@ -105,14 +106,17 @@ class ConcurrentSessions:
     def _send_later(self, time_us: int, number: int, copy: int, row: int, *, opens: bool) -> None:
         turn = self._turns[row]
         shift = (copy % self._copies) * self._stride
-        if shift or copy or opens:
+        if shift or copy or opens or turn.session:
             first_tokens = (token + shift for token in turn.prompt[::2])
             turn = replace(
                 turn,
                 index=turn.index + copy * len(self._turns),
                 prompt=tuple(v for run in zip(first_tokens, turn.prompt[1::2], strict=True) for v in run),
                 output_first_token=turn.output_first_token + shift,
+                samples_first_token=turn.samples_first_token + shift,
                 label=f"{turn.label}#{copy + 1}" if copy else turn.label,
+                session=f"{turn.session}#{number}" if turn.session else "",
+                session_kept=0 if opens else turn.session_kept,
                 after=None if opens or turn.after is None else turn.after + copy * len(self._turns),
             )
         self._copy_of[number] = copy
@@ -125,7 +129,8 @@ class ConcurrentSessions:
         """The next turn, due at `next_us`. At one instant, sessions that began earlier go first."""
         time_us, number, turn = heappop(self._to_come)
         request_id = self.arrived
-        self.arrived += 1
+        self.arrived += turn.samples
+        self._sent += 1
         self.open_turns[request_id] = turn
         self._session_of[request_id] = number, self._copy_of[number]
         self._look_ahead()
@@ -158,7 +163,7 @@ class ConcurrentSessions:
     @property
     def awaits_answers(self) -> bool:
         """Whether turns are still to come."""
-        return self.arrived < self.expected
+        return self._sent < self.expected
 
     def more(self, env: Environment) -> Event | None:
         """What to wait for when nothing is due any more; None: nothing will come."""
@@ -180,4 +185,7 @@ def _stop_of_tokens(turns: Turns) -> int:
     """One more than the largest token id of any prompt or answer."""
     prompts = int((turns.run_first_token.astype(np.int64) + turns.run_tokens).max(initial=1))
     answers = int((turns.output_first_token.astype(np.int64) + turns.output_tokens).max(initial=1))
+    if turns.samples is not None and turns.samples_first_token is not None:
+        further = (turns.samples.astype(np.int64) - 1) * turns.output_tokens
+        answers = max(answers, int((turns.samples_first_token + further).max(initial=1)))
     return min(max(prompts, answers), TOKEN_IDS - 1)

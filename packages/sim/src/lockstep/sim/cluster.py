@@ -424,6 +424,17 @@ def assemble_cluster(
         raise ConfigError(f"`{name}` must be from 1 to {REPLICAS_MAX}, got `{count}`")
     _check_options(scenario, groups, count)
     base = scenario.base
+    sticky = scenario.router.policy == "session_sticky" and scenario.scaling is None
+    if base.server_sessions and count > 1 and not sticky:
+        raise ConfigError(
+            f"`server_sessions` is on, and {count} engines are behind `{scenario.router.policy}`: a turn has to come "
+            "where its session is\nhint: --router session_sticky without --autoscale, or one engine"
+        )
+    if base.samples is not None and scenario.dispatch is not None:
+        raise ConfigError(
+            f"`samples` is `{base.samples}`, but requests may wait at the router (`admission`): several answers of "
+            "those are not simulated\nhint: leave out one of the two"
+        )
     setups: list[Setup] = []
     ones = [
         replace(
@@ -1007,7 +1018,7 @@ class Cluster:
             del self._sent_turns[request_id]
             request_id = self.sent[request_id]
         turn = self.arrivals.open_turns[request_id]  # which it leaves now
-        heappush(self._ended, (seen_us, engine, request_id, turn.output_tokens if answered else 0))
+        heappush(self._ended, (seen_us, engine, request_id, turn.samples * turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
         else:

@@ -94,6 +94,12 @@ def combine(
     encoder = _encoder(datas)
     if any("media" in data.summary for data in datas):
         summary["media"] = _media(datas, makespan_us, encoders or range(len(datas)))
+    if any("sessions" in data.summary for data in datas):
+        summary["sessions"] = _sessions(datas)
+    if any("samples" in data.summary for data in datas):
+        summary["samples"] = _samples(datas)
+    if any("adapters" in data.summary for data in datas):
+        summary["adapters"] = _adapters(datas)
     return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
 
 
@@ -125,6 +131,8 @@ def combine_handover(
         summary["media"] = _media(
             [datas[engine] for engine in of], summary["throughput"]["makespan_us"], [places[engine] for engine in of]
         )
+    if "adapters" in summary:  # each request runs on its own twice
+        summary["adapters"] = {**summary["adapters"], "requests": answers.summary["adapters"]["requests"]}
     streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
     series = replace(whole.series, output_tokens_per_s=streamed)
     return RunData(
@@ -261,6 +269,35 @@ def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence
         "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
         **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
     }
+
+
+def _sessions(datas: Sequence[RunData]) -> Summary:
+    """Counts and pages of all engines; of shares the mean, and the greatest."""
+    parts = [data.summary["sessions"] for data in datas if "sessions" in data.summary]
+    out = _added(parts)
+    held = [part["held_share_mean"] for part in parts if part["held_share_mean"] is not None]
+    out["held_share_mean"] = round(sum(held) / len(datas), 6) if held else None
+    return out | {"held_share_max": _greatest(parts, "held_share_max")}
+
+
+def _samples(datas: Sequence[RunData]) -> Summary:
+    """Counts of all engines; the mean weighted by who completed, and the greatest of the percentiles."""
+    parts = [data.summary["samples"] for data in datas if "samples" in data.summary]
+    out = _added(parts)
+    weighted = sum(part["requests_completed"] * (part["e2e_us_mean"] or 0.0) for part in parts)
+    out["e2e_us_mean"] = round(weighted / out["requests_completed"], 1) if out["requests_completed"] else None
+    return out | {name: _greatest(parts, name) for name in out if "_us_p" in name}
+
+
+def _adapters(datas: Sequence[RunData]) -> Summary:
+    """Counts of all engines, each of which loads for itself; of different adapters, the most on any engine."""
+    parts = [data.summary["adapters"] for data in datas if "adapters" in data.summary]
+    out = _added(parts)
+    for name, counted in (("load_us_mean", "loads"), ("wait_us_mean", "requests_waited")):
+        weighted = sum(part[counted] * (part[name] or 0.0) for part in parts)
+        out[name] = round(weighted / out[counted], 1) if out[counted] else None
+    greatest = ("adapters", "load_us_max", "wait_us_p50", "wait_us_p99", "wait_us_max")
+    return out | {name: _greatest(parts, name) for name in greatest}
 
 
 def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:

@@ -71,12 +71,22 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
     ("device", "bubble_share", "GPU bubbles", "share", "lower"),
     ("device", "decode_gap_us_p50", "GPU gap p50", "us", "lower"),
     ("device", "batches", "batches", "count", ""),
+    ("adapters", "loads", "adapter loads", "count", ""),
+    ("adapters", "requests_waited", "waited for adapters", "count", "lower"),
+    ("adapters", "wait_us_p99", "adapter wait p99", "us", "lower"),
+    ("sessions", "held_share_mean", "KV held by sessions, mean", "share", ""),
+    ("sessions", "yields", "sessions that yielded", "count", "lower"),
+    ("samples", "ttft_us_p99", "first of several answers p99", "us", "lower"),
+    ("samples", "e2e_us_p99", "all of several answers p99", "us", "lower"),
     ("balance", "requests_imbalance", "requests, fullest", "times", "lower"),
     ("balance", "tokens_imbalance", "tokens, fullest", "times", "lower"),
     ("balance", "busy_share_min", "GPU busy, least", "share", ""),
     ("balance", "busy_share_max", "GPU busy, most", "share", ""),
     ("balance", "ttft_us_p99_max", "TTFT p99, slowest", "us", "lower"),
 )
+
+OF_ADAPTERS = {"adapters": "asked", "max_lora_rank": "max_lora_rank", "lora_targets": "lora_targets"}
+"""Settings of adapters, by what metrics.json calls them in `about.adapters`."""
 
 PAIRED = ("ttft", "tpot", "e2e")
 EXPLAIN_CONSTANTS = (
@@ -403,6 +413,9 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         **_load_settings(about),
         "grammar_compile_us": about.get("grammar_compile_us"),
         "grammar_forces": about.get("grammar_forces"),
+        "samples": about.get("samples"),
+        "server_sessions": about.get("server_sessions", False),
+        **{name: about.get("adapters", {}).get(said) for name, said in OF_ADAPTERS.items()},
         "receive_interval": about.get("receive_interval", 1),
         "weights_dtype": cost.get("weights_dtype"),
         "kv_dtype": cost.get("kv_dtype"),

@@ -29,6 +29,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from simpy import Environment, Event
 
+from lockstep.core.adapters import NO_SLOT
 from lockstep.core.commands import (
     NO_ROWS,
     BatchPlan,
@@ -43,6 +44,7 @@ from lockstep.core.commands import (
     LoadAdapter,
     ProposeBatch,
     RejectRequest,
+    RowTaken,
     SampleBatch,
     StartTransfer,
     Step,
@@ -77,18 +79,22 @@ from lockstep.core.events import (
 )
 from lockstep.core.intake import ReceiveSkipper
 from lockstep.core.microbatches import Microbatches
+from lockstep.sim.adapters import AdapterLane
 from lockstep.sim.cache_tiers import TierLinks
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.encoder_lane import EncoderLane
 from lockstep.sim.forcing import ForcedRuns, Forcing
+from lockstep.sim.samples import OpenSamples, sample_first_token
+from lockstep.sim.server_sessions import Conversations, changes_holding
 from lockstep.sim.speculation import Speculation
-from lockstep.sim.token_runs import TOKEN_IDS
+from lockstep.sim.token_runs import TOKEN_IDS, runs_behind
 from lockstep.sim.turns import Turn, Turns
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
 """What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
 
 NEVER_US = 2**62
+OTHER_LUCK = 2**40  # added to a turn's index for each further sample: its drafts are right by another draw
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 
@@ -216,7 +222,7 @@ class Arrivals:
         self._cancel_after_us = cancel_after_us or {}
         self._cancels: list[tuple[int, RequestId]] = []  # heap
         self.expected = len(turns)
-        self.arrived = 0  # also the next request id
+        self.arrived = 0  # each sample as one; also the next request id
         self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
         self.next_us = NEVER_US  # the next arrival or cancel
         self._look_ahead()
@@ -248,7 +254,7 @@ class Arrivals:
         else:
             turn = heappop(self._thinking)[2]
         request_id = self.arrived
-        self.arrived += 1
+        self.arrived += turn.samples
         self.open_turns[request_id] = turn
         if turn.index in self._cancel_after_us:
             heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
@@ -325,16 +331,35 @@ class Device:
         self._decode_rows = NO_ROWS
         self._decode_token_base = NO_ROWS
         self._decode_context_tokens = 0
+        self._decode_adapters = (0, 0)  # of that decode: rows on adapters, and different adapters
+        # By row, the slot of its adapter; None: of an engine without any.
+        self.adapter_slots: Int32s | None = None
 
-    def take_row(self, row: int, turn: Turn) -> None:
-        """A row now belongs to this turn. Token i of its output is sampled at position prompt_tokens + i."""
-        self._token_base[row] = turn.output_first_token - turn.prompt_tokens
+    def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT, sample: int = 0) -> None:
+        """A row now belongs to this answer of a turn, whose token i is sampled at position prompt_tokens + i."""
+        if self.adapter_slots is not None:
+            self.adapter_slots[row] = adapter_slot
+        self._token_base[row] = sample_first_token(turn, sample) - turn.prompt_tokens
         self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
         if self.speculation is not None:
-            self.speculation.take_row(row, turn.index)
+            self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
+        if self.adapter_slots is None:
+            return self._shape_of(plan)
+        if plan.rows is self._decode_rows:
+            on_adapters = self._decode_adapters
+        else:
+            on_adapters = adapters_of(plan, self.adapter_slots[plan.rows])
+        shape = self._shape_of(plan)
+        if plan.rows is self._decode_rows:
+            self._decode_adapters = on_adapters
+        tokens, adapters = on_adapters
+        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
+
+    def _shape_of(self, plan: BatchPlan) -> BatchShape:
+        """The same, whatever rows run on."""
         if self.speculation is not None:
             return self._verify(plan, self.speculation)
         if plan.speculation is not None:
@@ -512,12 +537,16 @@ def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: 
     return RequestArrived(
         time_us=time_us,
         request_id=request_id,
-        prompt=TokenRuns(turn.prompt),
+        prompt=TokenRuns(tuple(runs_behind(turn.prompt, turn.session_kept)) if turn.session_kept else turn.prompt),
         max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
         label=turn.label,
         tenant=turn.tenant,
         grammar=_grammar(turn.grammar) if turn.grammar else None,
         spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
+        adapter=turn.adapter,
+        parallel_samples=turn.samples,
+        session=turn.session,
+        session_start=turn.session_kept if turn.session and turn.after is not None else None,
     )
 
 
@@ -540,6 +569,8 @@ class EngineHost:
             a turn whose length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
         grammar_compile_us: how long it takes to compile a grammar, beside the lane.
         adapter_load_us: how long an adapter takes to get to the device; loads overlap with everything.
+        adapters: those that the engine knows from its beginning, and what brings them there; then nothing takes
+            `adapter_load_us`.
         on_finish: called with the number of requests that ended, after each.
         decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
             effect while `check` looks at the engine, which is not up to date inside such a stretch.
@@ -553,6 +584,7 @@ class EngineHost:
         exchange: of one of several data-parallel ranks, where the others are.
         witness: told of every step; see Witness.
         encoder: of an engine whose requests have media.
+        conversations: of an engine whose turns are of sessions that it keeps.
     """
 
     def __init__(
@@ -584,11 +616,15 @@ class EngineHost:
         exchange: RankExchange | None = None,
         witness: Witness | None = None,
         encoder: EncoderLane | None = None,
+        adapters: AdapterLane | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         if engine.config.speculates != (speculation is not None):
             raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
         if engine.config.jumps and forcing is None:
             raise ContractError("an engine that computes forced tokens together needs to be told which are forced")
+        if adapters is not None and engine.memory.adapters is None:
+            raise ContractError("adapters need slots on the device: set max_loras")
         if engine.memory.tiers is not None and tiers is None:
             raise ContractError("an engine with cache tiers needs links to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
@@ -609,6 +645,8 @@ class EngineHost:
         self.device.speculation = speculation
         self.device.state_copy_us = state_copy_us
         self.device.notes_times = engine.microbatches is not None
+        if adapters is not None:
+            self.device.adapter_slots = np.full(engine.config.rows_max, NO_SLOT, np.int32)
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
         self.ended = 0  # requests finished or rejected
@@ -627,11 +665,14 @@ class EngineHost:
         self._grammar_compile_us = grammar_compile_us
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
         self._adapter_load_us = adapter_load_us
+        self._adapters = adapters
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
         self._forcing = forcing if engine.config.jumps else None
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
         self.tiers = tiers
         self.encoder = encoder
+        self._samples = OpenSamples()
+        self._conversations = conversations
         self._awaiting: dict[RequestId, int] = {}  # media: since when
         self._held = 0  # requests that the engine held when it was looked at who still awaits any
         self.wake_at_us: int | None = None
@@ -651,6 +692,8 @@ class EngineHost:
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
         now_us = self._wake()
+        for registered in self._adapters.registrations(now_us) if self._adapters is not None else ():
+            self._fold(registered)
         while not self.stop_requested:
             if self._others_us > now_us or now_us == self._woke_us:
                 now_us = self._take_in(now_us)
@@ -713,6 +756,8 @@ class EngineHost:
                 self._fold(self.port.take(now_us))
             elif self.exchange is not None and self.exchange.next_us <= now_us:
                 now_us = self._hear(self.exchange, now_us)
+            elif self._conversations is not None and self._conversations.due:
+                self._fold(self._conversations.closing(now_us))
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
                 self._fold(ClockAdvanced(now_us))
             else:
@@ -720,6 +765,8 @@ class EngineHost:
         return now_us
 
     def _next_fact_us(self) -> int:
+        if self._conversations is not None and self._conversations.due:
+            return 0
         next_us = self.arrivals.next_us if self._receives else NEVER_US
         queue = self.device.queue
         if queue and queue[0].finished_us < next_us:
@@ -742,6 +789,12 @@ class EngineHost:
 
     def _arrive(self, now_us: int) -> int:
         event = self.arrivals.take(self._max_new_tokens)
+        if type(event) is RequestArrived and event.parallel_samples > 1:
+            self._samples.arrived(event.request_id, event.parallel_samples)
+        if self._conversations is not None and type(event) is RequestArrived:
+            opening = self._conversations.opening(self.arrivals.open_turns[event.request_id], event.time_us)
+            if opening is not None:
+                self._fold(opening if self._skipper is None else replace(opening, time_us=now_us))
         if self._skipper is None:
             step = self._fold(event)
         else:  # a fact when the lane has looked; its client has waited since it came
@@ -808,6 +861,9 @@ class EngineHost:
         engine = self.engine
         several, tried = engine.microbatches, self._tried
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
+        if self._conversations is not None and self._conversations.is_stale:
+            self._conversations.told.sessions_held(now_us, engine.sessions.pages_held_alone())
+            self._conversations.is_stale = bool(engine.sessions.unsettled)
         radix = engine.memory.radix
         cached_pages = radix.evictable_pages if radix is not None else 0
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
@@ -825,7 +881,7 @@ class EngineHost:
         if self._skipper is not None:
             self._receives = self._skipper.due(plan.mode)
         for taken in plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
+            self._take_row(taken)
         shape = self.device.shape_of(plan)
         handed_over_us = self._spend(now_us, self.cpu.plan_us(shape), "plan")
         self.device.launch(plan, shape, handed_over_us)
@@ -885,7 +941,7 @@ class EngineHost:
             return now_us if held is not None else self._spend(now_us, self.cpu.plan_us(BatchShape()), "plan")
         self._planned = held.plan
         for taken in held.plan.rows_taken:
-            self.device.take_row(taken.row, self.arrivals.open_turns[taken.request_id])
+            self._take_row(taken)
         self._planned_shape = self.device.shape_of(held.plan)
         return self._spend(now_us, self.cpu.plan_us(self._planned_shape), "plan")
 
@@ -895,6 +951,8 @@ class EngineHost:
         It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
         """
         queue = self.device.queue
+        if self._conversations is not None and self._conversations.due:
+            return None
         if self.exchange is not None:
             return None  # what is planned may wait for the others, and nothing is launched without them
         until_us: float = self.arrivals.next_us
@@ -969,6 +1027,8 @@ class EngineHost:
         self.metrics.observe(event if came_us is None else replace(event, time_us=came_us), step)
         self.wake_at_us = step.wake_at_us
         self._nothing_new, self._tried = False, 0
+        if self._conversations is not None and not self._conversations.is_stale:
+            self._conversations.is_stale = changes_holding(step)
         for command in step.commands:
             if type(command) not in OF_THE_DEVICE:
                 self._perform(command, event.time_us)
@@ -1011,20 +1071,16 @@ class EngineHost:
     def _perform(self, command: Command, now_us: int) -> None:
         """Do what the host itself has to do: tell where requests come from of an end, compile, load."""
         if type(command) is FinishRequest:
-            if command.reason != "cancelled":
-                self.arrivals.answered(command.request_id, now_us)
-            else:
-                self.arrivals.broke_off(command.request_id, now_us)
+            self._tell_end(command.request_id, now_us, answered=command.reason != "cancelled")
             self._count_end()
         elif type(command) is RejectRequest:
-            self.arrivals.broke_off(command.request_id, now_us)
+            self._tell_end(command.request_id, now_us, answered=False)
             self.rejected[command.reason] += 1
             self._count_end()
         elif type(command) is CompileGrammar:
             self._compiling.append((now_us + self._grammar_compile_us, command.grammar.digest))
         elif type(command) is LoadAdapter:
-            due_us, generation = now_us + self._adapter_load_us, self.engine.generation
-            self._loads.append(AdapterLoaded(due_us, command.adapter, command.version, generation=generation))
+            self._loads.append(self._load(command, now_us))
         elif type(command) is EncodeMedia:
             if self.encoder is None:
                 raise ContractError("requests with media need an encoder, and this engine has none")
@@ -1036,6 +1092,33 @@ class EngineHost:
             held_us = self.tiers.begin(command, now_us)
             if held_us is not None:
                 self.device.hold_until(held_us)
+
+    def _tell_end(self, request_id: RequestId, now_us: int, *, answered: bool) -> None:
+        """Tell where a request came from of its end, which is that of its last sample."""
+        ended = self._samples.ended(request_id, answered=answered)
+        if ended is None:
+            return
+        first, whole = ended
+        if self._conversations is not None:
+            self._conversations.ended(self.arrivals.open_turns[first], answered=whole)
+        if whole:
+            self.arrivals.answered(first, now_us)
+        else:
+            self.arrivals.broke_off(first, now_us)
+
+    def _take_row(self, taken: RowTaken) -> None:
+        """Tell the device whose a row is now."""
+        first = self._samples.first_of(taken.request_id)
+        turn = self.arrivals.open_turns[first]
+        self.device.take_row(taken.row, turn, taken.adapter_slot, taken.request_id - first)
+
+    def _load(self, command: LoadAdapter, now_us: int) -> AdapterLoaded:
+        """Begin to bring an adapter to the device; returns its answer, which comes later."""
+        generation = self.engine.generation
+        if self._adapters is not None:
+            return self._adapters.begin(command, now_us, generation)
+        due_us = now_us + self._adapter_load_us
+        return AdapterLoaded(due_us, command.adapter, command.version, generation=generation)
 
     def _count_end(self) -> None:
         self.ended += 1
@@ -1049,6 +1132,23 @@ class EngineHost:
         if stop_us > now_us:
             self.metrics.cpu_interval(now_us, stop_us, what)
         return stop_us
+
+
+def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
+    """New tokens of a plan that run on adapters, of a plan of several steps those of one; and different adapters.
+
+    Args:
+        slots: of each row, NO_SLOT for the model alone.
+    """
+    on = slots >= 0
+    if not on.any():
+        return 0, 0
+    counts = np.ones(len(slots), np.int64)
+    extending = plan.extend_rows
+    counts[:extending] = plan.stops[:extending] - plan.starts[:extending]
+    if plan.speculation is not None:
+        counts[extending:] += plan.speculation.draft_lengths
+    return int(counts[on].sum()), len(np.unique(slots[on]))
 
 
 def _state_copies(changes: HybridChanges) -> int:

@@ -26,7 +26,7 @@ from lockstep.sim.arrivals import random_stream
 from lockstep.sim.cost.encoder import KINDS, Content, Encoders, MediaKind
 from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.servegen import QUESTION_TOKENS
-from lockstep.sim.token_runs import TOKEN_IDS, append_run, cut_runs
+from lockstep.sim.token_runs import TOKEN_IDS, append_run, common_tokens, cut_runs, runs_behind
 from lockstep.sim.turn_media import MediaColumns
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
 
@@ -154,7 +154,7 @@ def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, 
         new = length
         if after >= 0:
             if items[after]:
-                common = _common_tokens(texts[after], text)
+                common = common_tokens(texts[after], text)
                 kept = [item for item in items[after] if item.at < common]
                 owners = origin[after][: len(kept)]
             new = length - text_tokens[after] - outputs[after]
@@ -250,7 +250,7 @@ def _expanded(
     for item, first in zip(items, ids, strict=True):
         for run_first, run_tokens in _pairs(cut_runs(rest, item.at - done)):
             append_run(prompt, run_first, run_tokens)
-        rest = _behind(rest, item.at - done)
+        rest = runs_behind(rest, item.at - done)
         done = item.at
         columns.append((item.at + grown, item.spec, item.content))
         append_run(prompt, first, seen[item.spec].tokens)
@@ -262,29 +262,6 @@ def _expanded(
 
 def _pairs(runs: Sequence[int]) -> zip[tuple[int, int]]:
     return zip(runs[::2], runs[1::2], strict=True)
-
-
-def _behind(runs: Sequence[int], tokens: int) -> list[int]:
-    """What is left of runs without the first so many tokens."""
-    left: list[int] = []
-    for first, count in _pairs(runs):
-        cut = min(tokens, count)
-        tokens -= cut
-        if count > cut:
-            left += (first + cut, count - cut)
-    return left
-
-
-def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with alike."""
-    common = 0
-    for (first, count), (first_other, count_other) in zip(_pairs(one), _pairs(other), strict=False):
-        if first != first_other:
-            break
-        common += min(count, count_other)
-        if count != count_other:
-            break
-    return common
 
 
 def _ids_stop(turns: Turns) -> int:

@@ -33,9 +33,21 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import BatchPlan, EncodeMedia, Int32s, Int64s, LaunchBatch, Speculation, Step, StreamTokens
+from lockstep.core.commands import (
+    BatchPlan,
+    EncodeMedia,
+    Int32s,
+    Int64s,
+    LaunchBatch,
+    LoadAdapter,
+    Speculation,
+    Step,
+    StreamTokens,
+)
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
+    AdapterEvicted,
+    AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
     CompanionsEvicted,
@@ -53,13 +65,19 @@ from lockstep.core.events import (
     RequestQueued,
     RequestRejected,
     RequestRetracted,
+    SessionClosed,
+    SessionYielded,
     TierOperationEnded,
     TokenIds,
     TokenRuns,
+    TurnStarted,
 )
 from lockstep.core.support import sample_label, samples_asked
+from lockstep.sim.adapter_metrics import AdapterCounts
 from lockstep.sim.media_metrics import MediaCounts
 from lockstep.sim.packed_rows import PART_ROWS, PackedRows
+from lockstep.sim.samples import measure_samples
+from lockstep.sim.server_sessions import SessionCounts
 from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
 
 Float64s = NDArray[np.float64]
@@ -551,6 +569,9 @@ class MetricsFold:
         self._companions_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
         self._needs_media = needs_media
+        self._sessions: SessionCounts | None = None  # of a run with any of the server's
+        self._sampled: list[tuple[int, int]] = []  # of requests with several samples: the first row, and how many
+        self._adapters: AdapterCounts | None = None  # of a run in which a request ran on any
 
     def observe(self, event: Observed, step: Step) -> None:
         """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
@@ -562,6 +583,8 @@ class MetricsFold:
             if event.accepted and self._drafts is not None:
                 self._drafts.verified(event)
         elif type(event) is RequestArrived:
+            if event.parallel_samples > 1 and event.request_id >= self._warm_up:
+                self._sampled.append((len(self._request_ids), samples_asked(event)))
             for sample in range(samples_asked(event)):  # each is a request
                 self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
             if (
@@ -571,6 +594,11 @@ class MetricsFold:
             ):
                 self._media = self._media or MediaCounts()
                 self._media.arrived(event)
+            if event.adapter and not any(type(decided) is RequestRejected for decided in step.decided):
+                self._adapters = self._adapters or AdapterCounts()
+                self._adapters.requests[event.adapter] += samples_asked(event)
+        elif type(event) is AdapterLoaded and self._adapters is not None:
+            self._adapters.loaded(event)
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
@@ -586,6 +614,9 @@ class MetricsFold:
             elif type(command) is EncodeMedia:
                 self._media = self._media or MediaCounts()
                 self._media.ordered(command, needed=not self._needs_media)
+            elif type(command) is LoadAdapter:
+                self._adapters = self._adapters or AdapterCounts()
+                self._adapters.ordered(command, step.time_us)
         for decided in step.decided:
             self._learn(decided)
 
@@ -608,6 +639,11 @@ class MetricsFold:
         """Say for how long a request was held for its media."""
         if self._media is not None and request_id >= self._warm_up:
             self._media.waits_us.append(waited_us)
+
+    def sessions_held(self, time_us: int, pages: int) -> None:
+        """Say how many pages sessions hold that no request does, from now on."""
+        self._sessions = self._sessions or SessionCounts()
+        self._sessions.held(time_us, pages)
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
@@ -652,6 +688,12 @@ class MetricsFold:
         if self._media is not None and self._media.contents:
             summary["media"] = self._media.describe(summary["throughput"]["makespan_us"])
             encoder = self._media.table if len(self._media.intervals) else None
+        if self._sessions is not None and self._sessions.turns:
+            summary["sessions"] = self._sessions.describe(self._kv_pages)
+        if self._sampled:
+            summary["samples"] = self._describe_samples()
+        if self._adapters is not None and self._adapters.requests:
+            summary["adapters"] = self._adapters.describe()
         series = _make_series(edges_us, gauges, self._messages, packed.batches, device.busy)
         return RunData(requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder)
 
@@ -687,6 +729,7 @@ class MetricsFold:
                 pass  # what they say is known from arrivals and messages
             case RequestAdmitted():
                 row = self._row(decided.request_id)
+                self._went_on(decided.request_id, decided.time_us)
                 if self._admitted_us[row] < 0:  # later admissions follow a retraction
                     self._admitted_us[row] = decided.time_us
                     self._cached_tokens[row] = decided.cached_tokens
@@ -704,15 +747,29 @@ class MetricsFold:
                 self._evicted_pages[decided.reason] += decided.pages
             case AdmissionDeferred():
                 self._deferred[decided.reason] += 1
+                if decided.reason == "adapter" and self._adapters is not None:
+                    self._adapters.deferred(decided.request_id, decided.time_us)
+            case TurnStarted() | SessionYielded() | SessionClosed():
+                self._sessions = self._sessions or SessionCounts()
+                self._sessions.learn(decided)
+                if isinstance(decided, TurnStarted):  # it arrived with its own tokens alone
+                    self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
             case DecodeSkipped():
                 self._decodes_skipped += 1
             case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:
                 self._tiers.learn(decided)
             case CompanionsEvicted():
                 self._companions_evicted[decided.kind] += decided.count
+            case AdapterEvicted() if self._adapters is not None:
+                self._adapters.evictions += 1
+
+    def _went_on(self, request_id: RequestId, time_us: int) -> None:
+        if self._adapters is not None:
+            self._adapters.went_on(request_id, time_us, is_measured=request_id >= self._warm_up)
 
     def _end(self, request_id: RequestId, time_us: int, reason: str) -> None:
         row = self._row(request_id)
+        self._went_on(request_id, time_us)
         self._ended_us[row] = time_us
         self._finish_codes[row] = self._finish_reasons[reason]
         del self._row_of[request_id]
@@ -905,6 +962,11 @@ class MetricsFold:
                 beyond |= is_open & (waited_us > slo.bound_us)
             counts.append(int(beyond.sum()) + failed)
         return counts
+
+    def _describe_samples(self) -> Summary:
+        whole = self._requests()
+        first_us = np.array(self._first_message_us, np.int64)
+        return measure_samples(self._sampled, whole.arrival_us, first_us, whole.ended_us, whole.completed)
 
     def _measured_requests(self) -> Requests:
         """Those behind the warm-up."""

@@ -157,6 +157,22 @@ def _facts_table(summary: Summary) -> Table:
         _add_tiers(table, cache)
     if "media" in summary:
         _add_media(table, summary["media"])
+    if "sessions" in summary:
+        sessions = summary["sessions"]
+        table.add_section()
+        kept = sessions["kept_tokens"] / sessions["prompt_tokens"] if sessions["prompt_tokens"] else None
+        table.add_row("turns of sessions", f"{sessions['turns']:,}", f"{show_share(kept)} of their prompts was kept")
+        yielded = f"of the pages at most; {sessions['yields']:,} times one yielded"
+        table.add_row("KV held by sessions", show_share(sessions["held_share_max"]), yielded)
+    if "samples" in summary:
+        samples = summary["samples"]
+        table.add_section()
+        asked = f"answers, of {samples['requests']:,} requests with several"
+        table.add_row("samples", f"{samples['samples']:,}", asked)
+        first = f"p50, from arrival to the last of them; p99 {show_us(samples['e2e_us_p99'])}"
+        table.add_row("all answers", show_us(samples["e2e_us_p50"]), first)
+    if "adapters" in summary:
+        _add_adapters(table, summary["adapters"])
     if "pipeline" in device:
         pipeline = device["pipeline"]
         idle = (
@@ -183,6 +199,16 @@ def _add_media(table: Table, media: Summary) -> None:
     table.add_row("encoder busy", show_share(media["encoder_busy_fraction"]), did)
     waits = f"p50, of {media['requests_waited']:,} requests; p99 {show_us(media['wait_us_p99'])}"
     table.add_row("waited for media", show_us(media["wait_us_p50"]), waits)
+
+
+def _add_adapters(table: Table, adapters: Summary) -> None:
+    """What was loaded, and who waited for it."""
+    table.add_section()
+    table.add_row("adapters", f"{adapters['adapters']:,}", f"different ones, of {adapters['requests']:,} requests")
+    took = f"{show_us(adapters['load_us_mean'])} on average; {adapters['evictions']:,} evicted"
+    table.add_row("adapter loads", f"{adapters['loads']:,}", took)
+    waits = f"p50, of {adapters['requests_waited']:,} requests; p99 {show_us(adapters['wait_us_p99'])}"
+    table.add_row("waited for adapters", show_us(adapters["wait_us_p50"]), waits)
 
 
 def _add_tiers(table: Table, cache: Summary) -> None:

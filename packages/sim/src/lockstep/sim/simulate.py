@@ -41,6 +41,19 @@ from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
 from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.host.adapters import LORAS
+from lockstep.sim.adapters import (
+    ALL_TARGETS,
+    AdapterLane,
+    adapter_link,
+    adapters_in,
+    check_adapters,
+    describe_adapters,
+    describe_loads,
+    lora_of,
+    parse_adapters,
+    with_adapters,
+)
 from lockstep.sim.cache_tiers import PageBytes, TierLinks
 from lockstep.sim.catalogue import load_calibration, load_encoders, load_gpu, load_model
 from lockstep.sim.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
@@ -59,6 +72,7 @@ from lockstep.sim.cost import (
 )
 from lockstep.sim.cost.encoder import Encoders
 from lockstep.sim.cost.expert_balance import spread_of
+from lockstep.sim.cost.lora import LORA_RANK, LoraSpec, check_targets, slot_bytes
 from lockstep.sim.cost.models import Fp8Activations, check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import stages_of
@@ -85,6 +99,13 @@ from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
 from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
+from lockstep.sim.samples import describe_samples, parse_samples, with_samples
+from lockstep.sim.server_sessions import (
+    Conversations,
+    check_server_sessions,
+    describe_server_sessions,
+    with_server_sessions,
+)
 from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
@@ -149,6 +170,11 @@ class Scenario:
     media: str | None = None  # images, videos and sounds that turns bring; see media.py; None: none
     mm_encoder_tp_mode: str = "weights"  # or data: how encoders are laid out over the tp GPUs
     encoder_gpus: int = 0  # of the encoder's own; 0: those of the engine
+    adapters: str | None = None  # which requests run on which LoRA adapters; see adapters.py; None: on none
+    max_lora_rank: int = LORA_RANK  # which slots have room for
+    samples: str | None = None  # answers that requests ask for; see samples.py; None: one each
+    server_sessions: bool = False  # whether turns are of sessions that the server keeps; see server_sessions.py
+    lora_targets: str = ALL_TARGETS  # matrices that slots have room for, with commas
     rank_schedulers: bool = False  # each shard of `attention_dp` has a scheduler of its own: see data_parallel.py
 
     @property
@@ -194,6 +220,10 @@ class Scenario:
             "media",
             "mm_encoder_tp_mode",
             "encoder_gpus",
+            "adapters",
+            "max_lora_rank",
+            "lora_targets",
+            "samples",
         ):
             value = getattr(self, name)
             if name == "seed" or value != getattr(Scenario, name):
@@ -208,6 +238,8 @@ class Scenario:
             words.append("--moe-a2a")
         if self.eplb:
             words.append("--eplb")
+        if self.server_sessions:
+            words.append("--server-sessions")
         if self.rank_schedulers:
             words.append("--rank-schedulers")
         if self.skip_bad_rows:
@@ -290,6 +322,7 @@ class Setup:
     drafting: Drafting | None = None  # where drafts are verified
     forcing: Forcing | None = None  # where tokens that grammars force are computed together
     encoding: Encoding | None = None  # where requests have media
+    lora: LoraSpec | None = None  # where requests run on adapters
 
     @property
     def title(self) -> str:
@@ -311,6 +344,21 @@ class Setup:
     def tier_links(self) -> TierLinks | None:
         """Fresh lanes to the tiers below the device; None if there are none."""
         return TierLinks(self.tiers, self._page_bytes, self.gpu) if self.tiers.host_cache_gb else None
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot for adapters weighs on one GPU, of the stage that has most; 0 where no request runs on any."""
+        if self.lora is None:
+            return 0
+        one = replace(self.split, pp=1)
+        return max(slot_bytes(stage.model, one, self.lora) for stage in stages_of(self.model, self.split))
+
+    def adapter_lane(self, tiers: TierLinks | None) -> AdapterLane | None:
+        """What brings adapters to one engine, over its cache tiers' link; None if no request runs on any."""
+        if self.lora is None:
+            return None
+        link = adapter_link(self.gpu) if tiers is None else tiers.up
+        return AdapterLane(adapters_in(self.workload.turns), self.slot_bytes, link)
 
     @property
     def state_copy_us(self) -> float:
@@ -350,6 +398,11 @@ class Setup:
         lines += self._layout_doubts()
         if self.encoding is not None:
             lines += self.encoding.doubts(self.config)
+        if self.lora is not None:
+            lines.append(
+                "adapters: their products are uncalibrated; passes with any are launched kernel by kernel, as in this "
+                "runtime, where others may replay CUDA graphs"
+            )
         depth = self.config.overlap_depth
         more = self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split, has_intervals=has_intervals)
         return lines + more
@@ -406,6 +459,9 @@ class Setup:
                 "workload": self.workload.name,
                 "workload_digest": self.workload.digest,
                 **({} if self.scenario.media is None else {"media": self.scenario.media}),
+                **({} if self.scenario.samples is None else {"samples": self.scenario.samples}),
+                **({"server_sessions": "on"} if self.scenario.server_sessions else {}),
+                **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
             },
         )
 
@@ -437,8 +493,23 @@ class Setup:
             **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
             **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
             **({} if self.encoding is None else {"media": self.encoding.describe()}),
+            **({} if scenario.samples is None else {"samples": scenario.samples}),
+            **({"server_sessions": True} if scenario.server_sessions else {}),
+            **({} if self.lora is None else {"adapters": self._describe_adapters(self.lora)}),
             **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
             **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
+        }
+
+    def _describe_adapters(self, lora: LoraSpec) -> dict[str, Any]:
+        """Room for adapters, and what a load takes."""
+        names = adapters_in(self.workload.turns)
+        return {
+            "asked": self.scenario.adapters,
+            "adapters": len(names),
+            "max_loras": lora.slots,
+            "max_lora_rank": lora.rank,
+            "lora_targets": list(lora.targets),
+            **describe_loads(self.slot_bytes, self.gpu),
         }
 
 
@@ -472,6 +543,9 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
     scenario = replace(scenario, settings={**scenario.settings, **overridden})
     model, gpu = load_model(scenario.model), load_gpu(scenario.gpu)
     check_encoding(scenario)
+    check_adapters(scenario)
+    check_samples(scenario)
+    check_server_sessions(scenario)
     config, kv = configure(scenario, model, gpu)
     check_load(scenario)
     if workload is None:
@@ -485,6 +559,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         kv_dtype=scenario.kv_dtype,
         fp8_activations=scenario.fp8_activations,
         operators=None if scenario.operators is None else Path(scenario.operators),
+        lora=lora_of(scenario, config),
     )
     calibration = UNCALIBRATED if scenario.calibration is None else load_calibration(scenario.calibration)
     cost = calibration.cost_model(base)
@@ -504,6 +579,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         drafting=_drafting(scenario, config, model, gpu, cost, calibration),
         forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
         encoding=Encoding.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
+        lora=lora_of(scenario, config),
     )
 
 
@@ -612,6 +688,15 @@ def open_load(scenario: Scenario) -> Workload:
     )
     if scenario.media is not None:
         workload = _with_media(workload, scenario, scenario.media)
+    if scenario.adapters is not None:
+        workload = _with_adapters(workload, scenario, scenario.adapters)
+    if scenario.samples is not None:
+        turns = with_samples(workload.turns, parse_samples(scenario.samples), seed=scenario.seed)
+        notes = (*workload.notes, describe_samples(turns))
+        workload = replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
+    if scenario.server_sessions:
+        turns = with_server_sessions(workload.turns)
+        workload = replace(workload, turns=turns, notes=(*workload.notes, describe_server_sessions(turns)))
     if not closed:
         return workload
     # When its requests would come by the clock is not asked of a closed loop.
@@ -628,6 +713,26 @@ def _with_media(workload: Workload, scenario: Scenario, media: str) -> Workload:
     for kind in {content.kind for content in turns.media.contents().values()}:
         encoders.tower(kind)  # raises for a kind that the model does not take
     notes = (*workload.notes, describe_media(turns.media, len(turns)))
+    return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
+
+
+def check_samples(scenario: Scenario) -> None:
+    """Raise ConfigError for what cannot be read, or is not simulated together."""
+    if scenario.samples is None:
+        return
+    parse_samples(scenario.samples)
+    for what, value in (("rank_schedulers", scenario.rank_schedulers), ("role", scenario.settings.get("role"))):
+        if value and value != "mixed":
+            raise ConfigError(
+                f"`samples` is `{scenario.samples}`, but `{what}` is {'on' if value is True else value}: several "
+                "answers are simulated where engines do all of a request themselves\nhint: leave out one of the two"
+            )
+
+
+def _with_adapters(workload: Workload, scenario: Scenario, adapters: str) -> Workload:
+    """The same with what each request runs on. Raises ConfigError."""
+    turns = with_adapters(workload.turns, parse_adapters(adapters), seed=scenario.seed)
+    notes = (*workload.notes, describe_adapters(turns))
     return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
 
 
@@ -682,12 +787,17 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         check_hybrid(model)
     if given.get("pp_size", 1) != 1 and "overlap_depth" not in scenario.settings:
         given["overlap_depth"] = 0  # microbatches overlap with each other
+    if scenario.adapters is not None:
+        given.setdefault("max_loras", LORAS)
     if scenario.rank_schedulers:
         check_ranks(scenario)
         given = settings_of_rank(given, split.attention_dp)
     config = SchedConfig(**given)
     check_stages(scenario, config)
     check_drafting(scenario, config)
+    lora = lora_of(scenario, config)
+    if lora is not None:
+        check_targets(model, split, lora)
     check_split(model, split)
     for name, most in (("pages", PAGES_MAX), ("max_running_requests", ROWS_MAX), ("request_rows", ROWS_MAX)):
         value = getattr(config, name)
@@ -738,6 +848,7 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
         sampled_rows=config.max_running_requests,
         state_rows=0 if shares.on else config.max_running_requests,
+        lora=lora_of(scenario, config),
     )
     if scenario.media is None:
         kv = capacity()
@@ -954,6 +1065,7 @@ def host_of(
             host_page_bytes=setup.host_page_bytes,
             needs_media=setup.config.role != "decode",
         )
+    tiers = setup.tier_links()
     frontend_us = round(setup.calibration.correction.frontend_us)
     sink: MetricsSink = metrics if tells is None else tells(metrics)
     host = EngineHost(
@@ -976,12 +1088,14 @@ def host_of(
         device_type=device_type or device_type_of(setup.cost),
         speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
         forcing=setup.forcing,
-        tiers=setup.tier_links(),
+        tiers=tiers,
         state_copy_us=setup.state_copy_us,
         port=port,
         exchange=exchange,
         witness=witness,
         encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
+        adapters=setup.adapter_lane(tiers),
+        conversations=Conversations(setup.config.context_tokens_max, metrics) if scenario.server_sessions else None,
     )
     return host, metrics
 

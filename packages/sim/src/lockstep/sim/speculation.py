@@ -164,6 +164,8 @@ class ModelDrafter:
         return us
 
     def _pass_us(self, shape: BatchShape) -> float:
+        if shape.adapter_tokens:  # adapters are of the model that verifies
+            shape = replace(shape, adapter_tokens=0, adapters=0)
         layers_us = self.cost.batch_us(replace(shape, sampled_rows=0)).mean_us
         logits_us = self.cost.batch_us(shape).mean_us - layers_us if shape.sampled_rows else 0.0
         return layers_us / self.layers + logits_us + (DRAFT_PASS_US if self.layers > 1 else 0.0)

@@ -136,6 +136,9 @@ class _Metrics(Struct):
     intervals: _Intervals | UnsetType = UNSET
     router: _Router | UnsetType = UNSET
     balance: Group | UnsetType = UNSET
+    adapters: Group | UnsetType = UNSET
+    samples: Group | UnsetType = UNSET
+    sessions: Group | UnsetType = UNSET
     engines: list[dict[str, Any]] | UnsetType = UNSET
 
 
@@ -165,7 +168,7 @@ class StoredEngine:
 
     def summary(self, part: str, name: str) -> Any:
         """A number of metrics.json; None where there was nothing to measure."""
-        return self.metrics[part].get(name)
+        return self.metrics.get(part, {}).get(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +206,7 @@ class StoredRun:
 
     def summary(self, part: str, name: str) -> Any:
         """A number of metrics.json; None where there was nothing to measure."""
-        return self.metrics[part].get(name)
+        return self.metrics.get(part, {}).get(name)
 
     @property
     def is_measured(self) -> bool:

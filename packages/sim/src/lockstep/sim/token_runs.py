@@ -39,6 +39,30 @@ def cut_runs(runs: Sequence[int], tokens: int) -> list[int]:
     return kept
 
 
+def runs_behind(runs: Sequence[int], tokens: int) -> list[int]:
+    """What is left of a prompt without the first so many tokens, as runs."""
+    left: list[int] = []
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        cut = min(tokens, count)
+        tokens -= cut
+        if count > cut:
+            left += (first + cut, count - cut)
+    return left
+
+
+def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two prompts begin with alike. Runs are as long as they can be: see `append_run`."""
+    common = 0
+    pairs, others = zip(one[::2], one[1::2], strict=True), zip(other[::2], other[1::2], strict=True)
+    for (first, count), (first_other, count_other) in zip(pairs, others, strict=False):
+        if first != first_other:
+            break
+        common += min(count, count_other)
+        if count != count_other:
+            break
+    return common
+
+
 def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
     """Spell out the token ids of `runs` (first_token, count, ...): int32 [sum of the counts], newly allocated."""
     if len(runs) == 2:

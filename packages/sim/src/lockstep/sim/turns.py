@@ -53,6 +53,12 @@ class Turn:
     think_us: int = 0
     grammar: str = ""  # name of the grammar its output must follow; none by default
     media: tuple[TurnMedia, ...] = ()  # whose placeholders are in the prompt, by position
+    adapter: str = ""  # name of the one that it runs on; none: the model alone
+    samples: int = 1  # answers that it asks for, each of `output_tokens`; see samples.py
+    samples_first_token: int = 0  # of the second; the others follow it
+    session: str = ""  # that the server keeps; see server_sessions.py; none by default
+    session_kept: int = 0  # tokens of the prompt that it has
+    session_last: bool = False  # no turn comes behind
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +86,13 @@ class Turns(Sequence[Turn]):
     tenants: tuple[str, ...]
     grammars: tuple[str, ...]
     media: MediaColumns | None = None  # None: no turn has any
+    adapter: Int32s | None = None  # into `adapters`; None: no turn runs on any
+    adapters: tuple[str, ...] = ("",)
+    samples: Int32s | None = None  # None: each turn asks for one
+    samples_first_token: Int32s | None = None
+    session: Int32s | None = None  # the turn that opens it; -1: none; None: the server keeps no session
+    session_kept: Int32s | None = None
+    session_last: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_us)
@@ -170,7 +183,7 @@ class Turns(Sequence[Turn]):
 
     def _made(self, rows: Int64s) -> Iterator[Turn]:
         """Make the turns of `rows`, a block at a time."""
-        tenants, grammars = self.tenants, self.grammars
+        tenants, grammars, adapters = self.tenants, self.grammars, self.adapters
         size = 16  # grows: who wants one turn does not pay for a block
         start = 0
         while start < len(rows):
@@ -191,7 +204,20 @@ class Turns(Sequence[Turn]):
                 self.think_us[block].tolist(),
                 [grammars[code] for code in self.grammar[block].tolist()],
                 self.media.of(block) if self.media is not None else [()] * len(block),
+                [""] * len(block)
+                if self.adapter is None
+                else [adapters[code] for code in self.adapter[block].tolist()],
+                [1] * len(block) if self.samples is None else self.samples[block].tolist(),
+                [0] * len(block) if self.samples_first_token is None else self.samples_first_token[block].tolist(),
+                *self._sessions(block),
             )
+
+    def _sessions(self, block: Int64s) -> tuple[list[str], list[int], list[bool]]:
+        """What the server keeps of turns: names of sessions, tokens, and whether each is the last turn."""
+        if self.session is None or self.session_kept is None or self.session_last is None:
+            return [""] * len(block), [0] * len(block), [False] * len(block)
+        names = [f"s{root}" if root >= 0 else "" for root in self.session[block].tolist()]
+        return names, self.session_kept[block].tolist(), self.session_last[block].tolist()
 
     # --- other turns out of these
 

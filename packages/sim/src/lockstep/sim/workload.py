@@ -174,6 +174,12 @@ def workload_digest(turns: Turns) -> str:
         if turns.media is not None:
             media = turns.media.of(rows)
             block = [(*turn, "media", items) if items else turn for turn, items in zip(block, media, strict=True)]
+        if turns.adapter is not None:
+            adapters = [turns.adapters[code] for code in turns.adapter[rows].tolist()]
+            block = [(*turn, "adapter", name) if name else turn for turn, name in zip(block, adapters, strict=True)]
+        if turns.samples is not None:
+            samples = turns.samples[rows].tolist()
+            block = [(*turn, "samples", n) if n > 1 else turn for turn, n in zip(block, samples, strict=True)]
         digest.update(encode(block)[len(_array_header(len(block))) :])
     return digest.hexdigest()
 

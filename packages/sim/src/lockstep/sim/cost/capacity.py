@@ -13,6 +13,7 @@ from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
 from lockstep.sim.cost.hardware import GpuSpec, all_reduce_of
+from lockstep.sim.cost.lora import LoraSpec, slot_bytes
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
     KvDtype,
@@ -103,11 +104,13 @@ def kv_capacity(
     sampled_rows: int = SAMPLED_ROWS,
     state_rows: int = SAMPLED_ROWS,
     first_stage: StageBytes = NOTHING,
+    lora: LoraSpec | None = None,
 ) -> KvCapacity:
     """Return the KV tokens that fit on the GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
 
     Every attention layer keeps every token: separate pools for sliding layers are not modelled. With attention data
     parallelism each shard has KV of its own, and the engine as much as all of them; with stages, the fullest decides.
+    Slots for adapters, of `lora`, count as weights, as they do in the runtime's memory table.
     Raises: CapacityError with the numbers when nothing, or not one page, is left for KV.
     """
     if not 0.0 < mem_fraction <= 1.0:
@@ -121,6 +124,10 @@ def kv_capacity(
     stages = stages_of(model, split)
     besides = [first_stage if stage.is_first else NOTHING for stage in stages]
     weights = [stage.weights_bytes(dtype, split) + more.weights for stage, more in zip(stages, besides, strict=True)]
+    if lora is not None:
+        one = replace(split, pp=1)
+        slots = [lora.slots * slot_bytes(stage.model, one, lora) for stage in stages]
+        weights = [own + taken for own, taken in zip(weights, slots, strict=True)]
     found = [
         _stage_capacity(
             stage, number, gpu, split, mem_fraction, page_tokens, kv_dtype, weights[number - 1], chunk_tokens,

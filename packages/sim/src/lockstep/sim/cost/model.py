@@ -18,6 +18,8 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
     decode_context_tokens: int = 0  # KV tokens read by decode rows, summed
     sampled_rows: int = 0  # rows that need logits and a token; of a row that verifies drafts, each position
     draft_tokens: int = 0  # drafts that decode rows verify behind their newest tokens, summed
+    adapter_tokens: int = 0  # new tokens that run on an adapter (LoRA), drafts included; the others cost nothing more
+    adapters: int = 0  # different ones among them
     own: BatchShape | None = None  # what the slowest shard has of it; None: rows are spread evenly over shards
 
 

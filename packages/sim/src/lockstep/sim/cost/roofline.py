@@ -18,6 +18,7 @@ from lockstep.sim.cost.exchange import Exchange
 from lockstep.sim.cost.expert_balance import Spread, spread_of
 from lockstep.sim.cost.experts import expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import AllReduce, Constant, GpuSpec, achieved, all_reduce_of
+from lockstep.sim.cost.lora import LoraCost, LoraSpec
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
@@ -90,6 +91,7 @@ class RooflineModel:
         cuda_graph: bool,
         graph_rows_max: int,
         fp8_activations: Fp8Activations = "auto",
+        lora: LoraSpec | None = None,
     ) -> None:
         tp = split.tp
         self.model, self.gpu, self.tp, self.split = model, gpu, tp, split
@@ -131,6 +133,8 @@ class RooflineModel:
                 self._note("latent_eager_us", LATENT_EAGER_US) - counted_us
             )
         self._fixed_us = self._note("forward_fixed_us", FORWARD_FIXED_US)
+        self.lora = LoraCost(model, gpu, split, lora) if lora is not None else None
+        self._eager_lora_us = 0.0 if self.lora is None else self.lora.kernels * eager_us
 
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time of one forward pass and its sampling. The hot path: a few dozen float operations."""
@@ -152,6 +156,8 @@ class RooflineModel:
         if shape.sampled_rows:
             sampling_us = self._sampling_us.get(shape.sampled_rows)
             us += self.sampling_us(shape.sampled_rows) if sampling_us is None else sampling_us
+        if shape.adapter_tokens:
+            return Duration(self.launched_us(shape, us + self.lora_us(shape)))
         # What follows is `launched_us`, without the call: this is asked once or twice a batch.
         graph = self.cuda_graph and not extend_tokens and decode_rows <= self.graph_rows_max
         if not graph and us < self._eager_floor_us:
@@ -185,12 +191,22 @@ class RooflineModel:
         return shape if self.shards == 1 else fullest_shard(shape, self.shards)
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
-        """Return the time of kernels that take `us`, launched as a graph or one by one."""
+        """Return the time of kernels that take `us`, launched as a graph or one by one: so are those with adapters."""
+        if shape.adapter_tokens:
+            return max(us, self._eager_floor_us + self._eager_lora_us) + self._fixed_us
         rows = shape.decode_rows if shape.own is None else shape.own.decode_rows  # each rank captures its own graphs
         graph = self.cuda_graph and not shape.extend_tokens and rows <= self.graph_rows_max
         if not graph and us < self._eager_floor_us:
             us = self._eager_floor_us
         return us + self._fixed_us
+
+    def lora_us(self, shape: BatchShape) -> float:
+        """Return the time of what adapters add to the products. Raises CapacityError where there is no room for any."""
+        if self.lora is None:
+            raise CapacityError(
+                f"{shape.adapter_tokens} tokens run on adapters, and this cost model has none\nhint: give it a LoraSpec"
+            )
+        return self.lora.products_us(shape.adapter_tokens, shape.adapters)
 
     def collectives_us(self, tokens: int) -> float:
         """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens.
@@ -220,6 +236,8 @@ class RooflineModel:
             terms["linear_attention"] = self.delta_us(own)
         if shape.sampled_rows:
             terms["logits_and_sampling"] = self.sampling_us(shape.sampled_rows)
+        if shape.adapter_tokens:
+            terms["lora"] = self.lora_us(shape)
         terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
         return terms
 
@@ -249,6 +267,8 @@ class RooflineModel:
                 "moved_bytes_per_gpu": round(self.moved_bytes),
                 "rebalancing_us": round(self._moves_us, 1),
             }
+        if self.lora is not None:
+            described["lora"] = self.lora.describe()
         if self.exchange is not None:
             described["all_gather"] = {str(gpus): asdict(line) for gpus, line in self.exchange.lines.items()}
         return described
@@ -676,10 +696,12 @@ def roofline(
     cuda_graph: bool = True,
     graph_rows_max: int = GRAPH_ROWS_MAX,
     fp8_activations: Fp8Activations = "auto",
+    lora: LoraSpec | None = None,
 ) -> RooflineModel:
     """Build the roofline of `model` on `tp` GPUs, or on one stage laid out as said; `base_cost_model` builds several.
 
-    `weights_dtype` None is the checkpoint's own. `fp8_activations` is whether fp8 weights meet rows in fp8.
+    `weights_dtype` None is the checkpoint's own. `fp8_activations` is whether fp8 weights meet rows in fp8. `lora` is
+    the room for adapters, of models that serve any.
 
     Batches with extend rows, or with more than `graph_rows_max` decode rows, are launched eagerly.
     Raises: CatalogueError for a dtype that is not modelled, CapacityError for a split that is not possible.
@@ -688,4 +710,4 @@ def roofline(
     if split.pp > 1:
         raise CapacityError(f"a roofline is of one stage, got pp {split.pp}\nhint: base_cost_model builds pipelines")
     kv = checked_kv_dtype(kv_dtype)
-    return RooflineModel(model, gpu, split, weights, kv, cuda_graph, graph_rows_max, fp8_activations)
+    return RooflineModel(model, gpu, split, weights, kv, cuda_graph, graph_rows_max, fp8_activations, lora)

@@ -187,6 +187,10 @@ class PipelineModel:
         for key in ("extrapolated", "without_table"):
             if key in described:
                 described[key] = sorted({name for stage in self.stages for name in stage.describe()[key]})
+        if "lora" in described:
+            parts = [stage.lora for stage in self.stages if stage.lora is not None]
+            described["lora"]["kernels"] = sum(part.kernels for part in parts)
+            described["lora"]["slot_bytes"] = max(part.slot_bytes for part in parts)
         described["model"] = {"name": self.model.name, "source": self.model.source, "params": self.model.params}
         described["constants"] = {
             **{name: constant for stage in self.stages for name, constant in stage.describe()["constants"].items()},

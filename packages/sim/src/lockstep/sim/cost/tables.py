@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from lockstep.sim.cost.collective_tables import DTYPE_COLUMNS, add_operations
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
+from lockstep.sim.cost.lora import LoraCost, LoraSpec
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
@@ -329,6 +330,11 @@ class MeasuredModel:
 
     # --- the cost model -----------------------------------------------------------------------------------------------
 
+    @property
+    def lora(self) -> LoraCost | None:
+        """What adapters cost: that of the roofline, for no table has their kernels."""
+        return self.base.lora
+
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time of one forward pass and its sampling."""
         tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
@@ -347,6 +353,8 @@ class MeasuredModel:
             us += self.base.delta_us(own)
         if shape.sampled_rows:
             us += self.base.sampling_us(shape.sampled_rows)
+        if shape.adapter_tokens:
+            us += self.base.lora_us(shape)
         return Duration(self.launched_us(shape, us))
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
@@ -376,6 +384,8 @@ class MeasuredModel:
             terms["linear_attention"] = self.base.delta_us(own)
         if shape.sampled_rows:
             terms["logits_and_sampling"] = self.base.sampling_us(shape.sampled_rows)
+        if shape.adapter_tokens:
+            terms["lora"] = self.base.lora_us(shape)
         terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
         return terms
 
@@ -623,6 +633,7 @@ def base_cost_model(
     kv_dtype: KvDtype = "bf16",
     operators: Path | None = None,
     fp8_activations: Fp8Activations = "auto",
+    lora: LoraSpec | None = None,
 ) -> BaseModel | PipelineModel:
     """Build the roofline, or with a folder of operator tables the measured model; one per stage.
 
@@ -633,7 +644,8 @@ def base_cost_model(
     for stage in stages_of(model, split):
         one = replace(split, pp=1)
         base = roofline(
-            stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype, fp8_activations=fp8_activations
-        )
+            stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype, fp8_activations=fp8_activations,
+            lora=lora,
+        )  # fmt: skip
         stages.append(base if operators is None else MeasuredModel(base, read_operator_tables(operators, gpu)))
     return stages[0] if len(stages) == 1 else PipelineModel(stages, split, model, gpu)

@@ -204,6 +204,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     lacks += [f"{name} {shown(value)}" for name, value in trial.settings.items() if _is_missed(name, value)]
     media = {name: getattr(trial, name) for name in OF_MEDIA}
     lacks += [f"{name} {value}" for name, value in media.items() if value is not msgspec.UNSET]
+    if trial.lora_targets is not msgspec.UNSET:
+        lacks.append(f"lora_targets {trial.lora_targets}")
     if trial.tiers is not msgspec.UNSET and (trial.tiers.get("host_cache_gb") or "hybrid_memory" in trial.tiers):
         lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
     common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
@@ -211,6 +213,10 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
         common += ["--kv-cache-dtype", "fp8_e4m3"]
     if trial.fp8_activations is not msgspec.UNSET:
         common += ["--fp8-activations", trial.fp8_activations]
+    if trial.adapters is not msgspec.UNSET:
+        common += ["--lora", "NAME=ADAPTER_FOLDER"]
+    if trial.max_lora_rank is not msgspec.UNSET:
+        common += ["--max-lora-rank", str(trial.max_lora_rank)]
     settings = profile_settings(trial.profile) | trial.settings
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
     emulated = ["--emulate", f"{trial.model}@{trial.gpu}", *common]
@@ -223,6 +229,8 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
     if trial.settings.get(NOT_EMULATED):
         emulated_lacks.append(f"{NOT_EMULATED} {trial.settings[NOT_EMULATED]}")
+    if trial.adapters is not msgspec.UNSET:
+        emulated_lacks.append("the time of what adapters add to products")
     return (
         ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),
         ServeCommand(shlex.join(["lockstep", "serve", *emulated]), emulated_lacks),

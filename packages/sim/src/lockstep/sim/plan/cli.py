@@ -16,6 +16,7 @@ import click
 from lockstep.sim.cli import (
     EXIT_INTERRUPTED,
     Duration,
+    adapter_options,
     check_router_options,
     cluster_options,
     drafting_options,
@@ -23,7 +24,9 @@ from lockstep.sim.cli import (
     media_options,
     parallel_options,
     refusals,
+    samples_option,
     scheduler_options,
+    server_sessions_option,
     tier_options,
 )
 from lockstep.sim.out_paths import check_file
@@ -82,6 +85,9 @@ EXIT_NONE_FOUND = 3
 @cluster_options(engines=False)
 @drafting_options
 @media_options(gpus=False)
+@adapter_options
+@samples_option
+@server_sessions_option
 @tier_options
 @scheduler_options
 def plan(
@@ -119,6 +125,7 @@ def plan(
     with refusals():
         from lockstep.core.errors import ConfigError
         from lockstep.core.router import RouterConfig
+        from lockstep.sim.adapters import USUAL
         from lockstep.sim.cluster import parse_scaling
         from lockstep.sim.metrics import Slo
         from lockstep.sim.plan.answer import Answer
@@ -149,7 +156,13 @@ def plan(
         options = {
             name: value for name, value in options.items() if value is not None or name not in (*LINK_KEYS, ROWS_KEY)
         }
-        usual = {"media": None, "mm_encoder_tp_mode": "weights"}  # nothing is said of what was not asked for
+        usual = {
+            "media": None,
+            "mm_encoder_tp_mode": "weights",
+            **USUAL,
+            "samples": None,
+            "server_sessions": False,
+        }  # nothing is said of what was not asked for
         options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
         bad_rows = bool(options["skip_bad_rows"])
         settings = given_settings(options)

@@ -218,6 +218,9 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             limit=limit,
             skip_bad_rows=bool(question.common.get("skip_bad_rows", False)),
             media=question.common.get("media"),
+            adapters=question.common.get("adapters"),
+            samples=question.common.get("samples"),
+            server_sessions=bool(question.common.get("server_sessions", False)),
         )
     )
     if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:

@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 
 from lockstep.core.router import RouterConfig
+from lockstep.sim.adapters import ALL_TARGETS
 from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, parse_scaling, simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
+from lockstep.sim.cost.lora import LORA_RANK
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.data_parallel import RankCluster
@@ -85,6 +87,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     link_latency_us: int | msgspec.UnsetType = msgspec.UNSET
     media: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_media` reads it; unset: none
     mm_encoder_tp_mode: str | msgspec.UnsetType = msgspec.UNSET
+    adapters: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_adapters` reads it; unset: no request runs on any
+    max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
+    server_sessions: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
+    samples: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_samples` reads it; unset: one answer each
+    lora_targets: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def key(self) -> str:
@@ -145,6 +152,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             rank_schedulers=self.rank_schedulers is True,
             media=None if self.media is msgspec.UNSET else self.media,
             mm_encoder_tp_mode=self._encoder_tp_mode,
+            server_sessions=self.server_sessions is True,
+            samples=None if self.samples is msgspec.UNSET else self.samples,
+            adapters=None if self.adapters is msgspec.UNSET else self.adapters,
+            max_lora_rank=LORA_RANK if self.max_lora_rank is msgspec.UNSET else self.max_lora_rank,
+            lora_targets=ALL_TARGETS if self.lora_targets is msgspec.UNSET else self.lora_targets,
         )
         split = self.split
         scenario = ClusterScenario(
@@ -216,13 +228,15 @@ def simulate_trial(trial: Trial) -> ClusterRun:
     if trial.factor != 1.0:
         setup = setup.slowed(trial.factor)
     requests = len(setup.workload.turns) if trial.concurrency is None or trial.limit is None else trial.limit
+    if (samples := setup.workload.turns.samples) is not None:  # each is late by itself
+        requests = int(samples.sum()) if trial.concurrency is None else requests * int(samples.max())
     lateness = Lateness(setup.scenario.base.slos, requests - trial.warm_up) if trial.give_up else None
     return simulate_cluster(setup, give_up=lateness)
 
 
 @lru_cache(maxsize=4)
 def _workload(key: tuple[Any, ...]) -> Workload:
-    source, seed, rate, closed, limit, skip_bad_rows, model, media = key
+    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters, samples, server_sessions = key
     scenario = Scenario(
         model=model,
         gpu="",
@@ -233,6 +247,9 @@ def _workload(key: tuple[Any, ...]) -> Workload:
         limit=limit,
         skip_bad_rows=skip_bad_rows,
         media=media,
+        adapters=adapters,
+        samples=samples,
+        server_sessions=server_sessions,
     )
     return open_load(scenario)
 
@@ -245,7 +262,10 @@ def _workload_of(trial: Trial) -> Workload:
     closed = trial.concurrency is not None
     limit = None if closed else trial.limit
     media = (trial.model, trial.media) if isinstance(trial.media, str) else ("", None)  # prompts grow by the model
-    return _workload((trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media))
+    adapters = None if trial.adapters is msgspec.UNSET else trial.adapters
+    samples = None if trial.samples is msgspec.UNSET else trial.samples
+    key = trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media, adapters, samples
+    return _workload((*key, trial.server_sessions is True))
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:

@@ -116,6 +116,22 @@ def _cards(run: ReportRun) -> str:
         if media["wait_us_p50"] is not None:
             about = f"encoder busy {percent(media['encoder_busy_fraction'])}; p99 {duration(media['wait_us_p99'])}"
             cards.append(card("Waited for media", duration(media["wait_us_p50"]), about, "p50"))
+    sessions = run.data.summary.get("sessions")
+    if sessions is not None:
+        about = f"at most {percent(sessions['held_share_max'])}; {count(sessions['yields'])} times one yielded"
+        cards.append(card("KV held by sessions", percent(sessions["held_share_mean"]), about, "between turns, mean"))
+    samples = run.data.summary.get("samples")
+    if samples is not None:
+        about = f"of {count(samples['requests'])} requests with several; p99 {duration(samples['e2e_us_p99'])}"
+        cards.append(card("All answers", duration(samples["e2e_us_p50"]), about, "p50"))
+    adapters = run.data.summary.get("adapters")
+    if adapters is not None:
+        about = f"of {count(adapters['adapters'])} adapters; {count(adapters['evictions'])} evicted"
+        cards.append(
+            card("Adapter loads", count(adapters["loads"]), about, f"{duration(adapters['load_us_mean'])} each")
+        )
+        about = f"of {count(adapters['requests_waited'])} requests; p99 {duration(adapters['wait_us_p99'])}"
+        cards.append(card("Waited for adapters", duration(adapters["wait_us_p50"]), about, "p50"))
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in run.remarks)
     notes = f'<ul class="remarks" aria-label="What to know">{remarks}</ul>' if remarks else ""
     return f'<section><h2 class="unseen">In numbers</h2><dl class="cards">{"".join(cards)}</dl>{notes}</section>'
