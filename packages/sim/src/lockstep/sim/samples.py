@@ -54,7 +54,7 @@ def parse_samples(text: str) -> SampleSpec:
     if not 0.0 < share <= 1.0:
         raise refuse("the share of turns is above 0 and at most 1")
     if not 1 <= low <= high <= SAMPLES_MAX:
-        raise refuse(f"a request has 1 to {SAMPLES_MAX} samples")
+        raise refuse(f"a request has 1 to {SAMPLES_MAX} samples, the fewest first")
     return SampleSpec(share, low, high)
 
 
