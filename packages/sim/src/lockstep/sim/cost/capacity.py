@@ -124,6 +124,7 @@ def kv_capacity(
     stages = stages_of(model, split)
     besides = [first_stage if stage.is_first else NOTHING for stage in stages]
     weights = [stage.weights_bytes(dtype, split) + more.weights for stage, more in zip(stages, besides, strict=True)]
+    slots = [0] * len(stages)
     if lora is not None:
         one = replace(split, pp=1)
         slots = [lora.slots * slot_bytes(stage.model, one, lora) for stage in stages]
@@ -131,7 +132,7 @@ def kv_capacity(
     found = [
         _stage_capacity(
             stage, number, gpu, split, mem_fraction, page_tokens, kv_dtype, weights[number - 1], chunk_tokens,
-            sampled_rows, state_rows, besides[number - 1].activations,
+            sampled_rows, state_rows, besides[number - 1].activations, slots[number - 1],
         )
         for number, stage in enumerate(stages, 1)
     ]  # fmt: skip
@@ -159,6 +160,7 @@ def _stage_capacity(
     sampled_rows: int,
     state_rows: int,
     more_activations: int,
+    slots: int,  # bytes of `weights` that are room for adapters
 ) -> KvCapacity:
     """Of one stage: `pages` for the whole engine, as if this stage decided."""
     model = stage.model
@@ -174,7 +176,9 @@ def _stage_capacity(
         pages = UNBOUNDED_PAGES
     if pages < 1:
         gb = 1e9
-        parts = f"weights {weights / gb:.1f} + activations {activations / gb:.1f} + runtime {runtime / gb:.1f} GB"
+        room = f" + room for adapters {slots / gb:.1f}" if slots else ""
+        parts = f"weights {(weights - slots) / gb:.1f}{room} + activations {activations / gb:.1f}"
+        parts += f" + runtime {runtime / gb:.1f} GB"
         parts += f" + state of {ceil_div(state_rows, split.attention_dp)} requests {state / gb:.1f} GB" if state else ""
         where = "" if split.is_plain else f" with {split}"
         where += f" (stage {number} of {split.pp})" if split.pp > 1 else ""
@@ -182,7 +186,8 @@ def _stage_capacity(
             f"{model.name} does not fit on {split.gpus} x {gpu.name}{where}: per GPU {parts} = "
             f"{(usable - left) / gb:.1f} GB, of {usable / gb:.1f} GB usable "
             f"({mem_fraction:g} x {gpu.memory_bytes / gb:.1f} GB)\n"
-            "hint: raise --tp, choose a GPU with more memory, or a smaller --weights-dtype"
+            f"hint: {'lower --max-loras or --max-lora-rank, ' if slots else ''}"
+            "raise --tp, choose a GPU with more memory, or a smaller --weights-dtype"
         )
     return KvCapacity(
         tokens=pages * page_tokens * split.attention_dp,
