@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 pytest.importorskip("triton", reason="these kernels need triton")
 
-import triton.language as tl  # noqa: E402
 
 from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402
 from lockstep.runtime.attention.triton_backend import TritonAttention  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
+from tests.support.interpreter import mend_products  # noqa: E402
 from tests.support.passes import Pass, make_pass  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,22 +68,8 @@ def kv_after(made: Pass) -> list[torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def _interpreted_products_of_bfloat16(monkeypatch):
-    """The interpreter keeps bfloat16 in uint16 and multiplies those in `tl.dot`. Widen them first."""
-    from triton.runtime import interpreter
-
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    def create_dot(self, a, b, *others):
-        return plain(self, widened(a), widened(b), *others)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+def _mended_products(monkeypatch):
+    mend_products(monkeypatch)
 
 
 @st.composite
