@@ -340,7 +340,7 @@ def test_browser_draws_every_chart_without_a_complaint(tmp_path: Path, requests:
 
 def test_names_that_cannot_be_seen_are_spelt_out_on_every_page() -> None:
     """Pages take text in by one function, which leaves nothing in it that orders or turns around what stands beside."""
-    assert escape("a\x1b[2J<\x9b\u202eb\u2066\x7f") == "a\\x1b[2J&lt;\\x9b\\u202eb\\u2066\\x7f"
+    assert escape("a\x1b[2J<\x9b\u202eb\u2066\x7f\u2028") == "a\\x1b[2J&lt;\\x9b\\u202eb\\u2066\\x7f\\u2028"
     assert escape("é 日本 שלום\nb") == "é 日本 שלום\nb"
     root = Path(__file__).parents[2]
     modules = [*root.glob("packages/*/src/**/*.py"), *root.glob("tools/src/**/*.py")]

@@ -431,8 +431,8 @@ def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path:
 
 def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
     """A journal may have such labels: those who write none into it now may have done so before."""
-    label = "c\x1b[31m\x07\x7f\x9b2J"
-    seen = "c\\x1b[31m\\x07\\x7f\\x9b2J"
+    label = "c\x1b[31m\x07\x7f\x9b2J\u202ed"
+    seen = "c\\x1b[31m\\x07\\x7f\\x9b2J\\u202ed"
     folder = record_story(tmp_path, QUEUE.replace("add c ", f"add {label} "))
     page = tmp_path / "page.html"
     for asked in (("--request", "r2"), ("--request", label), ("--slowest", "ttft", 3), ("--step", 3)):

@@ -121,12 +121,17 @@ _DEFER_WORDS = {
 }
 
 
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
-"""The control characters, C0, DEL and C1, as they are written where a terminal must not obey them."""
+DIRECTIONS = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""The controls of Unicode's bidirectional algorithm, which would turn around what stands beside them."""
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *DIRECTIONS)
+}
+"""Control characters (C0, DEL, C1), Unicode's ends of lines and DIRECTIONS, as written where nobody must obey them."""
 
 
 def shown(given: str) -> str:
-    """A name that a client gave, for people: control characters as `\\x1b`. Nothing else shows labels and sessions."""
+    """A name that a client gave, for people: controls as `\\x1b`, `\\u202e`. Nothing else shows labels and sessions."""
     return given if given.isprintable() else given.translate(CONTROLS)
 
 
