@@ -13,24 +13,36 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
-from lockstep.api.emulate import EmulatedExecutor, Vocabulary
+from lockstep.api.drift import DriftMeter
+from lockstep.api.emulate import EmulatedExecutor, EmulatedShelf, Vocabulary, emulated_source
 from lockstep.api.serve import serve
 from lockstep.core.commands import FinishRequest, RejectRequest
 from lockstep.core.config import SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ContractError
-from lockstep.core.events import BatchFinished, RequestArrived, RequestRetracted, SamplingParams, TokenIds
+from lockstep.core.events import (
+    AdapterLoaded,
+    BatchFinished,
+    RequestArrived,
+    RequestRetracted,
+    SamplingParams,
+    TokenIds,
+)
+from lockstep.host.adapters import AdapterDesk
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
+from lockstep.sim.host import RowAdapters
+from lockstep.sim.links import Link
 
 WORDS = Vocabulary(first=300, count=700, end=256, mean_tokens=40)
 
 
 class FixedCost:
-    """A millisecond for each batch, and ten microseconds for each new token."""
+    """A millisecond for each batch, and ten microseconds for each new token; 50 more for one on an adapter."""
 
     def batch_us(self, shape: BatchShape) -> Duration:
-        return Duration(1000.0 + 10.0 * (shape.extend_tokens + shape.decode_rows))
+        assert (shape.adapters > 0) == (shape.adapter_tokens > 0)
+        return Duration(1000.0 + 10.0 * (shape.extend_tokens + shape.decode_rows) + 50.0 * shape.adapter_tokens)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "fixed"}
@@ -57,12 +69,19 @@ class Heard:
         self.reason = message
 
 
-def served(requests: list[RequestArrived], observe: Any = None, speed: float = 1.0, **settings: Any) -> list[Heard]:
-    """What each request is told by an engine of its own, all at once."""
+def served(
+    requests: list[RequestArrived], observe: Any = None, speed: float = 1.0, lora: dict[str, str] | None = None,
+    **settings: Any,
+) -> list[Heard]:  # fmt: skip
+    """What each request is told by an engine of its own, all at once. A load takes 5 ms."""
     config = SchedConfig(**{"pages": 256, "eos_token_ids": (256,), "context_tokens_max": 2048, **settings})
     clock = HostClock()
-    executor = EmulatedExecutor(FixedCost(), WORDS, config.rows_max, clock, seed=1, speed=speed)
-    host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe)
+    executor = EmulatedExecutor(FixedCost(), WORDS, config.rows_max, clock, seed=1, speed=speed, adapters=bool(lora))
+    shelf = EmulatedShelf(5_000_000, Link(1.0), clock, speed=speed) if lora else None
+    host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe, adapters=shelf)
+    if shelf is not None:
+        sources = {name: emulated_source(path) for name, path in (lora or {}).items()}
+        AdapterDesk(host, shelf, emulated_source).begin(sources, restarted=False)
     heard = [Heard() for _ in requests]
     for request, sink in zip(requests, heard, strict=True):
         host.submit(request, sink)
@@ -138,12 +157,61 @@ def test_batches_take_as_long_as_the_cost_model_says(speed: float, depth: int) -
     assert all(a.finished_us <= b.started_us for a, b in pairwise(finished))
 
 
+def test_adapters_take_as_long_as_the_cost_model_says() -> None:
+    """Products of those rows that run on one, loads one after the other, and the drift that is measured, too."""
+    adapter_of: dict[int, str] = {}  # by row
+    on_adapters: dict[int, int] = {}  # tokens of each batch
+    expected_us: dict[int, int] = {}
+    loaded_us: list[int] = []
+    meter = DriftMeter(FixedCost(), adapters=RowAdapters(8))
+
+    def observe(event: Any, step: Any) -> None:
+        meter.fold(event, step)
+        if isinstance(event, AdapterLoaded):
+            loaded_us.append(event.time_us)
+        if isinstance(event, BatchFinished):
+            assert abs(event.finished_us - event.started_us - expected_us[event.batch_id]) <= 1
+        if (plan := step.launched()) is not None and len(plan.rows):
+            adapter_of.update({taken.row: taken.adapter for taken in plan.rows_taken})
+            new = (plan.stops - plan.starts).tolist()
+            on = sum(n for row, n in zip(plan.rows.tolist(), new, strict=True) if adapter_of[row])
+            on_adapters[plan.batch_id] = on
+            expected_us[plan.batch_id] = 1000 + 10 * sum(new) + 50 * on
+
+    wanted = [request("x" * 100, tokens=8, ignore_eos=True, adapter=name) for name in ("law", "med")]
+    wanted.append(request("y" * 50, tokens=80, ignore_eos=True))
+    served(wanted, observe, lora={"law": "of/law", "med": "of/med"}, max_loras=3, max_running_requests=8)
+    assert sum(on_adapters.values()) == 2 * (100 + 7)
+    assert 0 in on_adapters.values()
+    first, second = loaded_us
+    assert (first >= 5_000, second >= 10_000) == (True, True)
+    for kind in meter.read():
+        assert abs(kind.ratios / sum(kind.counts) - 1.0) < 0.001
+
+
 def test_what_it_cannot_run_is_refused() -> None:
     executor = EmulatedExecutor(FixedCost(), WORDS, 4, HostClock(), seed=1)
     with pytest.raises(ContractError, match="was not deferred"):
         executor.sample(1, ())
     assert not executor.ready()
     assert executor.in_flight == 0
+
+
+def test_room_for_adapters_is_taken_off_the_cache() -> None:
+    pages = []
+    for more in ((), ("--lora", "law=x"), ("--lora", "law=x", "--max-lora-rank", "256")):
+        shown = CliRunner().invoke(serve, ["--emulate", "qwen3-8b@h100", "--dry-run", *more])
+        assert shown.exit_code == 0, shown.output
+        (told,) = re.findall(r"^  pages = (\d+)$", shown.output, re.MULTILINE)
+        pages.append(int(told))
+    none, small, large = pages
+    # of 8 slots, each 43.6 million numbers of two bytes at rank 16 (the checkpoint of such an adapter has 87 MB)
+    page_bytes = 16 * 2 * 36 * 8 * 128 * 2
+    assert abs((none - small) * page_bytes - 8 * 43_646_976 * 2) < 2 * page_bytes
+    assert abs((none - large) * page_bytes - 16 * 8 * 43_646_976 * 2) < 2 * page_bytes
+    refused = CliRunner().invoke(serve, ["--emulate", "deepseek-v3@h200", "--tp", "8", "--lora", "a=x", "--dry-run"])
+    assert "has latent attention" in str(refused.exception)
+    assert "hint: leave out --lora" in str(refused.exception)
 
 
 @pytest.mark.parametrize("emulated", ["deepseek-v3@h100", "gpt-oss-120b@l40s"])

@@ -92,6 +92,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"speed": 1e-300, "emulate": "a@b"}, "`speed` must be above 0, from 1e-6"),
         ({"answer_tokens": 5}, "`answer_tokens` is for an emulated engine"),
         ({"dtype": "int3", "emulate": "a@b"}, "`dtype` is for a model"),
+        ({"max_lora_rank": 32}, "`max_lora_rank` is 32, but LoRA is off\nhint: --lora NAME=PATH, or --set max_loras=N"),
         ({"journal": ""}, "`journal` is empty\nhint: give a path, or drop it"),
         ({"served_model_name": ("",)}, "`served_model_name` has an empty name"),
         ({"set": {"isolate_tenants": 3}}, "`isolate_tenants` must be true or false, got `3`"),
@@ -212,11 +213,15 @@ def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
     ):
         serve.main(["--emulate", "qwen3-8b@h200", "--dry-run", "--fp8-activations", "on"], standalone_mode=False)
     options = {option for parameter in serve.params for option in parameter.opts}
-    split = {"--pp", "--ep", "--redundant-experts"}  # of errors about a split that cannot be asked of it
-    elsewhere = split | {"--max-loras"}  # the emulated engine keeps no memory for adapters, so it cannot lack it
+    elsewhere = {
+        "--pp",
+        "--ep",
+        "--redundant-experts",
+        "--attention-dp",
+    }  # of errors about a split that cannot be asked of it
     assert not elsewhere & options
     found = set()
-    for module in ("capacity", "calibration", "hardware", "models"):
+    for module in ("capacity", "calibration", "hardware", "models", "lora"):
         told = " ".join(errors_of(Path(cost.__file__).with_name(f"{module}.py")))
         for theirs, ours in HINTS.items():
             told = told.replace(theirs, ours)

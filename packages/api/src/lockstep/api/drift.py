@@ -17,7 +17,7 @@ from lockstep.core.commands import BatchPlan, Step
 from lockstep.core.events import BatchFinished, EngineRestarted, ObservedEvent
 from lockstep.sim.batch_times import Durations
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host import extend_shape_of
+from lockstep.sim.host import RowAdapters, extend_shape_of
 
 
 class DriftMeter:
@@ -25,10 +25,11 @@ class DriftMeter:
 
     Args:
         speed: of an emulated engine, whose batches take so many times less than predicted.
+        adapters: which rows run on adapters, for a cost model that prices them.
     """
 
-    def __init__(self, cost: CostModel, speed: float = 1.0) -> None:
-        self._cost, self._speed = cost, speed
+    def __init__(self, cost: CostModel, speed: float = 1.0, adapters: RowAdapters | None = None) -> None:
+        self._cost, self._speed, self._adapters = cost, speed, adapters
         self._expected: dict[int, tuple[str, float]] = {}  # by batch in flight: its kind, microseconds
         self._durations = Durations()
         self._kinds: dict[str, _Kind] = {}
@@ -47,6 +48,8 @@ class DriftMeter:
         elif type(event) is EngineRestarted:
             self._expected.clear()
         plan = step.launched()
+        if plan is not None and self._adapters is not None:
+            self._adapters.take_rows(plan)
         if plan is not None and plan.sample_after is None and len(plan.rows):
             self._expected[plan.batch_id] = plan.mode, self._predicted_us(plan) / self._speed
 
@@ -67,13 +70,12 @@ class DriftMeter:
         if plan.speculation is not None:
             drafts = int(plan.speculation.draft_lengths.sum())
             shape = replace(shape, sampled_rows=shape.sampled_rows + drafts, draft_tokens=drafts)
+        if self._adapters is not None:
+            shape = self._adapters.on(plan, shape)
         us = self._cost.batch_us(shape).mean_us
         for _ in range(1, plan.steps):  # each step one position on, with every row of the launch
             context_tokens += shape.decode_rows
-            further = BatchShape(
-                decode_rows=shape.decode_rows, decode_context_tokens=context_tokens, sampled_rows=shape.sampled_rows
-            )
-            us += self._cost.batch_us(further).mean_us
+            us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         return us
 
 

@@ -33,7 +33,8 @@ from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host import ADAPTER_LOAD_US, extend_shape_of, standard_normal
+from lockstep.sim.host import RowAdapters, extend_shape_of, standard_normal
+from lockstep.sim.links import Link
 
 UInt64s = NDArray[np.uint64]
 
@@ -142,6 +143,7 @@ class EmulatedExecutor:
         speed: how many times faster than the cost model says.
         matchers: of rows under grammars; without them no row may be.
         script: what is said to some prompts; to others, words that follow from them.
+        adapters: whether rows may run on adapters, which the cost model then prices.
     """
 
     def __init__(
@@ -155,7 +157,9 @@ class EmulatedExecutor:
         speed: float = 1.0,
         matchers: GrammarMatchers | None = None,
         script: Script | None = None,
+        adapters: bool = False,
     ) -> None:
+        self._adapters = RowAdapters(rows_max) if adapters else None
         self._script = script
         self._scripted: dict[int, Int32s] = {}  # by row
         self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
@@ -243,6 +247,9 @@ class EmulatedExecutor:
     def _took_us(self, plan: BatchPlan) -> float:
         """How long a plan takes: by the cost model, spread as it says, by a draw that follows from the batch."""
         shape = _shape_of(plan)
+        if self._adapters is not None:
+            self._adapters.take_rows(plan)
+            shape = self._adapters.on(plan, shape)
         expected = self._cost.batch_us(shape)
         took_us = expected.mean_us
         for further in range(1, plan.steps):  # each step one position on, with every row of the launch
@@ -323,10 +330,15 @@ class EmulatedHands:
 
 
 class EmulatedShelf:
-    """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read; a load takes as long as simulated."""
+    """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read.
 
-    def __init__(self, *, speed: float = 1.0) -> None:
-        self.load_s = ADAPTER_LOAD_US / 1e6 / speed
+    Args:
+        size: bytes of a slot on one GPU, which is what a load brings there.
+        link: from the host; loads use it one after the other, each GPU its own.
+    """
+
+    def __init__(self, size: int, link: Link, clock: HostClock, *, speed: float = 1.0) -> None:
+        self._size, self._link, self._clock, self._speed = size, link, clock, speed
 
     def read(self, name: str, version: int, source: str) -> None:
         """There is nothing to read."""
@@ -335,8 +347,10 @@ class EmulatedShelf:
         """Nothing lacks."""
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
-        """After as long as a copy takes. Loads overlap with everything, each other included."""
-        timer = threading.Timer(self.load_s, done, (None,))
+        """After as long as the copy takes, behind those begun before. Loads overlap with batches."""
+        now_us = self._clock()
+        done_us = self._link.send(round(now_us * self._speed), self._size) / self._speed
+        timer = threading.Timer((done_us - now_us) / 1e6, done, (None,))
         timer.daemon = True
         timer.start()
 

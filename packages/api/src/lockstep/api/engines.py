@@ -151,6 +151,9 @@ HINTS = {
     ", or a smaller --weights-dtype": ", or weights in fewer bits: a folder whose config.json has quantization_config",
     " and choose --weights-dtype": "",
     ", or --weights-dtype fp8 on an H100": ", or a folder whose config.json has quantization_config fp8, on an H100",
+    "lower --max-loras or": "lower --set max_loras=N or",
+    "leave out --adapters": "leave out --lora and --set max_loras=N",
+    "--lora-targets all, or ": "",
 }
 """What hints of the simulator say of options that `lockstep serve` does not have, and what they say here."""
 
@@ -432,9 +435,12 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
     from lockstep.api.emulate import EmulatedExecutor, EmulatedHands, EmulatedShelf, Script, emulated_source
+    from lockstep.sim.adapters import RECORDED, adapter_link, lora_of
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
+    from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.cost.tables import base_cost_model
+    from lockstep.sim.host import RowAdapters
     from lockstep.sim.simulate import Scenario, configure
 
     assert settings.emulate is not None
@@ -459,11 +465,14 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         settings=scheduler,
         kv_dtype=_kv_dtype(settings),
         fp8_activations=settings.fp8_activations,
+        adapters=RECORDED if scheduler.get("max_loras") else None,
+        max_lora_rank=settings.max_lora_rank,
     )
     config, kv = configure(scenario, model, gpu)
+    lora = lora_of(scenario, config)
     calibration = UNCALIBRATED if settings.calibration is None else load_calibration(settings.calibration)
     kinds: dict[str, Any] = {"kv_dtype": scenario.kv_dtype, "fp8_activations": scenario.fp8_activations}
-    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, **kinds))
+    cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, lora=lora, **kinds))
     clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)
     named = choose_backend(settings.grammar_backend)
     hands = None
@@ -481,6 +490,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         speed=settings.speed,
         script=script,
         matchers=None if hands is None else hands.matchers,
+        adapters=lora is not None,
     )
 
     no_grammars = "an emulated engine has words for it only with --tokenizer DIR"
@@ -514,12 +524,16 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
         return StopTexts(text, ids, request.stop_texts)
 
-    meter = DriftMeter(cost, settings.speed) if settings.calibration is not None else None
+    on_adapters = None if lora is None else RowAdapters(config.rows_max)
+    meter = DriftMeter(cost, settings.speed, on_adapters) if settings.calibration is not None else None
     observe = None if meter is None else meter.fold
     weights = WeightsLog() if keeper is None else keeper.weights
     weights_bytes, bus_gbs = model.weights_bytes(None, scenario.parallelism), gpu.datasheet["pcie_gbs"].value
     executor.weights_version = weights.version
-    shelf = EmulatedShelf(speed=settings.speed) if config.max_loras else None
+    shelf = None
+    if lora is not None:
+        size = slot_bytes(model, scenario.parallelism, lora)
+        shelf = EmulatedShelf(size, adapter_link(gpu), clock, speed=settings.speed)
     runtime_host = RuntimeHost(
         engine,
         executor,

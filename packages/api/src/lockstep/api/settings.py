@@ -25,7 +25,7 @@ from lockstep.host.admission_words import parse_admission
 LOOPBACK = ("localhost",)
 OF_A_MODEL = (
     *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
-    *("logit_processors", "max_lora_rank", "draft_model"),
+    *("logit_processors", "draft_model"),
 )
 AT_MOST = {
     "port": 65535,
@@ -208,6 +208,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if "" in getattr(self, name):
                 raise ConfigError(f"`{name}` has an empty name\nhint: give one, or drop it")
         defaults = {one.name: one.default for one in msgspec.structs.fields(self)}
+        if self.max_lora_rank != defaults["max_lora_rank"] and not self.lora and not self.set.get("max_loras"):
+            raise ConfigError(
+                f"`max_lora_rank` is {self.max_lora_rank}, but LoRA is off\n"
+                "hint: --lora NAME=PATH, or --set max_loras=N for adapters that are loaded later; or drop it"
+            )
         for name in ROUTER_SETTINGS:
             if self.dp == 1 and getattr(self, name) != defaults[name]:
                 raise ConfigError(f"`{name}` is for several engines\nhint: give dp, or drop it")

@@ -1151,6 +1151,23 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
     return int(counts[on].sum()), len(np.unique(slots[on]))
 
 
+class RowAdapters:
+    """Which rows run on which adapters, by the plans that took them; for hosts that price plans as they come."""
+
+    def __init__(self, rows_max: int) -> None:
+        self._slots = np.full(rows_max, NO_SLOT, np.int32)
+
+    def take_rows(self, plan: BatchPlan) -> None:
+        """Note whose rows are taken with a plan; of every plan, in the order of launches."""
+        for taken in plan.rows_taken:
+            self._slots[taken.row] = taken.adapter_slot
+
+    def on(self, plan: BatchPlan, shape: BatchShape) -> BatchShape:
+        """The shape of a plan, with what runs on adapters."""
+        tokens, adapters = adapters_of(plan, self._slots[plan.rows])
+        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
+
+
 def _state_copies(changes: HybridChanges) -> int:
     """States that are copied with a plan: to start from, and to be left behind."""
     return int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
