@@ -165,7 +165,12 @@ def test_production_teaches_the_server_what_its_batches_take(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].split()[:2] == ["all", "median"]
 
-    with serving(tmp_path / "log", "--device", "cpu", "--calibration", str(made)) as server:
+    from tests.support.adapters import write_adapter
+
+    adapter = f"law={write_adapter(tmp_path / 'law', 1)}"
+    with serving(tmp_path / "log", "--device", "cpu", "--calibration", str(made), "--lora", adapter) as server:
         ask(server.url, "demo", "Return the", 30)
         until(lambda: figures(server.url).get("decode", 0) >= 29)
+        ask(server.url, "law", "Return the", 30)
+        until(lambda: figures(server.url).get("decode", 0) >= 58)
         assert "batches are predicted by the calibration lockstep" in server.text()

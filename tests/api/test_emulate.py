@@ -163,7 +163,7 @@ def test_adapters_take_as_long_as_the_cost_model_says() -> None:
     on_adapters: dict[int, int] = {}  # tokens of each batch
     expected_us: dict[int, int] = {}
     loaded_us: list[int] = []
-    meter = DriftMeter(FixedCost(), adapters=RowAdapters(8))
+    meter = DriftMeter(FixedCost(), adapters=RowAdapters())
 
     def observe(event: Any, step: Any) -> None:
         meter.fold(event, step)

@@ -159,7 +159,7 @@ class EmulatedExecutor:
         script: Script | None = None,
         adapters: bool = False,
     ) -> None:
-        self._adapters = RowAdapters(rows_max) if adapters else None
+        self._adapters = RowAdapters() if adapters else None
         self._script = script
         self._scripted: dict[int, Int32s] = {}  # by row
         self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed

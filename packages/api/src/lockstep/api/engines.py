@@ -248,7 +248,8 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
         ) from error
     settings = msgspec.structs.replace(settings, device=_device(settings, number))
     scheduler = _scheduler(settings)
-    meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder)
+    loras = scheduler.get("max_loras", LORAS if settings.lora else None)
+    meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)
     text = text_of(settings)
     assert text is None or isinstance(text, Text)  # of another kind is only that of an emulated model
     llm = LLM(
@@ -383,8 +384,8 @@ def both(first: Observer | None, second: Observer) -> Observer:
     return observe
 
 
-def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
-    """What holds the times of a model's batches against a calibrated cost model.
+def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None) -> DriftMeter:
+    """What holds the times of a model's batches against a calibrated cost model, with room for so many adapters.
 
     Raises: ConfigError if the calibration was made on another device than this one.
     """
@@ -395,7 +396,9 @@ def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
     with _config_errors("calibration"):
         from lockstep.api.drift import DriftMeter
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+        from lockstep.sim.cost.lora import LoraSpec
         from lockstep.sim.cost.tables import base_cost_model
+        from lockstep.sim.host import RowAdapters
 
         calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
         if calibration.gpu != gpu.name:
@@ -405,11 +408,12 @@ def _meter(settings: ServeSettings, named: str, folder: Path) -> DriftMeter:
             )
         model = load_model(name if name == "demo" else str(folder))
         kinds: dict[str, Any] = {"kv_dtype": _kv_dtype(settings), "fp8_activations": settings.fp8_activations}
-        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, **kinds))
+        lora = LoraSpec(loras, settings.max_lora_rank) if loras else None
+        cost = calibration.cost_model(base_cost_model(model, gpu, settings.tp, lora=lora, **kinds))
     log.info("batches are predicted by the calibration %s", calibration.title)
     for doubt in calibration.doubts(model.name, gpu.name, overlap_depth=1, has_intervals=False):
         log.warning("%s", doubt)
-    return DriftMeter(cost)
+    return DriftMeter(cost, adapters=None if lora is None else RowAdapters())
 
 
 def _kv_dtype(settings: ServeSettings) -> Literal["bf16", "fp8"]:
@@ -524,7 +528,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
         return StopTexts(text, ids, request.stop_texts)
 
-    on_adapters = None if lora is None else RowAdapters(config.rows_max)
+    on_adapters = None if lora is None else RowAdapters()
     meter = DriftMeter(cost, settings.speed, on_adapters) if settings.calibration is not None else None
     observe = None if meter is None else meter.fold
     weights = WeightsLog() if keeper is None else keeper.weights

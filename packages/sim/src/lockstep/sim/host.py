@@ -1154,12 +1154,15 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
 class RowAdapters:
     """Which rows run on which adapters, by the plans that took them; for hosts that price plans as they come."""
 
-    def __init__(self, rows_max: int) -> None:
-        self._slots = np.full(rows_max, NO_SLOT, np.int32)
+    def __init__(self) -> None:
+        self._slots = np.full(1, NO_SLOT, np.int32)  # by row, for as many as were ever taken
 
     def take_rows(self, plan: BatchPlan) -> None:
         """Note whose rows are taken with a plan; of every plan, in the order of launches."""
         for taken in plan.rows_taken:
+            if taken.row >= len(self._slots):
+                more = np.full(2 * taken.row + 1 - len(self._slots), NO_SLOT, np.int32)
+                self._slots = np.concatenate((self._slots, more))
             self._slots[taken.row] = taken.adapter_slot
 
     def on(self, plan: BatchPlan, shape: BatchShape) -> BatchShape:
