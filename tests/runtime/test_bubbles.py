@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("lockstep.runtime", reason="the GPU runtime is not installed")
+
 from lockstep.core.commands import Step
 from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, RequestFinished, RequestRejected, TokenRuns
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from lockstep.core.errors import ConfigError  # noqa: E402
 from lockstep.core.events import (  # noqa: E402

@@ -1,0 +1,10 @@
+"""A pytest plugin, `-p tests.support.no_runtime`: the GPU runtime and what only it needs seem not to be installed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+for name in ("lockstep.runtime", "torch", "triton", "safetensors", "transformers"):
+    absent: Any = None  # whoever imports it gets ModuleNotFoundError
+    sys.modules[name] = absent
