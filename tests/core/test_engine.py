@@ -245,20 +245,28 @@ def test_plan_tells_the_executor_what_comes_with_each_token_of_a_row() -> None:
     assert (special.logprobs, special.hidden_states, special.token_type_ids) == (True, True, b"\0\1\1")
 
 
-def test_only_who_wants_more_than_kv_of_its_positions_needs_an_extend_without_decodes() -> None:
-    spans = (PromptSpan(0, 1, "embedding", bytes(32)),)
+def test_only_who_wants_more_than_kv_or_gives_embeddings_needs_an_extend_without_decodes() -> None:
+    given, image = (PromptSpan(0, 1, "embedding", bytes(32)),), (PromptSpan(0, 1, "image", bytes(32), 1),)
     score: dict[str, object] = {"kind": "score", "max_new_tokens": 0}
     kinds: tuple[dict[str, object], ...] = (
         {},
         score,
         {"logprob_start": 0},
         {"return_hidden_states": True},
-        {"spans": spans},
+        {"spans": given},
+        {"spans": image},
     )
     engine = Engine(CONFIG)
     for i, asked in enumerate(kinds):
         engine.step(arrived(i, **asked))
-    assert [request.needs_plain_extend for request in engine.requests.values()] == [False, False, True, True, True]
+    assert [request.needs_plain_extend for request in engine.requests.values()] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_role_is_switched_when_idle_only() -> None:

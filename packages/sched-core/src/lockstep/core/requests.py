@@ -256,9 +256,14 @@ class Request:
 
     @property
     def needs_plain_extend(self) -> bool:
-        """Whether its extends must not share a batch with decodes: more than KV is wanted of their positions."""
+        """Whether its extends must not share a batch with decodes.
+
+        More than KV is wanted of their positions, or embeddings are given in place of tokens. Media are placeholders.
+        """
         extras = self.extras
-        return extras is not None and (bool(extras.spans) or extras.cacheable_tokens is not None)
+        if extras is None:
+            return False
+        return extras.cacheable_tokens is not None or any(span.kind == "embedding" for span in extras.spans)
 
     def advance(self, event: Decided) -> None:
         """Move along TRANSITIONS. Raises InvariantError for a pair the table does not have."""
