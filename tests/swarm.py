@@ -172,6 +172,8 @@ EXPECTED_MARKS = (
     "chunk in another microbatch",
     "deferred (microbatch)",
     "every microbatch in flight",
+    "preempted for a place",
+    "preempted in another microbatch",
     "started behind loaded pages",
     "store done",
     "write orphaned",

@@ -838,7 +838,6 @@ def _settle_stages(config: SchedConfig) -> None:
         "jump_forward_tokens": config.jumps,
         "dp_ranks": config.shares_passes,
         "hybrid": config.hybrid is not msgspec.UNSET,
-        "enable_priority_preemption": config.enable_priority_preemption,
         "overlap_consecutive_prefills": not config.overlap_consecutive_prefills,
     }
     for name, given in beside.items():
