@@ -36,7 +36,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import DRAFT_SETTINGS, SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
+from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdapterEvicted,
@@ -828,6 +828,11 @@ class Driver:
             self.marks.add(f"{plan.mode} batch with forced tokens")
             if speculation.drafted().any():
                 self.marks.add("forced tokens beside drafts")
+        flying = self.engine.in_flight
+        if len({other.plan.microbatch for other in flying if other.verifies}) > 1:
+            self.marks.add("drafts of several microbatches in flight")
+        if len({other.plan.microbatch for other in flying}) > 1 and speculation.forced_lengths.any():
+            self.marks.add("forced tokens beside another microbatch")
         if any(other.dead for other in self.engine.in_flight if other.verifies):
             self.marks.add("dead row verified")
         if len(plan.rows) - plan.extend_rows < self.engine.cohort.size:
@@ -996,7 +1001,6 @@ def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:
     splits = config.chunked_prefill_size is not None and config.truncation_align_size is None
     return msgspec.structs.replace(
         config,
-        **dict.fromkeys((*DRAFT_SETTINGS, "jump_forward_tokens"), msgspec.UNSET),
         overlap_consecutive_prefills=True,
         pp_size=rng.choice([2, 2, 3]),
         pp_async_batch_depth=rng.choice([0, 0, 1]),
@@ -1215,6 +1219,19 @@ def _ask_more(rng: random.Random, options: dict[str, Any], tokens: int, max_new:
     if rng.random() < 0.2:
         options["tenant"] = rng.choice(["x", "y"])
     return max_new
+
+
+def under_grammars(actions: list[Action]) -> list[Action]:
+    """The same, with half of the arrivals under a grammar that is compiled soon."""
+    found: list[Action] = []
+    for number, action in enumerate(actions):
+        if action[0] == "arrive" and number % 2 and not action[-1].get("kind"):
+            options = {**action[-1], "grammar": "g", "grammar_ends": None if number % 3 else 1 + number % 13}
+            found.append((*action[:-1], options))
+            found.append(("compiled", 1))
+        else:
+            found.append(action)
+    return found
 
 
 def run_actions(config: SchedConfig, actions: list[Action], *, replay: bool = False) -> Driver:

@@ -35,7 +35,7 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchFinished, LaneReady, RequestId
 from lockstep.core.requests import EMPTY_COHORT, Cohort, Int32s, Request
-from lockstep.core.retraction import choose_victim
+from lockstep.core.retraction import choose_victim, pages_ahead
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
@@ -207,6 +207,12 @@ class Microbatches:
         self.full.clear()
 
     # ------------------------------------------------------------------------------------------------------- everybody
+
+    def pages_of_others(self, engine: Engine) -> int:
+        """Pages without which the microbatches whose turn it is not do not decode."""
+        page_size, ahead = engine.config.page_size, engine.ahead
+        others = [own for i, own in enumerate(self.columns) if i != self.at and own.cohort.size]
+        return sum(pages_ahead(own.cohort, own.positions, page_size, ahead) for own in others)
 
     def cohorts(self, engine: Engine) -> tuple[Cohort, ...]:
         """Who decodes, by microbatch."""

@@ -215,9 +215,9 @@ class Need(NamedTuple):
         return Need(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
 
     def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
-        """Whether it can start once all in flight is delivered and these of all who decode left: `Engine._examine` then.
+        """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
 
-        Until that has come back the other members go on, and open pages.
+        Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
         """
         config, memory, (cohort, positions) = engine.config, engine.memory, engine.everybody
         page_size, several = config.page_size, engine.microbatches
