@@ -38,6 +38,7 @@ from tests.support.driver import (
     random_config,
     run_actions,
     shrunk,
+    under_grammars,
 )
 from tests.support.hybrids import hybrid_history
 from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS
@@ -171,7 +172,11 @@ EXPECTED_MARKS = (
     "prefetch cancelled",
     "chunk in another microbatch",
     "deferred (microbatch)",
+    "drafts of several microbatches in flight",
     "every microbatch in flight",
+    "forced tokens beside another microbatch",
+    "preempted for a place",
+    "preempted in another microbatch",
     "started behind loaded pages",
     "store done",
     "write orphaned",
@@ -193,6 +198,7 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)
+        actions = under_grammars(actions) if config.jumps else actions
     return config, actions
 
 

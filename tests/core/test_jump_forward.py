@@ -24,22 +24,9 @@ from lockstep.core.events import (
     TokenRuns,
     TokensForced,
 )
-from tests.support.driver import run_actions
+from tests.support.driver import run_actions, under_grammars
 
 GRAMMAR = Grammar("regex", "g", b"g")
-
-
-def under_grammars(actions: list[Any]) -> list[Any]:
-    """The same, with half of the arrivals under a grammar that is compiled soon."""
-    found: list[Any] = []
-    for number, action in enumerate(actions):
-        if action[0] == "arrive" and number % 2 and not action[-1].get("kind"):
-            options = {**action[-1], "grammar": "g", "grammar_ends": None if number % 3 else 1 + number % 13}
-            found.append((*action[:-1], options))
-            found.append(("compiled", 1))
-        else:
-            found.append(action)
-    return found
 
 
 def test_histories_with_forced_tokens_replay_and_survive_snapshots() -> None:
@@ -50,7 +37,7 @@ def test_histories_with_forced_tokens_replay_and_survive_snapshots() -> None:
     while marks["histories"] < 18:
         config, actions = history(seed)
         seed += 1
-        if config.decode_steps_per_launch == 1 and config.hybrid is msgspec.UNSET and not config.pipelines:
+        if config.decode_steps_per_launch == 1 and config.hybrid is msgspec.UNSET:
             config = replace(config, jump_forward_tokens=1 + seed % 7)
             if seed % 3 == 0 and not config.speculates:
                 config = replace(config, speculative_method="eagle")

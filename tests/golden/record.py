@@ -143,6 +143,17 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
             retract_every=3, **TIGHT,
         ),
     ),
+    "microbatches-preempted": (
+        "a place by preemption, where the least important is", _told("microbatches/place_of_the_least_important")
+    ),
+    "microbatches-forced": ("forced tokens beside another microbatch", _told("microbatches/forced_tokens_of_another")),
+    "microbatches-drafts": (
+        "drafts that the last stage makes, verified in three running batches: chunks, retractions",
+        lambda folder: record_simulation(
+            folder, CHAT, pp=2, pp_size=2, pp_async_batch_depth=1, pp_max_micro_batch_size=4, retract_every=2,
+            speculative_method="eagle", speculative_min_chance=0.3, **TIGHT,
+        ),
+    ),
     "grammar-line": ("requests held for their grammars", _told("grammar/order_of_the_line")),
     "structured-output": ("schemas, expressions, grammars and tags, compiled, refused, retracted", _brought),
     "sessions": ("turns that wait for each other", _told("sessions/turns_wait")),

@@ -69,6 +69,3 @@ def test_what_cannot_be_forced_is_one_error(text: str) -> None:
 def test_options_that_nobody_looks_at_are_refused() -> None:
     with pytest.raises(ConfigError, match="but `jump_forward_tokens` is 0"):
         assemble(Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, grammar_forces="0.1x2"), environ={})
-    settings = {"jump_forward_tokens": 4}
-    with pytest.raises(ConfigError, match="`jump_forward_tokens` is 4, but `pp` is 2"):
-        assemble(Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, pp=2, settings=settings), environ={})

@@ -128,6 +128,19 @@ def test_chunks_of_a_long_prompt_go_through_the_stages_behind_each_other() -> No
     assert ttft["four"] < 0.75 * ttft["one"], "two batches in the pipeline, or four"
 
 
+def test_what_grammars_force_is_computed_together_in_stages(tmp_path: Path) -> None:
+    load = "gen:n=24,rate=inf,input=fixed:200,output=fixed:80,grammars=1x3"
+    asked = replace(scenario(pp_size=2, max_running_requests=8), pp=2, workload=load)
+    jumping = replace(asked, settings={**asked.settings, "jump_forward_tokens": 8}, grammar_forces="0.5x5")
+    plain, jumped = simulate(assemble(asked)), simulate(assemble(jumping), folder=tmp_path / "jumped", check_every=10)
+    assert (plain.data.requests.output_tokens == jumped.data.requests.output_tokens).all()
+    told = jumped.data.summary
+    assert told["jump_forward"]["jumps"] > 100
+    assert told["latency"]["tpot_us_mean"] < 0.7 * plain.data.summary["latency"]["tpot_us_mean"]
+    assert min(told["device"]["pipeline"]["batches_by_microbatch"]) > 0
+    assert replay(tmp_path / "jumped").batches == jumped.batches
+
+
 def test_dynamic_chunks_take_as_long_as_the_first() -> None:
     load = "gen:n=6,rate=0.05,input=uniform:30000:40000,output=fixed:2"
     spread = {}

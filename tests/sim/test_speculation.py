@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from lockstep.core.errors import ConfigError
 from lockstep.core.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import BatchShape
+from lockstep.sim.cost import BatchShape, Parallelism
 from lockstep.sim.cost.roofline import roofline
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.pipeline import PipelinedDevice
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 from lockstep.sim.speculation import Acceptance, ModelDrafter, NgramDrafter, expected_tokens, parse_rates
 
@@ -107,6 +110,88 @@ def test_a_drafter_takes_memory() -> None:
     assert pages(method="mtp") > pages(method="draft_model", draft_model="qwen3-0.6b")
 
 
+def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes all stages, the sends of tokens and drafts between them, and the drafting in the last one."""
+    devices: list[PipelinedDevice] = []
+    passes: list[tuple[Any, BatchShape, Any]] = []
+
+    class Watched(PipelinedDevice):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            devices.append(self)
+
+        def launch(self, plan: Any, shape: BatchShape, handed_over_us: int) -> None:
+            super().launch(plan, shape, handed_over_us)
+            passes.append((plan, shape, self.queue[-1]))
+
+    monkeypatch.setattr("lockstep.sim.simulate.device_type_of", lambda cost: Watched)
+    setup = assemble(
+        Scenario(
+            model="qwen3-8b", gpu="h200", pp=2, concurrency=1, workload="gen:n=3,input=fixed:300,output=fixed:40",
+            settings={**EAGLE, "overlap_depth": 0},
+        ),
+        environ={},
+    )  # fmt: skip
+    assert simulate(setup).data.summary["requests"]["completed"] == 3
+    (device,), cost, drafting = devices, setup.cost, setup.drafting
+    assert isinstance(cost, PipelineModel)
+    assert drafting is not None
+    busy_us = [0.0, 0.0]
+    for plan, shape, ran in passes:
+        drafts = 0 if plan.speculation is None else int(plan.speculation.draft_lengths.max())
+        assert shape.draft_tokens == drafts
+        stages_us, draft_us = cost.stage_us(shape), drafting.drafter.draft_us(shape, drafts)
+        assert (draft_us > 0.0) == bool(drafts or shape.extend_tokens), "a prompt is read, too"
+        send_us = cost.send_us(shape.extend_tokens + shape.decode_rows + drafts)
+        assert ran.finished_us - ran.started_us == pytest.approx(sum(stages_us) + send_us + draft_us, abs=2)
+        busy_us = [busy_us[0] + stages_us[0], busy_us[1] + stages_us[1] + draft_us]
+    assert device.stage_busy_us == pytest.approx(busy_us)
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_the_last_of_several_stages_has_the_drafter(method: str) -> None:
+    """What fits is what the stage with the least room has: the last one, and no other has less for the drafter."""
+    model = load_model("qwen3-8b")
+    more: dict[str, Any] = {"draft_model": "qwen3-0.6b"} if method == "draft_model" else {}
+    asked = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=1", pp=2, settings={"overlap_depth": 0})
+    plain = assemble(asked, environ={}).kv
+    drafting = assemble(
+        replace(asked, settings={**asked.settings, "speculative_method": method}, **more), environ={}
+    ).kv
+    assert plain is not None
+    assert drafting is not None
+    first, last = plain.stages_weights_bytes
+    assert drafting.stages_weights_bytes[0] == first
+    taken = drafting.stages_weights_bytes[1] - last
+    one = Parallelism()
+    if method == "eagle":  # a layer's share of all weights, and an embedding: the model's own is on the first stage
+        embedding = 2 * model.vocab * model.hidden
+        assert taken == pytest.approx(model.weights_bytes("bf16", one) / model.layers + embedding, abs=2)
+        kv_per_token = model.kv_bytes_per_token("bf16", one) // model.layers
+    else:
+        small = load_model("qwen3-0.6b")
+        assert taken == pytest.approx(small.weights_bytes("bf16", one), abs=2)
+        kv_per_token = small.kv_bytes_per_token("bf16", one)
+    per_token = model.kv_bytes_per_token("bf16", one) // 2 + kv_per_token
+    assert drafting.kv_bytes_per_token == per_token
+    assert drafting.pages == (plain.stages_left_bytes[1] - taken) // (per_token * plain.page_tokens)
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_microbatches_verify_drafts_and_give_the_same_answers(tmp_path: Path, method: str) -> None:
+    """Each stage is busier than with one running batch, and whoever replays the run finds the same batches."""
+    stages = {"pp": 2, "workload": "gen:n=40,rate=inf,input=fixed:300,output=fixed:64"}
+    settings = {"speculative_method": method, "max_running_requests": 16}
+    plain, one = run({"max_running_requests": 16}, **stages), run(settings, **stages)
+    several = run({**settings, "pp_size": 2}, tmp_path / "several", **stages)
+    assert (plain.data.requests.output_tokens == several.data.requests.output_tokens).all()
+    busy = [each.data.summary["device"]["pipeline"]["stage_busy_share"] for each in (one, several)]
+    assert busy[1] > 1.5 * busy[0]
+    first, last = several.data.summary["device"]["pipeline"]["stage_busy_us"]
+    assert last > first, "which drafts"
+    assert replay(tmp_path / "several").batches == several.batches
+
+
 @pytest.mark.parametrize(
     ("settings", "more", "said"),
     [
@@ -116,7 +201,6 @@ def test_a_drafter_takes_memory() -> None:
         (EAGLE, {"acceptance": "0.5,high"}, "`acceptance` must be chances from 0 to 1"),
         (EAGLE, {"acceptance": "1.5"}, "`acceptance` must be chances from 0 to 1"),
         (EAGLE, {"acceptance_spread": -1.0}, "`acceptance_spread` must be from 0"),
-        (EAGLE, {"pp": 2}, "drafts are not simulated in pipelines"),
     ],
 )
 def test_what_cannot_be_is_one_clear_error(settings: dict[str, Any], more: dict[str, Any], said: str) -> None:

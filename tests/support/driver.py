@@ -36,7 +36,7 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import DRAFT_SETTINGS, SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
+from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdapterEvicted,
@@ -440,6 +440,7 @@ class Driver:
         idle, live = not self.engine.in_flight, dict(self.engine.requests)
         unloading = list(self.engine.memory.adapters.withdrawals) if self.engine.memory.adapters is not None else []
         followers = {leader: [one.request_id for one in them] for leader, them in self.engine.followers.items()}
+        places = self._places()
         step = self.engine.step(event)
         admitted = [event.request_id for event in step.decided if isinstance(event, RequestAdmitted)]
         passed_by = {request_id: self.bypassed.get(request_id, 0) for request_id in admitted}
@@ -481,6 +482,8 @@ class Driver:
             self.tiers.observe(event, step)
         self._hold_to_promises(step)
         self._hold_to_preemption(step, live, passed_by, idle)
+        if places is not None and isinstance(event, LaneReady):
+            self._hold_to_places(step, places, event.microbatch)
         if unloading and unloading != list(self.engine.memory.adapters.withdrawals):
             self.marks.add("unload waited for users")
         self._mark(step, chunked)
@@ -686,11 +689,38 @@ class Driver:
         lacking = engine.requests.get(engine.deferred[0]) if engine.deferred is not None else None
         if lacking is not None and engine.config.enable_priority_preemption and step.launched() is not None:
             rank = importance(lacking, engine.config)
-            below = [rank - importance(member, engine.config) for member in engine.cohort.requests]
+            below = [rank - importance(member, engine.config) for member in engine.everybody[0].requests]
             if below and 0 < max(below) <= threshold:
                 self.marks.add("preemption refused by threshold")
             if below and max(below) > threshold:
                 self.marks.add("preemption would not be enough")
+
+    def _places(self) -> tuple[dict[int, int], list[int]] | None:
+        """Who has a place in which microbatch, and who ends whatever comes back; None: there is but one microbatch."""
+        if self.engine.microbatches is None:
+            return None
+        ending = [request.request_id for batch in self.engine.in_flight for request in batch.ending_requests()]
+        return dict(self.engine.microbatches.members), ending
+
+    def _hold_to_places(self, step: Step, places: tuple[dict[int, int], list[int]], at: int) -> None:
+        """S27 of microbatches: a place is had where one is free or comes free, before anybody is preempted for it."""
+        (members, ending), several = places, self.engine.microbatches
+        assert several is not None
+        victims = [one for one in step.decided if isinstance(one, RequestRetracted) and one.reason == "preempted"]
+        if not victims:
+            return
+        for event in step.decided:  # whoever left before gave its place
+            if isinstance(event, RequestFinished):
+                members.pop(event.request_id, None)
+        taken = Counter(number for request_id, number in members.items() if request_id not in ending)
+        free = [several.size - taken[number] for number in range(several.count)]
+        if any(members[victim.request_id] != at for victim in victims):
+            self.marks.add("preempted in another microbatch")
+        if free[at] > 0:
+            return
+        assert max(free) <= 0, f"S27: {victims} for a place in microbatch {at}, and there are {free}"
+        assert any(members[victim.request_id] == at for victim in victims), f"S27: {victims} have no place in {at}"
+        self.marks.add("preempted for a place")
 
     def _mark(self, step: Step, chunked: int | None) -> None:
         """Rare branches that a campaign must reach, or it was too tame."""
@@ -798,6 +828,11 @@ class Driver:
             self.marks.add(f"{plan.mode} batch with forced tokens")
             if speculation.drafted().any():
                 self.marks.add("forced tokens beside drafts")
+        flying = self.engine.in_flight
+        if len({other.plan.microbatch for other in flying if other.verifies}) > 1:
+            self.marks.add("drafts of several microbatches in flight")
+        if len({other.plan.microbatch for other in flying}) > 1 and speculation.forced_lengths.any():
+            self.marks.add("forced tokens beside another microbatch")
         if any(other.dead for other in self.engine.in_flight if other.verifies):
             self.marks.add("dead row verified")
         if len(plan.rows) - plan.extend_rows < self.engine.cohort.size:
@@ -966,8 +1001,6 @@ def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:
     splits = config.chunked_prefill_size is not None and config.truncation_align_size is None
     return msgspec.structs.replace(
         config,
-        **dict.fromkeys((*DRAFT_SETTINGS, "jump_forward_tokens"), msgspec.UNSET),
-        enable_priority_preemption=False,
         overlap_consecutive_prefills=True,
         pp_size=rng.choice([2, 2, 3]),
         pp_async_batch_depth=rng.choice([0, 0, 1]),
@@ -1186,6 +1219,19 @@ def _ask_more(rng: random.Random, options: dict[str, Any], tokens: int, max_new:
     if rng.random() < 0.2:
         options["tenant"] = rng.choice(["x", "y"])
     return max_new
+
+
+def under_grammars(actions: list[Action]) -> list[Action]:
+    """The same, with half of the arrivals under a grammar that is compiled soon."""
+    found: list[Action] = []
+    for number, action in enumerate(actions):
+        if action[0] == "arrive" and number % 2 and not action[-1].get("kind"):
+            options = {**action[-1], "grammar": "g", "grammar_ends": None if number % 3 else 1 + number % 13}
+            found.append((*action[:-1], options))
+            found.append(("compiled", 1))
+        else:
+            found.append(action)
+    return found
 
 
 def run_actions(config: SchedConfig, actions: list[Action], *, replay: bool = False) -> Driver:

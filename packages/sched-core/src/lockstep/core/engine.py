@@ -1329,6 +1329,8 @@ class Engine:
                 self.finish(samplers.requests[i], "invalid", step, flush=True)
         self.in_flight.popleft()
         if batch.verifies and not event.error:
+            if self.microbatches is not None:
+                self.microbatches.turn_to(self, plan.microbatch)
             speculation.settle(self, batch, speculation.accepted_of(event, batch))
             if self.memory.hybrid is not None:
                 self.memory.hybrid.verified(batch)

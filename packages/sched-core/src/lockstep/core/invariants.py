@@ -365,9 +365,9 @@ def _speculation(engine: Engine) -> None:
             _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
         if known.stop <= engine.outputs_of(holder):
             _fail(f"S23: {known} of {holder.name} was delivered and is still to come")
-    cohort = engine.cohort
+    cohort, positions = engine.everybody
     slack, _ = speculation.uncertainty(engine.in_flight, cohort.rows, len(engine.memory.table.holders))
-    for request, most, wrong in zip(cohort.requests, engine.positions.tolist(), slack.tolist(), strict=True):
+    for request, most, wrong in zip(cohort.requests, positions.tolist(), slack.tolist(), strict=True):
         awaited = not engine.speculates or any(batch.names(request.row) for batch in engine.in_flight)
         if most + 1 >= request.limit and not awaited:
             _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")

@@ -68,7 +68,7 @@ class Back(NamedTuple):
     matched: int  # of these, pages of a match that was asked about
     places: int  # requests that end with a batch in flight
     rows: int
-    launches: int  # decodes that may be launched before it has all come back
+    launches: int  # decodes of each that may be launched before it has all come back
 
 
 class Pending(NamedTuple):
@@ -187,6 +187,7 @@ class Memory:
 
         last = max(fences, default=NO_FENCE)
         launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
+        launches = min(launches, self.config.overlap_depth + 1)  # that many are of other microbatches
         return Back(pages, matched, places, len(holders), launches)
 
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import UNSET, Struct
+from numpy.typing import NDArray
 
 from lockstep.core.commands import NO_ROWS
 from lockstep.core.config import SchedConfig
 from lockstep.core.errors import ContractError
 from lockstep.core.events import BatchFinished, LaneReady, RequestId
 from lockstep.core.requests import EMPTY_COHORT, Cohort, Int32s, Request
-from lockstep.core.retraction import choose_victim
+from lockstep.core.retraction import choose_victim, pages_ahead
 
 if TYPE_CHECKING:
     from lockstep.core.engine import Engine
@@ -171,6 +172,25 @@ class Microbatches:
             request is not None and self.members.get(request.request_id) == self.at
         )
 
+    def free_places(self, engine: Engine, leaving: list[Request]) -> int:
+        """Places in the microbatch whose turn it is once all in flight is delivered and these have left."""
+        return self._free_then(engine, leaving)[self.at]
+
+    def has_place_for_newcomer(self, engine: Engine, least: Request) -> bool:
+        """Whether a newcomer is to start in the microbatch whose turn it is: a place is free there or comes free; or
+        none does anywhere, and `least`, who is to leave first of all who decode, has one.
+        """
+        free = self._free_then(engine, [])
+        return free[self.at] > 0 or (max(free) <= 0 and self.members[least.request_id] == self.at)
+
+    def _free_then(self, engine: Engine, leaving: list[Request]) -> list[int]:
+        """Free places by microbatch once all in flight is delivered and these have left."""
+        free = [self.size - taken for taken in self.places]
+        ending = [request for batch in engine.in_flight for request in batch.ending_requests()]
+        for request in (*ending, *leaving):
+            free[self.members[request.request_id]] += 1
+        return free
+
     def take_place(self, request: Request) -> None:
         """It belongs to the microbatch whose turn it is, from now on."""
         before = self.members.get(request.request_id)
@@ -188,6 +208,12 @@ class Microbatches:
 
     # ------------------------------------------------------------------------------------------------------- everybody
 
+    def pages_of_others(self, engine: Engine) -> int:
+        """Pages without which the microbatches whose turn it is not do not decode."""
+        page_size, ahead = engine.config.page_size, engine.ahead
+        others = [own for i, own in enumerate(self.columns) if i != self.at and own.cohort.size]
+        return sum(pages_ahead(own.cohort, own.positions, page_size, ahead) for own in others)
+
     def cohorts(self, engine: Engine) -> tuple[Cohort, ...]:
         """Who decodes, by microbatch."""
         return tuple([engine.cohort if i == self.at else own.cohort for i, own in enumerate(self.columns)])
@@ -203,6 +229,10 @@ class Microbatches:
             if cohort.size:
                 everybody = everybody.joined_by(cohort)
         return everybody, np.concatenate(self.positions(engine))
+
+    def mine(self, engine: Engine) -> NDArray[np.bool_]:
+        """Which of all who decode, as `together` has them, do so in the microbatch whose turn it is."""
+        return np.repeat(np.arange(self.count) == self.at, [cohort.size for cohort in self.cohorts(engine)])
 
     def stands_at(self, engine: Engine, request: Request) -> int:
         """The next position of one that decodes."""

@@ -9,6 +9,10 @@ the request waits for what others gave up before.
 considered after it, and it never makes room for it again once that has started. So each time a request is preempted,
 one that is more important by more than the threshold starts. (Or has been passed by `bypass_limit` times meanwhile by
 still more important ones, and goes first for that reason.)
+
+**Microbatches.** Whoever decodes may be retracted, in whichever of them; only a place is one of a microbatch. A request
+starts where a place is free, when that is launched. Where none is and none comes free, it gets the place of the least
+important of all who decode: nobody is retracted for a place before the microbatch of that one is launched.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ if TYPE_CHECKING:
     from lockstep.core.engine import Engine
     from lockstep.core.hybrid import Hybrid
 
-SHORTAGES: frozenset[DeferReason] = frozenset({"running_limit", "rows", "kv_budget", "pages", "window", "state"})
+SHORTAGES: frozenset[DeferReason] = frozenset(
+    {"running_limit", "microbatch", "rows", "kv_budget", "pages", "window", "state"}
+)
 """What a request may lack that others can give it."""
 
 
@@ -82,23 +88,27 @@ def make_room(
     config, memory = engine.config, engine.memory
     if not config.enable_priority_preemption or lacks not in SHORTAGES:
         return []
-    ranked = candidates(request, engine.cohort, config)
+    everybody, _ = engine.everybody
+    ranked = candidates(request, everybody, config)
     if not ranked or (memory.adapters is not None and not memory.adapters.has_place_for(request.adapter)):
         return []
     need = Need.of(engine, request, budget, parts)
     if need is None or need.is_met(engine, budget, []):
         return []
-    victims = [engine.cohort.requests[i] for i in fewest(ranked, lambda some: need.is_met(engine, budget, some))]
+    if engine.microbatches is not None and not engine.microbatches.has_place_for_newcomer(
+        engine, everybody.requests[ranked[0]]
+    ):
+        return []
+    victims = [everybody.requests[i] for i in fewest(ranked, lambda some: need.is_met(engine, budget, some))]
     if not victims:
         return []
-    available, reserved = memory.available_pages, tokens_kept_free(engine, engine.cohort, engine.positions)
+    available, reserved = memory.available_pages, tokens_kept_free(engine)
     engine.break_ranks(victims)
     for victim in victims:
         engine.retract(victim, "preempted", step, beneficiary=request.request_id)
-    cohort, positions = engine.cohort, engine.positions
     back = (memory.available_pages - available) * config.page_size
-    unreserved = reserved - tokens_kept_free(engine, cohort, positions)
-    budget.regain(back, unreserved, engine.set_aside(cohort, positions))
+    unreserved = reserved - tokens_kept_free(engine)
+    budget.regain(back, unreserved, engine.set_aside(engine.cohort, engine.positions))
     return victims
 
 
@@ -162,12 +172,16 @@ def _goes_on(
     return span[1] <= room or (may_split and aligned(span[0], room, budget.align) > 0)
 
 
-def tokens_kept_free(engine: Engine, cohort: Cohort, positions: Int32s) -> int:
-    """Tokens of the total budget that a cohort at these positions takes: its reserve, and its next decode's own."""
+def tokens_kept_free(engine: Engine) -> int:
+    """Tokens of the total budget that those who decode take: their reserve, and what decodes in the same pass."""
+    return engine.reserve_of(*engine.everybody) + _tokens_along(engine, engine.cohort.size)
+
+
+def _tokens_along(engine: Engine, members: int) -> int:
+    """Tokens of the total budget that so many take who decode in the same pass."""
     config = engine.config
     along = config.reserve == "ratio" and config.batching != "prefill_first"
-    decodes = cohort.size * engine.tokens_per_decode if along else 0
-    return engine.reserve_of(cohort, positions) + decodes
+    return members * engine.tokens_per_decode if along else 0
 
 
 class Need(NamedTuple):
@@ -201,23 +215,29 @@ class Need(NamedTuple):
         return Need(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
 
     def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
-        """Whether it can start once all in flight is delivered and these members have left: `Engine._examine` then.
+        """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
 
-        Until that has come back the other members go on, and open pages.
+        Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
         """
-        config, memory, cohort, positions = engine.config, engine.memory, engine.cohort, engine.positions
-        page_size = config.page_size
+        config, memory, (cohort, positions) = engine.config, engine.memory, engine.everybody
+        page_size, several = config.page_size, engine.microbatches
         back = memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], self.match)
         active = engine.active - back.places - len(leaving)
         if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
+            return False
+        if several is not None and several.free_places(engine, [cohort.requests[i] for i in leaving]) <= 0:
             return False
         stay = np.ones(cohort.size, np.bool_)
         stay[leaving] = False
         staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
         then = np.minimum(now + np.int32(back.launches * engine.moves_by), staying.limits - ONE)
+        along, along_then = staying, then  # those of the same pass
+        if several is not None:
+            mine = several.mine(engine)[stay].nonzero()[0]
+            along, along_then = staying.only(mine), then[mine]
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
         gained = pages * page_size
-        gained += tokens_kept_free(engine, cohort, positions) - tokens_kept_free(engine, staying, then)
+        gained += tokens_kept_free(engine) - engine.reserve_of(staying, then) - _tokens_along(engine, along.size)
         if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
             return False
         locking = self.matched_pages + back.matched
@@ -227,7 +247,7 @@ class Need(NamedTuple):
                 return False
         elif active and not budget.has(self.wanted, locking * page_size - gained):
             return False
-        if self.pages > memory.available_pages + pages - engine.set_aside(staying, then) - locking:
+        if self.pages > memory.available_pages + pages - engine.set_aside(along, along_then) - locking:
             return False
         if memory.hybrid is None:
             return True

@@ -14,8 +14,9 @@ that it can no longer reach go back at once, since no batch in flight can write 
 
 Whoever may have reached its length with what is in flight sits out until that is known: nobody runs past its end.
 Drafts are a luxury: nobody is retracted, and no session yields, to make room for them. Where pages lack, fewer are
-verified, down to none. Rows under a grammar or with stop texts have none, for their hosts must see each token before
-the next is drawn; but what a grammar forces is verified as drafts are (jump_forward.py).
+verified, down to none; the next decodes of other microbatches have theirs first. Rows under a grammar or with stop
+texts have none, for their hosts must see each token before the next is drawn; but what a grammar forces is verified as
+drafts are (jump_forward.py).
 
 How many drafts are worth it follows from the results so far (`Chances`), if that is asked for: a draft counts only if
 all before it are right, and past some length hardly any does.
@@ -181,7 +182,10 @@ def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
 def _pages_to_open(engine: Engine) -> int:
     """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
     memory = engine.memory
-    return memory.available_pages if memory.hybrid is None else memory.hybrid.pages_for_drafts(memory.available_pages)
+    available = memory.available_pages
+    if engine.microbatches is not None:
+        available -= engine.microbatches.pages_of_others(engine)
+    return available if memory.hybrid is None else memory.hybrid.pages_for_drafts(available)
 
 
 def _draftable(members: Cohort, most: Int32s, wanted: int) -> Int32s:

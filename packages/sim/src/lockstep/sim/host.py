@@ -392,8 +392,7 @@ class Device:
             states_us = self.state_copy_us / 2.0 * int(plan.speculation.drafted().sum())
             took_us, expected_us = took_us + states_us, expected_us + states_us
         if self.speculation is not None:
-            longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
-            draft_us = self.speculation.drafter.draft_us(shape, longest)
+            draft_us = self.speculation.draft_us(plan, shape)
             took_us, expected_us = took_us + draft_us, expected_us + draft_us
         tokens = self._sample(plan).tobytes()
         accepted = b"" if plan.speculation is None else self._accepted(plan)

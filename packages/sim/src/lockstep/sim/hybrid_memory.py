@@ -52,7 +52,8 @@ def shared_out(
     """The memory that is left for KV and states, divided among the pools. `kv` is with nothing set aside for states.
 
     Of several stages each has the pages and states of its layers, and as many as the one with the least room; the
-    figures are that one's. `drafter`: bytes of its weights, and of its KV of a token, which is in the full pages.
+    figures are that one's. `drafter`, on the last stage: bytes of its weights, and of its KV of a token, which lies in
+    full pages.
 
     Raises: CapacityError if a pool would be empty.
     """
@@ -60,8 +61,8 @@ def shared_out(
     ratio, sliding_ratio = shares.mamba_full_memory_ratio, shares.swa_full_tokens_ratio
     rooms = [
         StageRoom(
-            max(left - drafter[0], 0),
-            stage.model.full_layers * each + drafter[1],
+            max(left - drafter[0] * stage.is_last, 0),
+            stage.model.full_layers * each + drafter[1] * stage.is_last,
             stage.model.sliding_layers * each,
             stage.model.state_bytes_per_request(split),
         )
@@ -85,7 +86,7 @@ def shared_out(
         kv,
         pages=pages * kv.shards,
         tokens=pages * kv.page_tokens * kv.shards,
-        weights_bytes=kv.weights_bytes + drafter[0],
+        weights_bytes=kv.weights_bytes + drafter[0] * (room is rooms[-1]),
         kv_bytes=kv.page_tokens * (pages * room.full + window_pages * room.sliding),
         kv_bytes_per_token=room.full,
         state_bytes=slots * room.state_bytes,

@@ -7,6 +7,9 @@ A batch enters the first stage when that is free, and the next one when it has b
 that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
 the first stage. So consecutive decodes of the same rows never overlap, while prefills follow each other without a gap.
 
+Drafts are made in the last stage, behind its sampling, for the next pass of their rows: they go back to the first stage
+with the newest token. A batch takes that time, as it takes that of its own drafts where there is one stage.
+
 Media are encoded in the first stage, where their embeddings are needed: behind the batches that have left it, before
 those that come, while the other stages go on.
 
@@ -69,12 +72,13 @@ class PipelinedDevice(Device):
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
         tokens = self._sample(plan).tobytes()
+        accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
             sampled_us = 0 if plan.sample_after is None else None
-            self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, sampled_us))
+            self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, sampled_us, accepted))
             self._untimed_shapes[plan.batch_id] = shape
             return
-        self._run(plan, shape, handed_over_us, tokens, 0)
+        self._run(plan, shape, handed_over_us, tokens, accepted, 0)
 
     def hold_until(self, us: int) -> None:
         """No batch that is handed over from now on begins before `us`, in any stage."""
@@ -100,13 +104,17 @@ class PipelinedDevice(Device):
             batch = self.untimed.popleft()
             self.untimed.append(batch._replace(sampled_us=at_us) if batch.plan.batch_id == batch_id else batch)
         while self.untimed and self.untimed[0].sampled_us is not None:
-            plan, handed_over_us, _, _, tokens, sampled_us, _ = self.untimed.popleft()
-            self._run(plan, self._untimed_shapes.pop(plan.batch_id), handed_over_us, tokens, sampled_us or 0)
+            plan, handed_over_us, _, _, tokens, sampled_us, accepted = self.untimed.popleft()
+            shape = self._untimed_shapes.pop(plan.batch_id)
+            self._run(plan, shape, handed_over_us, tokens, accepted, sampled_us or 0)
 
-    def _run(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, sampled_us: int) -> None:
+    def _run(
+        self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, accepted: bytes, sampled_us: int
+    ) -> None:
         """Time a batch; before `sampled_us` it does not sample."""
         pipeline, free_us = self._pipeline, self._stage_free_us
-        send_us = pipeline.send_us(shape.extend_tokens + shape.decode_rows)
+        draft_us = 0.0 if self.speculation is None else self.speculation.draft_us(plan, shape)
+        send_us = pipeline.send_us(shape.extend_tokens + shape.decode_rows + shape.draft_tokens)
         back_us = pipeline.send_us(max(shape.sampled_rows, 1))
         decoding = plan.rows[plan.extend_rows :]
         now_us = max(float(handed_over_us), float(self._token_back_us[decoding].max()) if decoding.size else 0.0)
@@ -119,7 +127,9 @@ class PipelinedDevice(Device):
             spans: list[int] = []
             if sampled_us:  # the forward of the last stage may run before
                 last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
-                sampling_us, times_us[-1] = times_us[-1] - last, last
+                sampling_us, times_us[-1] = times_us[-1] - last + draft_us, last
+            else:
+                times_us[-1] += draft_us
             for stage, took_us in enumerate(times_us):
                 now_us = max(now_us + (send_us if stage else 0.0), free_us[stage])
                 started_us = now_us if started_us is None else started_us
@@ -138,7 +148,9 @@ class PipelinedDevice(Device):
         self._last_us = finished_us = max(begun_us + 1, round(now_us), self._last_us)
         if plan.sample_rows.size:
             self._token_back_us[plan.rows[plan.sample_rows]] = finished_us + back_us
-        self.queue.append(Running(plan.batch_id, plan.generation, len(plan.rows), begun_us, finished_us, tokens))
+        self.queue.append(
+            Running(plan.batch_id, plan.generation, len(plan.rows), begun_us, finished_us, tokens, accepted)
+        )
 
     def times(self) -> StageTimes:
         """When each batch was in each stage; the wait for grammars before it samples is not in it."""

@@ -70,12 +70,13 @@ from lockstep.sim.cost import (
     WeightsDtype,
     kv_capacity,
 )
+from lockstep.sim.cost.capacity import StageBytes
 from lockstep.sim.cost.encoder import Encoders
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.lora import LORA_RANK, LoraSpec, check_targets, slot_bytes
 from lockstep.sim.cost.models import Fp8Activations, check_split, checked_weights_dtype
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
-from lockstep.sim.cost.stages import stages_of
+from lockstep.sim.cost.stages import Stage, stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.encoding import Encoding, beside_encoder, check_encoding
 from lockstep.sim.forcing import Forcing
@@ -106,7 +107,7 @@ from lockstep.sim.server_sessions import (
     describe_server_sessions,
     with_server_sessions,
 )
-from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter
+from lockstep.sim.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter, head_of
 from lockstep.sim.trace_turns import CLOCKLESS
 from lockstep.sim.turns import LENGTH_TOKENS_MAX, Turns
 from lockstep.sim.watch import LEVELS, WatchedMetrics
@@ -605,16 +606,6 @@ def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
             f"`grammar_forces` is `{scenario.grammar_forces}`, but `jump_forward_tokens` is 0\n"
             "hint: --jump-forward-tokens 16, or leave out --grammar-forces"
         )
-    if config.jumps and scenario.pp > 1:
-        raise ConfigError(
-            f"`jump_forward_tokens` is {config.jump_forward_tokens}, but `pp` is {scenario.pp}: tokens that grammars "
-            "force are not computed together in pipelines\nhint: --pp 1"
-        )
-    if config.speculates and scenario.pp > 1:
-        raise ConfigError(
-            f"`speculative_method` is {method}, but `pp` is {scenario.pp}: drafts are not simulated in pipelines\n"
-            "hint: --pp 1"
-        )
 
 
 def _drafting(
@@ -628,9 +619,9 @@ def _drafting(
     if method == "ngram":
         return Drafting(acceptance, NgramDrafter())
     if scenario.draft_model is None:
-        return Drafting(acceptance, ModelDrafter(cost, model.layers))
+        return Drafting(acceptance, head_of(cost, model.layers))
     small = load_model(scenario.draft_model)
-    base = base_cost_model(small, gpu, scenario.parallelism, kv_dtype=scenario.kv_dtype)
+    base = base_cost_model(small, gpu, replace(scenario.parallelism, pp=1), kv_dtype=scenario.kv_dtype)
     return Drafting(acceptance, ModelDrafter(calibration.cost_model(base), name=small.name))
 
 
@@ -850,36 +841,51 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         state_rows=0 if shares.on else config.max_running_requests,
         lora=lora_of(scenario, config),
     )
+    drafts, several = _has_drafter(config), scenario.pp > 1
+    drafter = _last_stage_drafter(scenario, model) if drafts and several else (0, 0)
+    if drafts and several and not shares.on:
+        capacity = partial(capacity, last_stage=StageBytes(drafter[0], kv_per_token=drafter[1]))
     if scenario.media is None:
         kv = capacity()
     else:
         kv = beside_encoder(lambda besides: capacity(first_stage=besides), scenario, gpu, config)
     if shares.on:
-        drafter = _drafter_bytes(kv, scenario, model) if _has_drafter(config) else (0, 0)
+        if drafts and not several:
+            drafter = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
         return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares, drafter)
-    return _beside_drafter(kv, scenario, model) if _has_drafter(config) else kv
+    return _beside_drafter(kv, scenario, model) if drafts and not several else kv
 
 
 def _has_drafter(config: SchedConfig) -> bool:
     return config.speculative_method not in (msgspec.UNSET, "ngram")
 
 
-def _drafter_bytes(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
-    """Bytes of a drafter's weights, and of its KV of a token. A head is taken as an average layer."""
-    split = scenario.parallelism
-    weights = kv.weights_bytes // model.layers
-    per_token = kv.kv_bytes_per_token // max(model.attention_layers, 1)
-    if scenario.draft_model is not None:
-        small = load_model(scenario.draft_model)
-        check_split(small, split)
-        weights = stages_of(small, split)[0].weights_bytes(checked_weights_dtype(small, None), split)
-        per_token = small.kv_bytes_per_token(scenario.kv_dtype, split)
-    return weights, per_token
+def _drafter_bytes(weights: int, kv_per_token: int, scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
+    """Bytes of a drafter's weights, and of its KV of a token. A head is taken as an average layer of these of a model.
+
+    It is on the GPUs of one stage.
+    """
+    if scenario.draft_model is None:
+        return weights // model.layers, kv_per_token // max(model.attention_layers, 1)
+    split, small = replace(scenario.parallelism, pp=1), load_model(scenario.draft_model)
+    check_split(small, split)
+    weights = stages_of(small, split)[0].weights_bytes(checked_weights_dtype(small, None), split)
+    return weights, small.kv_bytes_per_token(scenario.kv_dtype, split)
+
+
+def _last_stage_drafter(scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
+    """The same of the last of several stages: a head there needs an embedding of its own, unless that is tied."""
+    split, dtype = replace(scenario.parallelism, pp=1), checked_weights_dtype(model, scenario.weights_dtype)
+    whole = Stage(model, True, True).weights_bytes(dtype, split)
+    drafter, kv_per_token = _drafter_bytes(whole, model.kv_bytes_per_token(scenario.kv_dtype, split), scenario, model)
+    if scenario.draft_model is None:
+        drafter += whole - Stage(model, False, True).weights_bytes(dtype, split)
+    return drafter, kv_per_token
 
 
 def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:
     """What the drafter's weights leave, its KV being in the same pages."""
-    weights, per_token = _drafter_bytes(kv, scenario, model)
+    weights, per_token = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
     kv_bytes = max(kv.kv_bytes - weights, 0)
     per_token += kv.kv_bytes_per_token
     pages = kv_bytes // (per_token * kv.page_tokens) * kv.shards

@@ -11,7 +11,8 @@ uniform number, a hash of seed, request and position, decides, so a run does not
 
 **Drafting.** An n-gram drafter looks into the text. The others run passes one after another: the first over all that is
 new since the last one (prompts included), the others over a token of each row. A draft model is a model; a head (EAGLE,
-MTP) is taken as one average layer of the model it drafts for, with that model's embedding and logits.
+MTP) is taken as one average layer of the model it drafts for, with that model's embedding and logits. In a pipeline the
+last stage drafts, which has the tokens and the hidden states: all of the draft model, or one of its own layers.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.core.commands import Int32s
+from lockstep.core.commands import BatchPlan, Int32s
 from lockstep.core.config import SchedConfig, SpeculativeMethod
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost import UNCALIBRATED, BatchShape, CostModel
+from lockstep.sim.cost.stages import PipelineModel
 
 DEFAULT_RATES: dict[str, tuple[float, ...]] = {
     "mtp": (0.85, 0.75, 0.65),
@@ -181,6 +183,14 @@ class ModelDrafter:
         return {"kind": "head", "layers": 1, "of_layers": self.layers, "pass_us": DRAFT_PASS_US, "source": "estimate"}
 
 
+def head_of(cost: CostModel, layers: int) -> ModelDrafter:
+    """A head of a model of so many layers, which costs `cost`; of one with stages it is on the last of them."""
+    if isinstance(cost, PipelineModel):
+        last = cost.stages[-1]
+        return ModelDrafter(last, last.model.layers)
+    return ModelDrafter(cost, layers)
+
+
 def _tokens_on(shape: BatchShape, further: int) -> BatchShape:
     """A token of each row that decodes, so many positions further."""
     rows = shape.decode_rows
@@ -220,6 +230,11 @@ class Speculation:
         self._requests = np.zeros(rows_max, np.uint64)
         self._chances = np.zeros((rows_max, drafts))
         self.stands = np.zeros(rows_max, np.int32)
+
+    def draft_us(self, plan: BatchPlan, shape: BatchShape) -> float:
+        """What drafting takes for a plan of this shape: as long as for the row with the most drafts."""
+        longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
+        return self.drafter.draft_us(shape, longest)
 
     def take_row(self, row: int, request: int) -> None:
         """A row now belongs to this request, by its number in the workload."""

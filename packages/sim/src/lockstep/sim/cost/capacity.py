@@ -83,10 +83,11 @@ class KvCapacity:
 
 
 class StageBytes(NamedTuple):
-    """What the GPUs of the first stage have besides the language model, each."""
+    """What the GPUs of a stage have besides its layers of the language model, each."""
 
     weights: int = 0
     activations: int = 0
+    kv_per_token: int = 0  # of who drafts, in the same pages
 
 
 NOTHING = StageBytes()
@@ -105,12 +106,14 @@ def kv_capacity(
     state_rows: int = SAMPLED_ROWS,
     first_stage: StageBytes = NOTHING,
     lora: LoraSpec | None = None,
+    last_stage: StageBytes = NOTHING,
 ) -> KvCapacity:
     """Return the KV tokens that fit on the GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
 
     Every attention layer keeps every token: separate pools for sliding layers are not modelled. With attention data
     parallelism each shard has KV of its own, and the engine as much as all of them; with stages, the fullest decides.
-    Slots for adapters, of `lora`, count as weights, as they do in the runtime's memory table.
+    Slots for adapters, of `lora`, count as weights, as they do in the runtime's memory table. `last_stage` is of one of
+    several.
     Raises: CapacityError with the numbers when nothing, or not one page, is left for KV.
     """
     if not 0.0 < mem_fraction <= 1.0:
@@ -122,7 +125,7 @@ def kv_capacity(
         all_reduce_of(gpu, split.tp)  # raises beyond the scale-up domain
     dtype = checked_weights_dtype(model, weights_dtype)
     stages = stages_of(model, split)
-    besides = [first_stage if stage.is_first else NOTHING for stage in stages]
+    besides = [first_stage if stage.is_first else last_stage if stage.is_last else NOTHING for stage in stages]
     weights = [stage.weights_bytes(dtype, split) + more.weights for stage, more in zip(stages, besides, strict=True)]
     slots = [0] * len(stages)
     if lora is not None:
@@ -132,7 +135,7 @@ def kv_capacity(
     found = [
         _stage_capacity(
             stage, number, gpu, split, mem_fraction, page_tokens, kv_dtype, weights[number - 1], chunk_tokens,
-            sampled_rows, state_rows, besides[number - 1].activations, slots[number - 1],
+            sampled_rows, state_rows, besides[number - 1], slots[number - 1],
         )
         for number, stage in enumerate(stages, 1)
     ]  # fmt: skip
@@ -159,17 +162,17 @@ def _stage_capacity(
     chunk_tokens: int,
     sampled_rows: int,
     state_rows: int,
-    more_activations: int,
+    beside: StageBytes,
     slots: int,  # bytes of `weights` that are room for adapters
 ) -> KvCapacity:
     """Of one stage: `pages` for the whole engine, as if this stage decided."""
     model = stage.model
     activations = activation_bytes(model, split, chunk_tokens, sampled_rows if stage.is_last else 0)
-    activations += more_activations
+    activations += beside.activations
     runtime = RUNTIME_BYTES + (NCCL_BYTES[2 if split.gpus < 4 else 4] if split.gpus > 1 else 0)
     state = ceil_div(state_rows, split.attention_dp) * model.state_bytes_per_request(split)
     usable = int(gpu.memory_bytes * mem_fraction)
-    per_token = model.kv_bytes_per_token(kv_dtype, split)
+    per_token = model.kv_bytes_per_token(kv_dtype, split) + beside.kv_per_token
     left = usable - weights - activations - runtime - state
     pages = left // (per_token * page_tokens) if per_token else 0
     if not per_token and split.pp > 1 and left >= 0:
@@ -177,7 +180,9 @@ def _stage_capacity(
     if pages < 1:
         gb = 1e9
         room = f" + room for adapters {slots / gb:.1f}" if slots else ""
-        parts = f"weights {(weights - slots) / gb:.1f}{room} + activations {activations / gb:.1f}"
+        drafter = beside.weights if beside.kv_per_token else 0
+        room += f" + drafter {drafter / gb:.1f}" if drafter else ""
+        parts = f"weights {(weights - slots - drafter) / gb:.1f}{room} + activations {activations / gb:.1f}"
         parts += f" + runtime {runtime / gb:.1f} GB"
         parts += f" + state of {ceil_div(state_rows, split.attention_dp)} requests {state / gb:.1f} GB" if state else ""
         where = "" if split.is_plain else f" with {split}"
@@ -187,6 +192,7 @@ def _stage_capacity(
             f"{(usable - left) / gb:.1f} GB, of {usable / gb:.1f} GB usable "
             f"({mem_fraction:g} x {gpu.memory_bytes / gb:.1f} GB)\n"
             f"hint: {'lower --max-loras or --max-lora-rank, ' if slots else ''}"
+            f"{'choose a smaller drafter, ' if drafter else ''}"
             "raise --tp, choose a GPU with more memory, or a smaller --weights-dtype"
         )
     return KvCapacity(
