@@ -386,7 +386,7 @@ class Device:
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         if plan.hybrid is not None:
-            copies_us = self.state_copy_us * _state_copies(plan.hybrid)
+            copies_us = self.state_copy_us * state_copies(plan.hybrid)
             took_us, expected_us = took_us + copies_us, expected_us + copies_us
         if self.state_copy_us and plan.speculation is not None:  # behind each draft a state is written, none is read
             states_us = self.state_copy_us / 2.0 * int(plan.speculation.drafted().sum())
@@ -1151,7 +1151,7 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
     return int(counts[on].sum()), len(np.unique(slots[on]))
 
 
-def _state_copies(changes: HybridChanges) -> int:
+def state_copies(changes: HybridChanges) -> int:
     """States that are copied with a plan: to start from, and to be left behind."""
     return int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
 
