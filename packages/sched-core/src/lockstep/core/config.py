@@ -837,7 +837,6 @@ def _settle_stages(config: SchedConfig) -> None:
         "speculative_method": config.speculates,
         "jump_forward_tokens": config.jumps,
         "dp_ranks": config.shares_passes,
-        "hybrid": config.hybrid is not msgspec.UNSET,
         "enable_priority_preemption": config.enable_priority_preemption,
         "overlap_consecutive_prefills": not config.overlap_consecutive_prefills,
     }

@@ -84,6 +84,7 @@ from lockstep.core.events import (
     WeightsSwapped,
 )
 from lockstep.core.expert_placement import ExpertLoads
+from lockstep.core.hybrid import everybody
 from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import EncoderCache, Placeholders
@@ -935,7 +936,7 @@ class Engine:
         window = self.memory.hybrid.window if self.memory.hybrid is not None else None
         if window is None:
             return take
-        room = window.room(self, request, start, take, path, budget)
+        room = window.room(everybody(self), request, start, take, path, budget)
         return take if take <= room else aligned(start, room, budget.align) if may_split else 0
 
     def _loads_first(self, request: Request, fit: Fit, budget: PrefillBudget, step: Step) -> bool:
