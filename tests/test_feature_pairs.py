@@ -140,7 +140,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "delayer": ("handover", "late pages"),
 }
 NOT_YET: dict[str, tuple[str, ...]] = {
-    "pipeline": ("drafts", "jump forward", "ranks", "delayer", "preemption"),
+    "pipeline": ("drafts", "jump forward", "preemption"),
     "windows": ("tiers", "handover", "late pages", "ranks", "delayer"),
     "states": ("tiers", "handover", "late pages", "ranks", "delayer"),
 }

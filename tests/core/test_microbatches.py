@@ -100,7 +100,6 @@ def test_one_stage_is_written_as_it_always_was() -> None:
         ({"pp_size": 2, "pp_dynamic_chunking": True, "truncation_align_size": 32}, "`truncation_align_size` is 32"),
         ({"pp_size": 2, "speculative_method": "ngram"}, "does not go with `speculative_method` yet"),
         ({"pp_size": 2, "jump_forward_tokens": 4}, "does not go with `jump_forward_tokens` yet"),
-        ({"pp_size": 2, "dp_ranks": 2}, "does not go with `dp_ranks` yet"),
         ({"pp_size": 2, "overlap_consecutive_prefills": False}, "does not go with `overlap_consecutive_prefills` yet"),
     ],
 )

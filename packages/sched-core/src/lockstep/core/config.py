@@ -836,7 +836,6 @@ def _settle_stages(config: SchedConfig) -> None:
     beside = {
         "speculative_method": config.speculates,
         "jump_forward_tokens": config.jumps,
-        "dp_ranks": config.shares_passes,
         "enable_priority_preemption": config.enable_priority_preemption,
         "overlap_consecutive_prefills": not config.overlap_consecutive_prefills,
     }

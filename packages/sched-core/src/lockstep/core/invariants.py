@@ -700,8 +700,9 @@ def _ranks(engine: Engine) -> None:
     config = engine.config
     limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
     most = sum(limit for limit in limits if isinstance(limit, int))
-    if rounds.delay.passes > most:
-        _fail(f"L5: prompts wait for {rounds.delay.passes} passes, at most {most} are allowed")
+    longest = max(delay.passes for delay in rounds.delays)
+    if longest > most:
+        _fail(f"L5: prompts wait for {longest} passes, at most {most} are allowed")
 
 
 def _microbatches(engine: Engine, facts: Facts) -> None:
