@@ -662,6 +662,112 @@ def test_wait_begins_anew_when_whoever_waited_has_left() -> None:
     made.settle()
 
 
+# -------------------------------------------------------------------------------------------------- in pipeline stages
+
+STAGES: dict[str, Any] = {"pp_size": 2, "overlap_depth": 0}
+
+
+def flying(made: RankGroup) -> list[list[tuple[int, str]]]:
+    """What each rank has in flight: microbatch and mode."""
+    return [[(one.plan.microbatch, one.plan.mode) for one in member.engine.in_flight] for member in made.members]
+
+
+def test_ranks_launch_the_same_microbatch_though_only_one_has_anything_in_it() -> None:
+    made = group(**STAGES, pp_max_micro_batch_size=1)
+    made.arrive(0, asked(0))
+    made.arrive(0, asked(1))
+    made.arrive(1, asked(2))
+    offer(made)
+    offer(made)
+    assert flying(made) == [[(0, "extend"), (1, "extend")], [(0, "extend"), (1, "idle")]]
+    deliver(made)
+    offer(made)
+    assert flying(made) == [[(1, "extend"), (0, "decode")], [(1, "idle"), (0, "decode")]]
+    made.settle()
+    made.replay()
+    assert all(made.answers[key] == asked(key).answer for key in range(3))
+
+
+def test_a_round_is_of_one_microbatch_and_a_slot_of_another_waits_for_its_turn() -> None:
+    """Who proposed for the microbatch that it was offered would meet other ranks in another one's pass."""
+    made = group(**STAGES)
+    made.arrive(0, asked(0))
+    made.ready(0, further=1)
+    assert not made.proposals
+    made.ready(0)
+    made.ready(1, further=1)
+    assert list(made.proposals) == [0]
+    made.ready(1)
+    while any(made.hear(member.rank) for member in made.members):
+        pass
+    assert [member.rounds.slot for member in made.members] == [1, 1]
+    assert made.marks["offered out of turn"] == 2
+    made.ready(0, further=1)
+    assert not made.proposals, "microbatch 0 is in flight, and it is the turn of the other one"
+    made.settle()
+    made.replay()
+
+
+def test_microbatch_in_which_nobody_has_anything_is_passed_over() -> None:
+    made = group(**STAGES)
+    made.arrive(1, asked(0, max_new=3))
+    offer(made)
+    deliver(made)
+    offer(made)
+    assert flying(made) == [[], []], "microbatch 1: nobody proposes a token"
+    offer(made)
+    assert flying(made) == [[(0, "idle")], [(0, "decode")]]
+    made.settle()
+    assert len(made.passes) == 3
+
+
+def test_prompts_wait_for_so_many_passes_of_their_microbatch() -> None:
+    """One table for all would be set back by a microbatch that is full: nobody can extend there, which ends waits."""
+    made = group(**STAGES, **DELAYING, pp_max_micro_batch_size=1)
+    made.arrive(0, asked(0, max_new=20))
+    made.arrive(1, asked(1, max_new=20))
+    offer(made)
+    made.arrive(1, asked(2, max_new=20))
+    offer(made)
+    assert flying(made) == [[(0, "extend"), (1, "idle")], [(0, "extend"), (1, "extend")]]
+    made.arrive(0, asked(3))
+    seen: list[str] = []
+    for _ in range(8):
+        deliver(made)
+        offer(made)
+        microbatch, mode = flying(made)[0][-1]
+        seen.append(f"{microbatch} {mode}")
+    assert seen == ["0 decode", "1 idle", "0 decode", "1 idle", "0 decode", "1 idle", "0 decode", "1 extend"]
+    assert made.marks["prompts waited (mixed)"] == 3 * 2
+    assert made.marks["prompts went ahead (spent)"] == 2
+    made.settle()
+    made.replay()
+
+
+def test_rank_is_full_where_a_microbatch_has_no_place() -> None:
+    """`prefill_full_skip_passes`: in microbatch 1 nobody is full, in microbatch 0 rank 1 is, though it may run more."""
+    made = group(**STAGES, prefill_full_skip_passes=2, pp_max_micro_batch_size=1)
+    made.arrive(1, asked(0, max_new=20))
+    offer(made)
+    made.arrive(0, asked(1, max_new=20))
+    made.arrive(0, asked(2, max_new=20))
+    seen: list[str] = []
+    for _ in range(6):
+        offer(made)
+        microbatch, mode = flying(made)[0][-1]
+        seen.append(f"{microbatch} {mode}")
+        deliver(made)
+    assert seen == ["1 extend", "0 idle", "1 decode", "0 idle", "1 decode", "0 extend"]
+    assert made.marks["prompts waited (full)"] == 2 * 2
+    made.settle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_stages_and_ranks_go_with_roles(role: Any) -> None:
+    config = SchedConfig(dp_ranks=2, dp_rank=1, role=role, **STAGES)
+    assert (config.pipelines, config.shares_passes, config.hands_over) == (True, True, True)
+
+
 # --------------------------------------------------------------------------------------------- where others have broken
 
 
@@ -784,8 +890,10 @@ def test_answers_are_those_of_one_plain_engine(ranks: int, depth: int) -> None:
         for key in range(16)
     ]
     settings = {"overlap_depth": depth, "chunked_prefill_size": 6, "pages": 24, "retract_every": 5}
-    for more in (DELAYING, {"overlap_consecutive_prefills": False, "batching": "mixed"}):
-        plain = {name: value for name, value in {**SMALL, **settings, **more}.items() if "delayer" not in name}
+    staged = {"pp_size": 2 + ranks % 4 // 2, "pp_max_micro_batch_size": 2, "batching": "mixed", **DELAYING}
+    for more in (DELAYING, {"overlap_consecutive_prefills": False, "batching": "mixed"}, staged):
+        together = {**SMALL, **settings, **more}
+        plain = {name: value for name, value in together.items() if "delayer" not in name and "pp_" not in name}
         expected = serve(SchedConfig(**plain), requests).answers
         made = group(ranks, restores=False, **{**settings, **more})
         for number, one in enumerate(requests):
@@ -828,9 +936,10 @@ def test_random_histories_with_faults(first: int) -> None:
         made.replay()
 
 
-def test_history_is_the_same_from_snapshots() -> None:
+@pytest.mark.parametrize("stages", [{}, {"pp_size": 2, "pp_max_micro_batch_size": 1}])
+def test_history_is_the_same_from_snapshots(stages: dict[str, int]) -> None:
     """Every engine is dumped and restored before every event, with proposals under way."""
-    made = group(ranks=3, **DELAYING, overlap_depth=1)
+    made = group(ranks=3, **DELAYING, overlap_depth=1, **stages)
     rng = random.Random(5)
     for key in range(12):
         made.arrive(rng.randrange(3), asked(key, prompt=1 + key, max_new=1 + key % 5))
@@ -852,6 +961,19 @@ def idle_rank_returns_early(monkeypatch: pytest.MonkeyPatch) -> None:
             propose(self, engine, step, wants=wants)
 
     monkeypatch.setattr(Rounds, "_propose", early)
+
+
+def own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank passes over the microbatch in which it has nothing, whatever the others have there (VL#43547)."""
+    fold = Rounds._fold
+
+    def on_its_own(self: Rounds, engine: Engine, event: RanksAgreed, step: Any) -> bool:
+        found_nothing = fold(self, engine, event, step)
+        if engine.microbatches is not None and not engine.microbatches.has_work(engine, self.slot):
+            self.slot = (self.slot + 1) % self.slots
+        return found_nothing
+
+    monkeypatch.setattr(Rounds, "_fold", on_its_own)
 
 
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -889,7 +1011,7 @@ def delay_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_parallel, "situation_of", never_idle)
 
 
-@pytest.mark.parametrize("plant", [idle_rank_returns_early, own_branch, delay_without_end])
+@pytest.mark.parametrize("plant", [idle_rank_returns_early, own_branch, own_turn, delay_without_end])
 def test_planted_bug_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     monkeypatch.setattr("tests.support.rank_group.ROUNDS_MAX", 300)

@@ -140,7 +140,6 @@ NEVER: dict[str, tuple[str, ...]] = {
     "delayer": ("handover", "late pages"),
 }
 NOT_YET: dict[str, tuple[str, ...]] = {
-    "pipeline": ("ranks", "delayer", "windows", "states"),
     "windows": ("tiers", "handover", "late pages", "ranks", "delayer"),
     "states": ("tiers", "handover", "late pages", "ranks", "delayer"),
 }

@@ -98,7 +98,6 @@ def test_one_stage_is_written_as_it_always_was() -> None:
         ({"pp_dynamic_chunking": True}, "`pp_dynamic_chunking` is True, but there is one stage"),
         ({"pp_size": 2, "pp_dynamic_chunking": True, "chunked_prefill_size": None}, "nothing is split"),
         ({"pp_size": 2, "pp_dynamic_chunking": True, "truncation_align_size": 32}, "`truncation_align_size` is 32"),
-        ({"pp_size": 2, "dp_ranks": 2}, "does not go with `dp_ranks` yet"),
         ({"pp_size": 2, "overlap_consecutive_prefills": False}, "does not go with `overlap_consecutive_prefills` yet"),
     ],
 )

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from lockstep.core.commands import BatchPlan
 from lockstep.core.errors import ConfigError
 from lockstep.core.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.stages import stages_of
-from lockstep.sim.hybrid_memory import state_copy_us
+from lockstep.sim.cost.stages import PipelineModel, stages_of
+from lockstep.sim.host import state_copies
+from lockstep.sim.hybrid_memory import state_copies_us, state_copy_us
+from lockstep.sim.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
 
@@ -91,6 +95,33 @@ def test_copies_of_states_take_the_time_of_their_bytes() -> None:
     assert state_copy_us(load_model("qwen3-8b"), gpu, Parallelism()) == 0.0
 
 
+@pytest.mark.parametrize("microbatches", [{}, {"pp_size": 2}])
+def test_each_stage_copies_the_states_of_its_layers(
+    monkeypatch: pytest.MonkeyPatch, microbatches: dict[str, int]
+) -> None:
+    copied = 0
+
+    class Counting(PipelinedDevice):
+        def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
+            nonlocal copied
+            before = sum(self.stage_busy_us)
+            super().launch(plan, shape, handed_over_us)
+            copies = state_copies(plan.hybrid) if plan.hybrid is not None else 0
+            spent = sum(self.stage_busy_us) - before - sum(setup.cost.stage_us(shape))
+            assert spent == pytest.approx(copies * sum(each), abs=1e-3), f"batch {plan.batch_id} has {copies} copies"
+            copied += copies
+
+    monkeypatch.setattr("lockstep.sim.simulate.device_type_of", lambda cost: Counting)
+    fields: dict[str, Any] = {"model": "qwen3-next-80b-a3b", "gpu": "h200", "tp": 2, "workload": AGAIN, "seed": 3}
+    setup = assemble(Scenario(**fields, pp=2, settings=microbatches, tiers={"hybrid_memory": "on"}), {})
+    each = state_copies_us(setup.model, setup.gpu, setup.split)
+    assert sum(each) == pytest.approx(state_copy_us(setup.model, setup.gpu, Parallelism(tp=2)))
+    assert isinstance(setup.cost, PipelineModel)
+    run = simulate(setup, check_every=20)
+    assert copied > 40
+    assert run.data.summary["requests"]["completed"] == len(run.data.requests.label)
+
+
 def test_a_plan_can_search_it() -> None:
     assert parse_search(("hybrid_memory=off,on", "swa_full_tokens_ratio=0.2,0.8")) == (
         ("hybrid_memory", ("off", "on")),
@@ -131,7 +162,9 @@ def test_each_stage_has_room_for_what_its_layers_keep(model: str) -> None:
     assert fullest > 0.99, "no stage is full"
 
 
-@pytest.mark.parametrize("beside", [{"pp": 2}, {"settings": {"speculative_method": "ngram"}}])
+@pytest.mark.parametrize(
+    "beside", [{"pp": 2}, {"pp": 2, "settings": {"pp_size": 2}}, {"settings": {"speculative_method": "ngram"}}]
+)
 def test_answers_beside_stages_and_drafts_are_the_same(beside: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"model": "qwen3-next-80b-a3b", "gpu": "h200", "tp": 2, "workload": AGAIN, "seed": 3}
     plain = simulate(assemble(Scenario(**fields), {}))

@@ -807,6 +807,11 @@ class Driver:
         flying = {batch.plan.microbatch for batch in self.engine.in_flight}
         if len(flying) == self.engine.config.microbatches:
             self.marks.add("every microbatch in flight")
+        if plan.hybrid is not None and len(flying) > 1:
+            if plan.hybrid.pages.size:
+                self.marks.add("windows opened beside another microbatch")
+            if plan.hybrid.checkpoint_slots.size:
+                self.marks.add("checkpoint left beside another microbatch")
         if chunked is not None and chunked in plan.request_ids[: plan.extend_rows].tolist():
             if plan.microbatch != self.chunk_in:
                 self.marks.add("chunk in another microbatch")

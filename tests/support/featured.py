@@ -467,7 +467,7 @@ class Abreast(RankGroup):
         for member, attendant in zip(self.members, self.attendants, strict=True):
             for answer in attendant.answers():
                 self.fold(member, answer)
-        for _ in range(1 + max(member.config.overlap_depth for member in self.members)):
+        for _ in range(max(member.config.launches_max for member in self.members)):
             for member in self.members:
                 self.ready(member.rank)
             for member in self.members * 2:  # a second time what was agreed behind a verdict

@@ -960,7 +960,7 @@ def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, rank
         own.setstate(rng.getstate())
         stages = random.Random(f"stages {own.random()}")  # of its own: what else is drawn is as it would be without
         made = drafting(rng, made, 0.3)
-        if stages.random() < 0.25 and not ranks:
+        if stages.random() < 0.25:
             made = pipelined(stages, made)
         if common["radix_cache"] and rng.random() < 0.3:
             host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
@@ -978,7 +978,8 @@ def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, rank
         if not ranks:
             return [config(role) for _ in range(2)]
         one = config(role)  # what all ranks agree on, all must judge alike
-        return [msgspec.structs.replace(one, overlap_consecutive_prefills=rng.random() < 0.7)] * 2
+        overlaps = rng.random() < 0.7
+        return [msgspec.structs.replace(one, overlap_consecutive_prefills=overlaps or one.pipelines)] * 2
 
     return Fleet(engines("prefill"), engines("decode"), ranks=ranks)
 

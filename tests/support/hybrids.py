@@ -16,6 +16,7 @@ from tests.support.driver import (
     Action,
     crowded_actions,
     crowded_config,
+    pipelined,
     pressed_actions,
     pressed_config,
     random_actions,
@@ -23,6 +24,7 @@ from tests.support.driver import (
 )
 from tests.support.tiered import returning
 
+PIPELINED_SHARE = 0.25  # of these histories have microbatches
 OFF: dict[str, dict[str, Any]] = {
     "preempts": {"enable_priority_preemption": False},
     "shares": {"same_step_sharing": False},
@@ -80,4 +82,7 @@ def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConf
     else:
         config = random_config(rng)
         actions = random_actions(rng, rng.choice([100, 300]), adapters=config.max_loras is not None)
+    stages = random.Random(f"stages {kind}")  # of its own: what else is drawn is as it was without
+    if pairs and stages.random() < PIPELINED_SHARE:
+        config = pipelined(stages, config)
     return hybrid(rng, config, pairs=pairs), actions

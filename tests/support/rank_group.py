@@ -27,6 +27,7 @@ import numpy as np
 from lockstep.core import invariants, snapshot
 from lockstep.core.batching import InFlight
 from lockstep.core.commands import (
+    BatchPlan,
     CompileGrammar,
     ControlAnswered,
     FinishRequest,
@@ -67,7 +68,7 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from tests.support.driver import drafting
+from tests.support.driver import drafting, pipelined
 from tests.support.exchange import seen_by_device
 from tests.support.fleet import random_asked
 from tests.support.served import STOP_TOKEN, Answer, Asked
@@ -128,6 +129,7 @@ class RankGroup:
         self.proposals: dict[int, ProposeBatch] = {}  # of this round, by rank
         self.digests: dict[tuple[int, int], bytes] = {}  # by generation and round: what all have decided by then
         self.passes: list[Ranks] = []  # of this generation: what every rank launches, in order
+        self.microbatches: list[int] = []  # and in which microbatch
         self.verdicts: dict[tuple[int, int], tuple[Any, ...]] = {}  # about prompts, by generation and round
         self.sent: dict[int, list[int]] = {}
         self.answers: dict[int, Answer] = {}
@@ -184,12 +186,19 @@ class RankGroup:
 
     # ----------------------------------------------------------------------------------------------------------- hosts
 
-    def ready(self, rank: int) -> None:
-        """Offer a launch slot, once what was ordered of the host is done."""
+    def ready(self, rank: int, further: int = 0) -> None:
+        """Offer a launch slot, once what was ordered of the host is done: of the microbatch that the round is about, or
+        of one so much further, whose turn it is not."""
         member = self.members[rank]
         while member.orders:
             self.fold(member, msgspec.structs.replace(member.orders.pop(0), time_us=self._now(member)))
-        self.fold(member, LaneReady(self._now(member)))
+        number = (member.rounds.slot + further) % member.config.microbatches
+        proposed = member.rounds.proposed
+        step = self.fold(member, LaneReady(self._now(member), number))
+        if number != member.rounds.slot:
+            assert member.rounds.proposed == proposed, "L11: it was not the turn of this microbatch"
+            assert not any(isinstance(one, ProposeBatch) for one in step.commands)
+            self.marks["offered out of turn"] += 1
 
     def hear(self, rank: int) -> bool:
         """A host hears what all have agreed on, if it has not yet."""
@@ -243,7 +252,7 @@ class RankGroup:
     def restart(self) -> None:
         """A rank is lost, so a collective may never end: all begin again. What was under way may still be heard."""
         self.generation += 1
-        self.round, self.proposals, self.passes = 0, {}, []
+        self.round, self.proposals, self.passes, self.microbatches = 0, {}, [], []
         for member in self.members:
             member.launched, member.delivered, member.on_device = [], 0, None
             member.orders = []
@@ -313,7 +322,7 @@ class RankGroup:
                     self.marks["sampled in the step of its launch"] += command.sample == "deferred" and (
                         plan.sample_after is None
                     )
-                    self._launched(member, plan.ranks)
+                    self._launched(member, plan)
                     self.marks[f"ran {plan.mode}{' along' if plan.ranks.extends else ''}"] += 1
                     self.marks[plan.ranks.padding] += 1
                     self.marks["replayed a graph"] += plan.ranks.use_graph
@@ -363,12 +372,23 @@ class RankGroup:
         for other in self.members:
             other.agreed.append(RanksAgreed(self.now_us, command.round, counts, wishes, self.generation))
 
-    def _launched(self, member: Member, ranks: Ranks) -> None:
+    def _launched(self, member: Member, plan: BatchPlan) -> None:
+        ranks = plan.ranks
+        assert ranks is not None, "S29: a batch that nobody agreed upon"
         number = len(member.launched)
         member.launched.append(ranks)
         if number == len(self.passes):
             self.passes.append(ranks)
+            self.microbatches.append(plan.microbatch)
         assert self.passes[number] == ranks, f"S28: rank {member.rank} runs {ranks}, others {self.passes[number]}"
+        where = self.microbatches[number]
+        assert plan.microbatch == where, (
+            f"S28: rank {member.rank} is in microbatch {plan.microbatch}, others in {where}"
+        )
+        flying = {batch.plan.microbatch for batch in member.engine.in_flight}
+        if len(flying) == member.config.microbatches > 1:
+            self.marks["every microbatch in flight"] += 1
+            self.marks["an idle batch among those of every microbatch"] += plan.mode == "idle"
 
     def _streamed(self, member: Member, command: StreamTokens) -> None:
         at = 0
@@ -398,19 +418,21 @@ class RankGroup:
             case "tier":
                 self.move_tier(rng.choice(tiers), rng)
             case "ready":
-                self.ready(rank)
+                several = self.members[rank].config.microbatches
+                self.ready(rank, rng.randrange(several) if several > 1 and rng.random() < 0.1 else 0)
             case "hear":
                 self.hear(rank)
             case "finish":
                 self.finish(rank)
 
     def turn(self) -> None:
-        """Every host goes once round its loop, in order."""
-        for member in self.members:
-            self.ready(member.rank)
-        for member in self.members:
-            while self.hear(member.rank):
-                pass
+        """Every host goes once round its loop, in order: all microbatches are offered a slot."""
+        for _ in range(self.members[0].config.microbatches):
+            for member in self.members:
+                self.ready(member.rank)
+            for member in self.members:
+                while self.hear(member.rank):
+                    pass
         for member in self.members:
             self.finish(member.rank)
 
@@ -473,9 +495,14 @@ EXPECTED_MARKS = (
     "sampled once a result was there",
     "told what is forced between proposal and launch",
     "waited for results of an extend",
+    "every microbatch in flight",
+    "an idle batch among those of every microbatch",
     "ran passes of a drafter for others",
 )
 """What a campaign must reach, or its histories are too tame."""
+
+
+PIPELINED_SHARE = 0.25  # of these histories have microbatches
 
 
 def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
@@ -517,6 +544,9 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
     config = drafting(rng, config, 0.2)
     if config.speculates and config.overlap_depth != 1:
         config = msgspec.structs.replace(config, speculative_method="mtp")
+    stages = random.Random(f"stages {config!r}")  # of its own: what else is drawn is as it was without
+    if stages.random() < PIPELINED_SHARE:
+        config = pipelined(stages, config)
     if config.radix_cache and rng.random() < 0.5:
         config = msgspec.structs.replace(config, same_step_sharing=True)
     if config.radix_cache and rng.random() < 0.2:

@@ -253,6 +253,7 @@ class ProposeBatch(msgspec.Struct, frozen=True):
     counts: tuple[int, ...]
     wish: Wish | None = None  # where ranks decide together who extends
     generation: int = 0
+    microbatch: int = 0  # whose slot this round is about, of every rank
 
 
 class StreamTokens(msgspec.Struct, frozen=True):

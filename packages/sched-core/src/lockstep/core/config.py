@@ -833,17 +833,11 @@ def _settle_stages(config: SchedConfig) -> None:
             f"`truncation_align_size` is {config.truncation_align_size}, but `pp_dynamic_chunking` is on: where a "
             "prompt is split would depend on what passes took\nhint: drop one of the two"
         )
-    beside = {
-        "dp_ranks": config.shares_passes,
-        "hybrid": config.hybrid is not msgspec.UNSET,
-        "overlap_consecutive_prefills": not config.overlap_consecutive_prefills,
-    }
-    for name, given in beside.items():
-        if given:
-            raise ConfigError(
-                f"`pp_size` (microbatches) does not go with `{name}` yet, got `{getattr(config, name)}`\n"
-                "hint: drop one of the two"
-            )
+    if not config.overlap_consecutive_prefills:
+        raise ConfigError(
+            "`overlap_consecutive_prefills` is False, but `pp_size` gives every microbatch launches of its own: extends of "
+            "different ones follow each other through the stages\nhint: drop one of the two"
+        )
 
 
 def _is_count(value: object, least: int) -> TypeGuard[int]:

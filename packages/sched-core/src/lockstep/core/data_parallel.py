@@ -25,6 +25,11 @@ rank with the longest drafts (`Ranks.draft_passes`); the others run them with wh
 **One branch for all.** What a pass looks like follows from what all ranks said, never from what one of them has: if
 any extends all take the branch of extends, a graph is replayed if all can, and an extend behind an extend waits for
 results on all ranks or on none. The only clock is that of the first rank.
+
+**Stages.** Where ranks are pipelined, a round is of one microbatch, the same on all ranks (`slot`), and of the next one
+once that has launched or has found nothing: all launch in the same order, so stages meet in the same passes. Whoever
+has nothing in a microbatch joins with an idle batch of it. The delayer's table is that of each microbatch: who decodes
+in it and has places in it is what waits or does not; one with no place for anybody would end the waits of the others.
 """
 
 from __future__ import annotations
@@ -157,6 +162,8 @@ def situation_of(
 def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]) -> DelaySituation | None:
     """Why prompts wait for more of their kind though every rank has some: SGLang's rules, by the most of any rank."""
     slots, ratio = config.prefill_delayer_slots, config.prefill_delayer_queue_min_ratio
+    places = config.pp_max_micro_batch_size
+    most = config.max_running_requests if places is UNSET else min(places, config.max_running_requests)
     if slots is UNSET and ratio is UNSET:
         return None
     running, waiting, taken = (
@@ -164,11 +171,18 @@ def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish
         max(own[OF_THE_PASS + 1] for own in counts),
         max(own[OF_THE_PASS + 2] for own in counts),
     )
-    if slots is True and config.max_running_requests - running < taken:
+    if slots is True and most - running < taken:
         return "slots"
     if ratio is not UNSET and waiting < min(int(running * ratio), taken):
         return "queue"
     return None
+
+
+def _is_full(engine: Engine) -> bool:
+    """Whether as many requests run as may: on this rank, or in the microbatch whose turn it is."""
+    if engine.active >= engine.config.max_running_requests:
+        return True
+    return engine.microbatches is not None and not engine.microbatches.has_place()
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
@@ -230,6 +244,8 @@ class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
     digest: bytes
     held: HeldImage | None
     recent: list[int] | msgspec.UnsetType = UNSET
+    slot: int | msgspec.UnsetType = UNSET  # of ranks with microbatches
+    delays: list[tuple[int, int]] | msgspec.UnsetType = UNSET  # and of each of these
 
 
 class Rounds:
@@ -239,6 +255,8 @@ class Rounds:
         assert config.dp_ranks is not UNSET
         assert config.dp_rank is not UNSET
         self.ranks, self.rank = config.dp_ranks, config.dp_rank
+        self.slots = config.microbatches
+        self.slot = 0  # the microbatch that the round at hand is about
         self.rules_delay = config.prefill_delayer is True or bool(config.prefill_full_skip_passes)
         self.round = 0  # the next to be proposed, or the one proposed
         self.proposed: Counts | None = None  # what this rank has said, and nobody answered yet
@@ -247,14 +265,22 @@ class Rounds:
         self.awaits_results = False  # all wait until nothing launched is in flight
         self.decided = False  # this exchange follows one in which all decided about prompts
         self.extended = False  # any rank extends in the pass launched last
-        self.delay = Delay()
+        self.delays = [Delay()] * self.slots  # by microbatch
         self.tells_more, self.drafts_together = config.ranks_tell_more, config.ranks_draft_together
         self.recent: deque[int] = deque(maxlen=RECENT_EXTENDS)  # requests of each of the latest extends of this rank
         self.digest = EMPTY_DIGEST  # of all that was decided by all: equal on every rank after every round
 
+    @property
+    def delay(self) -> Delay:
+        """How long prompts have waited, in the microbatch that the round is about."""
+        return self.delays[self.slot]
+
     def launched(self, engine: Engine) -> int:
-        """Batches that are launched and not delivered."""
-        return len(engine.in_flight) - (self.held is not None)
+        """Batches that are launched and not delivered, in the microbatch that the round is about."""
+        mine = len(engine.in_flight)
+        if engine.microbatches is not None:
+            mine = sum(batch.plan.microbatch == self.slot for batch in engine.in_flight)
+        return mine - (self.held is not None)
 
     def restarted(self, generation: int) -> None:
         """The device is gone, of every rank: rounds begin again, and who waited for others has waited for nothing."""
@@ -263,7 +289,7 @@ class Rounds:
         ).digest()  # some may have been a round ahead
         self.round, self.proposed, self.wish, self.held = 0, None, None, None
         self.awaits_results = self.decided = self.extended = False
-        self.delay = Delay()
+        self.slot, self.delays = 0, [Delay()] * self.slots
         self.recent.clear()
 
     # ------------------------------------------------------------------------------------------------------- proposals
@@ -289,6 +315,8 @@ class Rounds:
     def _may_propose(self, engine: Engine) -> bool:
         if self.proposed is not None or self.launched(engine) > engine.config.overlap_depth:
             return False
+        if engine.microbatches is not None and engine.microbatches.at != self.slot:
+            return False  # another one's slot is offered, whose turn it is not
         if self.awaits_results and self.launched(engine):
             return False
         self.awaits_results = False
@@ -306,7 +334,7 @@ class Rounds:
             low, used = config.prefill_delayer_token_usage_low_watermark, config.pages - engine.memory.available_pages
             wish = Wish(
                 wants=wants,
-                full=engine.active >= config.max_running_requests,
+                full=_is_full(engine),
                 starved=wants and isinstance(low, float) and used < low * config.pages,
                 running=engine.cohort.size,
                 in_flight=self.launched(engine),
@@ -316,7 +344,7 @@ class Rounds:
         if self.tells_more:
             drafts = draft_passes_of(self.held.plan) if self.drafts_together and self.held is not None else 0
             self.proposed += (drafts, len(engine.waiting), max(self.recent, default=0))
-        step.commands.append(ProposeBatch(self.round, self.proposed, wish, engine.generation))
+        step.commands.append(ProposeBatch(self.round, self.proposed, wish, engine.generation, self.slot))
 
     # ------------------------------------------------------------------------------------------------------ agreements
 
@@ -331,6 +359,15 @@ class Rounds:
             return False
         self._check(engine, event)
         engine.now_us = event.time_us
+        several = engine.microbatches
+        if several is None:
+            return self._fold(engine, event, step)
+        several.begin_launch(engine, self.slot)
+        found_nothing = self._fold(engine, event, step)
+        several.end_launch(engine)
+        return found_nothing
+
+    def _fold(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
         self.proposed, self.round = None, self.round + 1
         config, extends = engine.config, any(counts[2] for counts in event.counts)
         wanting = sum(wish.wants for wish in event.wishes)
@@ -342,9 +379,11 @@ class Rounds:
         if wanting:
             return self._decide(engine, event, step)
         if self.delay.passes and not self.decided:
-            self.delay = delayed(self.delay, "none", 0)
+            self.delays[self.slot] = delayed(self.delay, "none", 0)
         self.decided = False
-        return self._launch(engine, event, extends, step)
+        self._launch(engine, event, extends, step)
+        self.slot = (self.slot + 1) % self.slots
+        return False
 
     def _check(self, engine: Engine, event: RanksAgreed) -> None:
         if event.generation > engine.generation:
@@ -374,7 +413,7 @@ class Rounds:
         """Whether prompts go ahead: the same on every rank. Then plan what is left, and propose that."""
         time_us, before = event.wishes[0].time_us, self.delay
         situation = situation_of(engine.config, before, event.counts, event.wishes)
-        self.delay = delayed(before, situation, time_us)
+        self.delays[self.slot] = delayed(before, situation, time_us)
         allowed = not self.delay.passes
         since = before if allowed else self.delay
         waited_us = time_us - since.since_us if since.passes else 0
@@ -392,12 +431,12 @@ class Rounds:
         self._propose(engine, step, wants=False)
         return allowed and self.held is None and not engine.stands_still
 
-    def _launch(self, engine: Engine, event: RanksAgreed, extends: bool, step: Step) -> bool:
+    def _launch(self, engine: Engine, event: RanksAgreed, extends: bool, step: Step) -> None:
         tokens = tuple(counts[0] for counts in event.counts)
         batch, self.held = self.held, None
         if not any(tokens):
             self._note(engine, ("nothing", event.round))
-            return False  # somebody's requests may have come since it said so
+            return
         if batch is None:
             plan = BatchPlan(
                 batch_id=engine.next_number(),
@@ -407,6 +446,7 @@ class Rounds:
                 starts=NO_ROWS,
                 stops=NO_ROWS,
                 generation=engine.generation,
+                microbatch=self.slot,
             )
             batch = InFlight(plan, [], EMPTY_COHORT, [])
             engine.in_flight.append(batch)
@@ -436,9 +476,10 @@ class Rounds:
             engine.transfers.give_parts(engine, batch, step)
         if engine.pace.watches:
             engine.pace.launched(engine.now_us, step)
-        return False
 
     def _note(self, engine: Engine, decided: object) -> None:
+        if self.slots > 1:
+            decided = self.slot, decided
         if engine.digests:
             self.digest = blake2b(self.digest + _encode(decided), digest_size=DIGEST_BYTES).digest()
 
@@ -463,13 +504,18 @@ class Rounds:
             digest=self.digest,
             held=held,
             recent=list(self.recent) if self.tells_more else UNSET,
+            slot=self.slot if self.slots > 1 else UNSET,
+            delays=[(delay.passes, delay.since_us) for delay in self.delays] if self.slots > 1 else UNSET,
         )
 
     def load(self, image: RoundsImage, engine: Engine) -> None:
         """The state that `image` told of; batches in flight are there already."""
         self.round, self.proposed, self.wish = image.round, image.proposed, image.wish
         self.awaits_results, self.decided, self.extended = image.awaits_results, image.decided, image.extended
-        self.delay, self.digest = Delay(image.passes, image.since_us), image.digest
+        self.digest = image.digest
+        self.slot = image.slot if image.slot is not UNSET else 0
+        delays = image.delays if image.delays is not UNSET else [(image.passes, image.since_us)]
+        self.delays = [Delay(*delay) for delay in delays]
         self.recent.extend(image.recent if image.recent is not UNSET else ())
         if image.held is not None:
             self.held = engine.in_flight[-1]

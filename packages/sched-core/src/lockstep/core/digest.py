@@ -79,7 +79,8 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             moves = [(request_id, epoch, len(tokens)) for request_id, epoch, tokens in command.grammar_advance]
             add(_encode(("sample", command.batch_id, moves)))
         elif type(command) is ProposeBatch:
-            add(_encode(("propose", command.round, command.counts, command.wish)))
+            where = (command.microbatch,) if command.microbatch else ()
+            add(_encode(("propose", command.round, command.counts, command.wish, *where)))
         elif type(command) is CompileGrammar:
             add(_encode(("compile", command.grammar.digest)))
         elif type(command) is ControlAnswered:

@@ -84,6 +84,7 @@ from lockstep.core.events import (
     WeightsSwapped,
 )
 from lockstep.core.expert_placement import ExpertLoads
+from lockstep.core.hybrid import everybody
 from lockstep.core.latency import ExtendLatency
 from lockstep.core.maintenance import Maintenance
 from lockstep.core.media import EncoderCache, Placeholders
@@ -326,16 +327,9 @@ class Engine:
             return self.ranks.take_part(self, step)
         if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
             return True
-        batch = None
-        if not self.decode_goes_first() and (self.microbatches is None or not self.microbatches.owes_elsewhere()):
-            batch = self._plan_prebuilt(step) or self._plan_extend(step)
-        batch = batch or self._plan_decode(step)
+        batch = self._plan_pass(step)
         if batch is None:
             return True
-        if self.microbatches is not None:
-            force_setattr(batch.plan, "microbatch", event.microbatch)  # nobody has seen it yet
-        if batch.plan.extend_rows:
-            self.extended_at = self.decode_launches
         if batch.samplers.constrained:
             grammars.launch(batch, self.in_flight, self.memory.table.outputs, step)
         else:
@@ -352,7 +346,8 @@ class Engine:
     def _launch_microbatch(self, event: LaneReady, step: Step) -> bool:
         """The same with the running batch of one microbatch."""
         assert self.microbatches is not None
-        self.microbatches.begin_launch(self, event)
+        self.microbatches.check(event)
+        self.microbatches.begin_launch(self, event.microbatch)
         found_nothing = self._launch(event, step)
         self.microbatches.end_launch(self)
         return found_nothing
@@ -369,17 +364,26 @@ class Engine:
 
         Without `extends` prompts wait. None: there is nothing to run.
         """
+        batch = self._plan_pass(step, extends=extends)
+        if batch is None:
+            return None
+        self.in_flight.append(batch)
+        if self.config.same_step_sharing:
+            self._share(batch, step)
+        return batch
+
+    def _plan_pass(self, step: Step, *, extends: bool = True) -> InFlight | None:
+        """What the running batch whose turn it is runs next; without `extends` prompts wait. None: nothing."""
         batch = None
         if extends and not self.decode_goes_first():
             batch = self._plan_prebuilt(step) or self._plan_extend(step)
         batch = batch or self._plan_decode(step)
         if batch is None:
             return None
+        if self.microbatches is not None:
+            force_setattr(batch.plan, "microbatch", self.microbatches.at)  # nobody has seen it yet
         if batch.plan.extend_rows:
             self.extended_at = self.decode_launches
-        self.in_flight.append(batch)
-        if self.config.same_step_sharing:
-            self._share(batch, step)
         return batch
 
     def _share(self, batch: InFlight, step: Step) -> None:
@@ -399,8 +403,10 @@ class Engine:
         return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id
 
     def decode_goes_first(self) -> bool:
-        """Whether the cohort goes before any prefill: it was promised to, or `batching` says so, or the cadence."""
+        """Whether decodes go before any prefill: one was promised to, or `batching` says so, or the cadence."""
         config = self.config
+        if self.microbatches is not None and self.microbatches.owes_elsewhere():
+            return True
         if not self.cohort.size:
             return False
         return (
@@ -864,6 +870,8 @@ class Engine:
     def would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
         if self.prefilling is not None:
+            if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
+                return False
             return self._next_chunk(self.prefilling, self._prefill_budget()) > 0
         if not self.waiting or self.batch_is_full or not self.maintenance.admits:
             return False
@@ -935,7 +943,7 @@ class Engine:
         window = self.memory.hybrid.window if self.memory.hybrid is not None else None
         if window is None:
             return take
-        room = window.room(self, request, start, take, path, budget)
+        room = window.room(everybody(self), request, start, take, path, budget)
         return take if take <= room else aligned(start, room, budget.align) if may_split else 0
 
     def _loads_first(self, request: Request, fit: Fit, budget: PrefillBudget, step: Step) -> bool:

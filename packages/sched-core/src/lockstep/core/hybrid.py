@@ -75,7 +75,7 @@ EVICT_AHEAD_SHARE = 256  # as for full pages: of the pool, at least one such par
 
 
 class Runners(Protocol):
-    """Who is active and where each stands: an engine as it is, or as it will be (`Later`)."""
+    """Who is active and where each stands: an engine with one running batch as it is, or who else is to be asked of."""
 
     @property
     def cohort(self) -> Cohort: ...
@@ -91,15 +91,23 @@ class Runners(Protocol):
     def ratio(self) -> NewTokenRatio: ...
 
 
-class Later(NamedTuple):
-    """An engine once everything in flight is delivered and some members of its cohort have left."""
+class Stand(NamedTuple):
+    """Who decodes and where each stands, other than an engine has it now: see `everybody`, `Hybrid.would_start`."""
 
     cohort: Cohort
     positions: Int32s
     page_mask: Int32s
     requests: Mapping[RequestId, Request]
-    in_flight: tuple[InFlight, ...]
+    in_flight: Iterable[InFlight]
     ratio: NewTokenRatio
+
+
+def everybody(engine: Engine) -> Runners:
+    """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
+    if engine.microbatches is None:
+        return engine
+    cohort, positions = engine.everybody
+    return Stand(cohort, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
 
 
 class FullPages(PagePool):
@@ -679,7 +687,7 @@ class Hybrid:
             opening = int(np.minimum(-(-then // self.page_size) - held, most).sum())
         left = {one.request_id for one in ending}
         others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in left}
-        later = Later(staying, now, engine.page_mask, others, (), engine.ratio)
+        later = Stand(staying, now, engine.page_mask, others, (), engine.ratio)
         window = self.window.once_delivered(gone, memory, opening)
         return window.room(later, request, *span, path, budget)
 

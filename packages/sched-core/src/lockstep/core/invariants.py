@@ -21,6 +21,7 @@ from lockstep.core.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_pass
 from lockstep.core.disaggregation import TOUCHED, comes_after_another
 from lockstep.core.errors import InvariantError
 from lockstep.core.events import TransferState
+from lockstep.core.hybrid import everybody
 from lockstep.core.requests import BASE, RequestState
 
 if TYPE_CHECKING:
@@ -621,7 +622,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     if (stray := (unlocked & ~cached).nonzero()[0]).size:
         _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
     fenced_windows = int(np.count_nonzero(window.window_of[fenced] >= 0))
-    if engine.config.reserve == "full" and (left := window.unpromised(engine) + fenced_windows) < 0:
+    if engine.config.reserve == "full" and (left := window.unpromised(everybody(engine)) + fenced_windows) < 0:
         _fail(f"S24: {-left} window pages more are held and promised than there are")
     _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
 
@@ -699,8 +700,9 @@ def _ranks(engine: Engine) -> None:
     config = engine.config
     limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
     most = sum(limit for limit in limits if isinstance(limit, int))
-    if rounds.delay.passes > most:
-        _fail(f"L5: prompts wait for {rounds.delay.passes} passes, at most {most} are allowed")
+    longest = max(delay.passes for delay in rounds.delays)
+    if longest > most:
+        _fail(f"L5: prompts wait for {longest} passes, at most {most} are allowed")
 
 
 def _microbatches(engine: Engine, facts: Facts) -> None:

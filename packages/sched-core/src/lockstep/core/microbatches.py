@@ -122,16 +122,19 @@ class Microbatches:
         for name in OWN:
             setattr(own, name, getattr(engine, name))
 
-    def begin_launch(self, engine: Engine, event: LaneReady) -> None:
-        """A slot of a microbatch is offered. Raises ContractError, changing nothing, for one that does not exist.
+    def check(self, event: LaneReady) -> None:
+        """Raise ContractError for a slot of a microbatch that does not exist."""
+        if not 0 <= event.microbatch < self.count:
+            raise ContractError(f"LaneReady for microbatch {event.microbatch}: there are {self.count}, counted from 0")
+
+    def begin_launch(self, engine: Engine, number: int) -> None:
+        """A slot of a microbatch is offered, or ranks have agreed on what runs in it.
 
         Between launches `Engine.batch_is_full` says whether any is full: whoever clears it clears it for all.
         """
-        if not 0 <= event.microbatch < self.count:
-            raise ContractError(f"LaneReady for microbatch {event.microbatch}: there are {self.count}, counted from 0")
         if not engine.batch_is_full:
             self.full.clear()
-        self.turn_to(engine, event.microbatch)
+        self.turn_to(engine, number)
         engine.batch_is_full = self.at in self.full
 
     def end_launch(self, engine: Engine) -> None:

@@ -285,7 +285,8 @@ def command_line(command: Command, names: Names) -> str:
             return f"prefetch {command.prefetch_id}: into host pages {runs(command.host_pages.tolist())}"
         case ProposeBatch():
             asks = ", and could extend" if command.wish is not None and command.wish.wants else ""
-            return f"propose {_count(command.counts[0], 'token')} for round {command.round}{asks}"
+            where = f" in microbatch {command.microbatch}" if command.microbatch else ""
+            return f"propose {_count(command.counts[0], 'token')} for round {command.round}{where}{asks}"
         case CancelPrefetch(prefetch_id):
             return f"cancel prefetch {prefetch_id}"
         case WriteToStorage():

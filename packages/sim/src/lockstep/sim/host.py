@@ -386,7 +386,7 @@ class Device:
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
         if plan.hybrid is not None:
-            copies_us = self.state_copy_us * _state_copies(plan.hybrid)
+            copies_us = self.state_copy_us * state_copies(plan.hybrid)
             took_us, expected_us = took_us + copies_us, expected_us + copies_us
         if self.state_copy_us and plan.speculation is not None:  # behind each draft a state is written, none is read
             states_us = self.state_copy_us / 2.0 * int(plan.speculation.drafted().sum())
@@ -1170,7 +1170,7 @@ class RowAdapters:
         return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
 
 
-def _state_copies(changes: HybridChanges) -> int:
+def state_copies(changes: HybridChanges) -> int:
     """States that are copied with a plan: to start from, and to be left behind."""
     return int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
 

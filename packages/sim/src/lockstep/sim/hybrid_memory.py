@@ -124,7 +124,13 @@ def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares,
     )
 
 
+def state_copies_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> tuple[float, ...]:
+    """By stage: time to copy the state of one request, read and written at the rate at which weights are read."""
+    bytes_per_us = achieved(gpu, "weight_read_gbs").value * 1e3
+    stages = stages_of(model, split)
+    return tuple(2.0 * stage.model.state_bytes_per_request(split) / bytes_per_us for stage in stages)
+
+
 def state_copy_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> float:
-    """Time to copy the state of one request on its GPUs, read and written at the rate at which weights are read."""
-    most = max(stage.model.state_bytes_per_request(split) for stage in stages_of(model, split))  # all stages at once
-    return 2.0 * most / (achieved(gpu, "weight_read_gbs").value * 1e3)
+    """The same on the stage with most of it."""
+    return max(state_copies_us(model, gpu, split))

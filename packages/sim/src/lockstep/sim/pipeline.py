@@ -16,6 +16,8 @@ those that come, while the other stages go on.
 The engine has `overlap_depth + 1` batches in flight and one set of running rows; or as many of each of its microbatches
 (`pp_size`), which divide its rows and keep stages busier while they decode. Of these it is noted when each was in each
 stage, for the timeline.
+
+States of linear attention are copied in each stage, those of its own layers, before it runs the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from msgspec import structs
 from lockstep.core.commands import BatchPlan
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.host import Device, EngineHost, Running, Untimed
+from lockstep.sim.host import Device, EngineHost, Running, Untimed, state_copies
+from lockstep.sim.hybrid_memory import state_copies_us
 from lockstep.sim.metrics import RunData, StageTimes
 
 
@@ -67,6 +70,7 @@ class PipelinedDevice(Device):
         self._token_back_us = np.zeros(rows_max, np.float64)  # by row: when its newest token is at the first stage
         self._last_us = 0  # when the last batch handed over will have finished
         self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
+        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # by stage: of a state that is copied
         self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
@@ -119,6 +123,7 @@ class PipelinedDevice(Device):
         decoding = plan.rows[plan.extend_rows :]
         now_us = max(float(handed_over_us), float(self._token_back_us[decoding].max()) if decoding.size else 0.0)
         started_us = None
+        copies = state_copies(plan.hybrid) if plan.hybrid is not None else 0
         for step in range(plan.steps):
             if step:
                 shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
@@ -130,6 +135,8 @@ class PipelinedDevice(Device):
                 sampling_us, times_us[-1] = times_us[-1] - last + draft_us, last
             else:
                 times_us[-1] += draft_us
+            if copies and not step:
+                times_us = [us + copies * each for us, each in zip(times_us, self._copies_us, strict=True)]
             for stage, took_us in enumerate(times_us):
                 now_us = max(now_us + (send_us if stage else 0.0), free_us[stage])
                 started_us = now_us if started_us is None else started_us
