@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import msgspec
 import numpy as np
 from msgspec import UNSET
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from lockstep.core import grammars
 from lockstep.core.batching import InFlight
@@ -44,6 +44,7 @@ from lockstep.core.commands import (
     NO_ROWS,
     BatchPlan,
     HiddenSpan,
+    HybridChanges,
     LaunchBatch,
     LogprobSpan,
     ProposeBatch,
@@ -214,6 +215,7 @@ class HeldImage(msgspec.Struct, forbid_unknown_fields=True):
 
     logprob_spans: list[tuple[int, int, bytes]]
     hidden_spans: tuple[HiddenSpan, ...]
+    hybrid: tuple[bytes, ...] | msgspec.UnsetType = UNSET  # the columns of HybridChanges
 
 
 class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -303,11 +305,11 @@ class Rounds:
     def _propose(self, engine: Engine, step: Step, *, wants: bool) -> None:
         config, wish = engine.config, None
         if self.rules_delay or not config.overlap_consecutive_prefills:
-            low, used = config.prefill_delayer_token_usage_low_watermark, config.pages - engine.memory.available_pages
+            low, hybrid = config.prefill_delayer_token_usage_low_watermark, engine.memory.hybrid
             wish = Wish(
                 wants=wants,
-                full=engine.active >= config.max_running_requests,
-                starved=wants and isinstance(low, float) and used < low * config.pages,
+                full=engine.active >= config.max_running_requests or (hybrid is not None and hybrid.full(engine)),
+                starved=wants and isinstance(low, float) and engine.memory.all_below(low),
                 running=engine.cohort.size,
                 in_flight=self.launched(engine),
                 time_us=engine.now_us,
@@ -451,6 +453,8 @@ class Rounds:
             plan = self.held.plan
             spans = [(span.index, span.start, span.targets.tobytes()) for span in plan.logprob_spans]
             held = HeldImage(spans, plan.hidden_spans)
+            if plan.hybrid is not None:
+                held.hybrid = tuple(column.tobytes() for column in astuple(plan.hybrid))
         return RoundsImage(
             round=self.round,
             proposed=self.proposed,
@@ -474,7 +478,11 @@ class Rounds:
         if image.held is not None:
             self.held = engine.in_flight[-1]
             spans = tuple(LogprobSpan(i, start, np.frombuffer(t, np.int32)) for i, start, t in image.held.logprob_spans)
-            self.held.plan = replace(self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans)
+            columns = image.held.hybrid
+            hybrid = None if columns is UNSET else HybridChanges(*(np.frombuffer(one, np.int32) for one in columns))
+            self.held.plan = replace(
+                self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans, hybrid=hybrid
+            )
 
 
 _encode = msgspec.msgpack.Encoder().encode
