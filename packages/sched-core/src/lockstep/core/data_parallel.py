@@ -106,7 +106,7 @@ SITUATIONS: dict[DelaySituation, str] = {
     "idle": "no rank has anything to decode",
     "full": "some ranks run as many requests as they may, others do not (`prefill_full_skip_passes`)",
     "all": "every rank could extend",
-    "starved": "a rank that could extend uses less of its KV pool than the low watermark",
+    "starved": "a rank that could extend uses less of each of its pools than the low watermark",
     "mixed": "some ranks could extend, others could not",
     "slots": "every rank could, with room for fewer requests than an extend took in lately (`prefill_delayer_slots`)",
     "queue": "every rank could, with fewer requests waiting than `prefill_delayer_queue_min_ratio` of those that run",

@@ -385,11 +385,8 @@ class Device:
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
-        if plan.hybrid is not None:
-            copies_us = self.state_copy_us * _state_copies(plan.hybrid)
-            took_us, expected_us = took_us + copies_us, expected_us + copies_us
-        if self.state_copy_us and plan.speculation is not None:  # behind each draft a state is written, none is read
-            states_us = self.state_copy_us / 2.0 * int(plan.speculation.drafted().sum())
+        if self.state_copy_us:
+            states_us = self.states_us(plan)
             took_us, expected_us = took_us + states_us, expected_us + states_us
         if self.speculation is not None:
             longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
@@ -409,6 +406,13 @@ class Device:
         self.queue.append(
             Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
         )
+
+    def states_us(self, plan: BatchPlan) -> float:
+        """What states take that are copied with a plan; behind each draft one is written, and none is read."""
+        copies = float(_state_copies(plan.hybrid)) if plan.hybrid is not None else 0.0
+        if plan.speculation is not None:
+            copies += int(plan.speculation.drafted().sum()) / 2.0
+        return self.state_copy_us * copies
 
     def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
         """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
