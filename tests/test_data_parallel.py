@@ -847,7 +847,9 @@ BOTH = HybridMemory(window_tokens=5, window_pages=12, state_slots=5, checkpoint_
 
 
 @pytest.mark.parametrize("pools", [WINDOWS, STATES, BOTH], ids=["windows", "states", "both"])
-@pytest.mark.parametrize("more", [{}, {"overlap_depth": 2, **DELAYING}, {"overlap_consecutive_prefills": False}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"overlap_depth": 2, **DELAYING}, {"overlap_consecutive_prefills": False}], ids=str
+)
 def test_answers_beside_pools_of_their_own_are_those_of_one_plain_engine(
     pools: HybridMemory, more: dict[str, Any]
 ) -> None:
