@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.core import data_parallel, snapshot
 from lockstep.core.commands import LaunchBatch, ProposeBatch, SampleBatch
-from lockstep.core.config import CacheTiers, SchedConfig, refuse_simulated_only
+from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig, refuse_simulated_only
 from lockstep.core.data_parallel import DELAYER, SITUATIONS, Counts, Delay, Rounds, padding_of, situation_of
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError, InvariantError
@@ -647,6 +647,50 @@ def test_prompts_wait_while_some_ranks_are_full() -> None:
     made.settle()
 
 
+@pytest.mark.parametrize(
+    "pools",
+    [HybridMemory(state_slots=2, checkpoint_tokens=2), HybridMemory(window_tokens=5, window_pages=6)],
+    ids=["states", "windows"],
+)
+def test_rank_without_room_for_states_or_windows_is_full(pools: HybridMemory) -> None:
+    """Places for requests are left on rank 1, and no slot or window page for one more than two."""
+    made = group(overlap_depth=0, prefill_full_skip_passes=2, chunked_prefill_size=32, reserve="full", hybrid=pools)
+    for key in range(3):
+        made.arrive(1, asked(100 + key, max_new=20))
+    offer(made)
+    deliver(made)
+    assert made.members[1].engine.active == 2
+    made.arrive(0, asked(0))
+    seen = []
+    for _ in range(3):
+        offer(made)
+        seen.append(modes(made)[0])
+        deliver(made)
+    assert seen == ["idle", "idle", "extend"]
+    assert made.marks["prompts waited (full)"] == 4
+    made.settle()
+    made.replay()
+
+
+def test_rank_that_uses_much_of_one_pool_is_not_starved() -> None:
+    """As SGLang, which takes the fullest of its pools: of slots three quarters are taken, of pages a few."""
+    low = {**DELAYING, "prefill_delayer_token_usage_low_watermark": 0.5}
+    for slots, situation in ((4, "mixed"), (16, "starved")):
+        pools = HybridMemory(state_slots=slots, checkpoint_tokens=2)
+        made = group(**low, overlap_depth=0, chunked_prefill_size=8, pages=64, hybrid=pools, radix_cache=False)
+        busy(made)
+        for key in range(3):
+            made.arrive(0, asked(key, max_new=20))
+        offer(made)
+        deliver(made)
+        made.arrive(0, asked(9))
+        made.marks.clear()
+        offer(made)
+        word = "waited" if situation == "mixed" else "went ahead"
+        assert made.marks[f"prompts {word} ({situation})"] == 2, (slots, +made.marks)
+        made.settle()
+
+
 def test_wait_begins_anew_when_whoever_waited_has_left() -> None:
     made = group(**DELAYING, overlap_depth=0)
     busy(made)
@@ -903,6 +947,31 @@ def test_answers_are_those_of_one_plain_engine(ranks: int, depth: int) -> None:
         made.settle()
         assert made.answers == expected == {one.key: one.answer for one in requests}
         made.replay()
+
+
+WINDOWS = HybridMemory(window_tokens=5, window_pages=12)
+STATES = HybridMemory(state_slots=5, checkpoint_tokens=2)
+BOTH = HybridMemory(window_tokens=5, window_pages=12, state_slots=5, checkpoint_tokens=2)
+
+
+@pytest.mark.parametrize("pools", [WINDOWS, STATES, BOTH], ids=["windows", "states", "both"])
+@pytest.mark.parametrize(
+    "more", [{}, {"overlap_depth": 2, **DELAYING}, {"overlap_consecutive_prefills": False}], ids=str
+)
+def test_answers_beside_pools_of_their_own_are_those_of_one_plain_engine(
+    pools: HybridMemory, more: dict[str, Any]
+) -> None:
+    """Ranks x windows and states x overlap, from snapshots between proposal and launch."""
+    rng = random.Random(7)
+    made = group(3, **{"pages": 24, "retract_every": 5, "chunked_prefill_size": 6, "hybrid": pools, **more})
+    for key in range(18):
+        made.arrive(rng.randrange(3), Asked(key, tuple(range(50 * (key % 3), 50 * (key % 3) + rng.randint(1, 14))), 7))
+        for _ in range(4):
+            made.do_something(rng)
+    made.settle(rng)
+    for member in made.members:
+        assert all(made.answers[one.key] == one.answer for one in member.asked)
+    made.replay()
 
 
 @pytest.mark.parametrize("depth", [0, 2])

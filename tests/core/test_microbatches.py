@@ -98,7 +98,7 @@ def test_one_stage_is_written_as_it_always_was() -> None:
         ({"pp_dynamic_chunking": True}, "`pp_dynamic_chunking` is True, but there is one stage"),
         ({"pp_size": 2, "pp_dynamic_chunking": True, "chunked_prefill_size": None}, "nothing is split"),
         ({"pp_size": 2, "pp_dynamic_chunking": True, "truncation_align_size": 32}, "`truncation_align_size` is 32"),
-        ({"pp_size": 2, "overlap_consecutive_prefills": False}, "does not go with `overlap_consecutive_prefills` yet"),
+        ({"pp_size": 2, "overlap_consecutive_prefills": False}, "`overlap_consecutive_prefills` is False"),
     ],
 )
 def test_setting_under_which_nothing_could_run_is_refused_at_start(settings: dict[str, Any], message: str) -> None:

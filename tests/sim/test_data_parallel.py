@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from simpy import Environment
 
 from lockstep.core.commands import BatchPlan, Ranks
 from lockstep.core.config import SchedConfig
@@ -30,7 +31,7 @@ from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
-from lockstep.sim.data_parallel import Pass, Share, pass_shape
+from lockstep.sim.data_parallel import Pass, RankGroup, Share, pass_shape
 from lockstep.sim.plan.cli import plan
 from lockstep.sim.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.simulate import Scenario
@@ -234,7 +235,7 @@ def test_rank_that_waits_for_its_mask_ends_later(moved_us: int | None, end_us: i
             batch_id=batch_id, mode="idle", rows=no, request_ids=no.astype(np.int64), starts=no, stops=no,
             sample_after=after,
         )  # fmt: skip
-        return Share(made, BatchShape(), 900, 0.0, b"", b"")
+        return Share(made, BatchShape(), 900, 0.0, 0.0, b"", b"")
 
     one = Pass([share(7, None), share(4, 3)], took_us=500.0, sampling_us=100.0, started_us=1_000)
     assert one.end_us(0, {}) == 1_500
@@ -249,6 +250,41 @@ def test_ranks_compute_what_grammars_force(tmp_path: Path) -> None:
     assert made.data.summary["ranks"]["passes"] < 0.9 * plain.data.summary["ranks"]["passes"]
     verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
     assert verified.exit_code == 0, verified.output
+
+
+HYBRID = "gen:n=24,rate=40,turns=uniform:1:3,think=lognormal:30ms:1,input=lognormal:900:0.5,output=lognormal:40:0.5"
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_each_rank_has_its_part_of_the_pools_beside_full_attention(model: str, tmp_path: Path) -> None:
+    plain = run(cluster(HYBRID, model=model))
+    made = run(cluster(HYBRID, model=model, tiers={"hybrid_memory": "on"}), tmp_path)
+    write_cluster_run(tmp_path, made)
+    setup = made.setup.engines[0]
+    kv, pools = setup.kv, setup.config.hybrid
+    assert kv is not None
+    assert 4 * pools.window_pages == kv.window_pages
+    assert 4 * pools.state_slots == kv.state_slots
+    whole = config_of_engine(setup.config).hybrid
+    assert (whole.window_pages, whole.state_slots) == (kv.window_pages, kv.state_slots)
+    assert made.data.requests.output_tokens.tolist() == plain.data.requests.output_tokens.tolist()
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_a_pass_waits_for_the_rank_that_copies_the_most_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    no = np.empty(0, np.int32)
+    idle = BatchPlan(
+        batch_id=0, mode="idle", rows=no, request_ids=no.astype(np.int64), starts=no, stops=no, ranks=agreed()
+    )  # fmt: skip
+    took_us = []
+    for copies_us in ((0.0, 0.0), (70.0, 500.0)):
+        group = RankGroup(Environment(), MODEL, 2, seed=0, name="ranks")
+        monkeypatch.setattr(group, "_time", lambda: None)
+        for rank, states_us in enumerate(copies_us):
+            group.handed_over(rank, Share(idle, decode_shape(16, 1000), 0, 0.0, states_us, b"", b""))
+        took_us.append(group._passes[0].took_us)
+    assert took_us[1] - took_us[0] == pytest.approx(500.0)
 
 
 ROUTED = "gen:n=40,rate=60,input=lognormal:300:1,output=lognormal:20:0.8"

@@ -48,6 +48,7 @@ from lockstep.core.events import (
     AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
+    CompanionsEvicted,
     Control,
     ControlRequested,
     EngineRestarted,
@@ -71,6 +72,7 @@ from lockstep.core.events import (
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import seen_by_device
 from tests.support.fleet import random_asked
+from tests.support.hybrids import hybrid
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import Move, TaggedTiers
@@ -322,6 +324,10 @@ class RankGroup:
                     self.marks["sampled in the step of its launch"] += command.sample == "deferred" and (
                         plan.sample_after is None
                     )
+                    if plan.hybrid is not None:
+                        self.marks["checkpoint left"] += bool(plan.hybrid.checkpoint_slots.size)
+                        self.marks["started from a checkpoint"] += bool((plan.hybrid.state_sources >= 0).any())
+                        self.marks["window page opened"] += bool(plan.hybrid.pages.size)
                     self._launched(member, plan)
                     self.marks[f"ran {plan.mode}{' along' if plan.ranks.extends else ''}"] += 1
                     self.marks[plan.ranks.padding] += 1
@@ -337,6 +343,8 @@ class RankGroup:
                     self.marks[f"prompts {'went ahead' if decided.allowed else 'waited'} ({decided.situation})"] += 1
                 case AdmissionDeferred(reason=reason):
                     self.marks[f"deferred ({reason})"] += 1
+                case CompanionsEvicted(kind=kind):
+                    self.marks[f"evicted ({kind})"] += 1
                 case RequestRetracted(reason=reason):
                     self.marks[f"retracted ({reason})"] += 1
                 case RequestFinished(reason=reason) | RequestRejected(reason=reason):
@@ -487,6 +495,9 @@ EXPECTED_MARKS = (
     *("max_length", "sum_length", "replayed a graph"),
     *(f"computed forced tokens ({mode})" for mode in ("verify", "mixed")),
     "cancelled between proposal and launch",
+    *("checkpoint left", "started from a checkpoint", "window page opened"),
+    *(f"deferred ({reason})" for reason in ("state", "window")),
+    *(f"evicted ({kind})" for kind in ("state", "window")),
     "grammar refused",
     "heard from before a restart",
     "moved between tiers",
@@ -553,6 +564,10 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
         host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
         tiers = CacheTiers(host_pages=host_pages, write_policy=policy, load_tokens_min=1)
         config = msgspec.structs.replace(config, tiers=tiers)
+    pools = random.Random()  # of its own, too
+    pools.setstate(rng.getstate())
+    if config.tiers is msgspec.UNSET and pools.random() < 0.4:
+        config = hybrid(pools, config)
     return RankGroup([config] * ranks)
 
 

@@ -450,6 +450,11 @@ class TaggedKv:
     def agreed(self, plan: BatchPlan, *, deferred: bool) -> None:
         """A plan that is on the stream since a rank proposed it is launched: it may sample, or waits for matchers."""
         launched = next(one for one in self.stream if one.plan.batch_id == plan.batch_id)
+        settled = {name: getattr(plan, name) for name in ("ranks", "mode", "sample_after")}
+        proposed = msgspec.structs.replace(launched.plan, **settled)
+        for name in plan.__struct_fields__:
+            if snapshot_of(getattr(plan, name)) != snapshot_of(getattr(proposed, name)):
+                raise KvError(f"b{plan.batch_id} is launched with another `{name}` than was proposed")
         if deferred and plan.sample_after is not None:
             self._check_sample_after(plan)
         launched.may_sample = not deferred
@@ -945,6 +950,6 @@ def drafts_of(launched: Launched, row: int) -> int:
     return sum(drafts for i, drafts in launched.drafts.items() if int(launched.plan.rows[i]) == row)
 
 
-def snapshot_of(plan: BatchPlan) -> bytes:
-    """All of a plan in bytes, to compare it with itself later."""
+def snapshot_of(plan: object) -> bytes:
+    """All of a plan, or of a part of it, in bytes, to compare it with itself later."""
     return msgspec.msgpack.encode(plan, enc_hook=lambda array: array.tobytes())

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import msgspec
 import numpy as np
 from msgspec import UNSET
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from lockstep.core import grammars
 from lockstep.core.batching import InFlight
@@ -49,6 +49,7 @@ from lockstep.core.commands import (
     NO_ROWS,
     BatchPlan,
     HiddenSpan,
+    HybridChanges,
     LaunchBatch,
     LogprobSpan,
     ProposeBatch,
@@ -59,6 +60,7 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.errors import ContractError
 from lockstep.core.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
+from lockstep.core.hybrid import everybody
 from lockstep.core.requests import EMPTY_COHORT
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ SITUATIONS: dict[DelaySituation, str] = {
     "idle": "no rank has anything to decode",
     "full": "some ranks run as many requests as they may, others do not (`prefill_full_skip_passes`)",
     "all": "every rank could extend",
-    "starved": "a rank that could extend uses less of its KV pool than the low watermark",
+    "starved": "a rank that could extend uses less of each of its pools than the low watermark",
     "mixed": "some ranks could extend, others could not",
     "slots": "every rank could, with room for fewer requests than an extend took in lately (`prefill_delayer_slots`)",
     "queue": "every rank could, with fewer requests waiting than `prefill_delayer_queue_min_ratio` of those that run",
@@ -179,10 +181,13 @@ def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish
 
 
 def _is_full(engine: Engine) -> bool:
-    """Whether as many requests run as may: on this rank, or in the microbatch whose turn it is."""
+    """Whether nobody new may run: on this rank, or in the microbatch whose turn it is."""
     if engine.active >= engine.config.max_running_requests:
         return True
-    return engine.microbatches is not None and not engine.microbatches.has_place()
+    if engine.microbatches is not None and not engine.microbatches.has_place():
+        return True
+    hybrid = engine.memory.hybrid
+    return hybrid is not None and hybrid.full(everybody(engine))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
@@ -228,6 +233,7 @@ class HeldImage(msgspec.Struct, forbid_unknown_fields=True):
 
     logprob_spans: list[tuple[int, int, bytes]]
     hidden_spans: tuple[HiddenSpan, ...]
+    hybrid: tuple[bytes, ...] | msgspec.UnsetType = UNSET  # the columns of HybridChanges
 
 
 class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -331,11 +337,11 @@ class Rounds:
     def _propose(self, engine: Engine, step: Step, *, wants: bool) -> None:
         config, wish = engine.config, None
         if self.rules_delay or not config.overlap_consecutive_prefills:
-            low, used = config.prefill_delayer_token_usage_low_watermark, config.pages - engine.memory.available_pages
+            low = config.prefill_delayer_token_usage_low_watermark
             wish = Wish(
                 wants=wants,
                 full=_is_full(engine),
-                starved=wants and isinstance(low, float) and used < low * config.pages,
+                starved=wants and isinstance(low, float) and engine.memory.all_below(low),
                 running=engine.cohort.size,
                 in_flight=self.launched(engine),
                 time_us=engine.now_us,
@@ -492,6 +498,8 @@ class Rounds:
             plan = self.held.plan
             spans = [(span.index, span.start, span.targets.tobytes()) for span in plan.logprob_spans]
             held = HeldImage(spans, plan.hidden_spans)
+            if plan.hybrid is not None:
+                held.hybrid = tuple(column.tobytes() for column in astuple(plan.hybrid))
         return RoundsImage(
             round=self.round,
             proposed=self.proposed,
@@ -520,7 +528,11 @@ class Rounds:
         if image.held is not None:
             self.held = engine.in_flight[-1]
             spans = tuple(LogprobSpan(i, start, np.frombuffer(t, np.int32)) for i, start, t in image.held.logprob_spans)
-            self.held.plan = replace(self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans)
+            columns = image.held.hybrid
+            hybrid = None if columns is UNSET else HybridChanges(*(np.frombuffer(one, np.int32) for one in columns))
+            self.held.plan = replace(
+                self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans, hybrid=hybrid
+            )
 
 
 _encode = msgspec.msgpack.Encoder().encode

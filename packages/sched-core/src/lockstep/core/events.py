@@ -266,8 +266,8 @@ class Wish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     wants: bool  # it could extend, and has planned nothing before all have decided
-    full: bool  # it runs as many requests as it may
-    starved: bool  # it wants to, and uses less of its KV pool than the low watermark
+    full: bool  # it runs as many requests as it may, or has no window page or slot of state for one more
+    starved: bool  # it wants to, and uses less of each of its pools than the low watermark
     running: int  # requests that decode; in the microbatch that the round is about, where there are several
     in_flight: int  # batches of it that are launched and not delivered, likewise
     time_us: int

@@ -331,6 +331,12 @@ class WindowPool:
         locked = self.pool.total - self.available
         return self.pool.total - charged - (locked - held)
 
+    def left_for_newcomers(self, engine: Runners) -> int:
+        """Pages beside what those who run will want."""
+        if self.config.reserve == "full":
+            return min(self.unpromised(engine), self.available)
+        return self.available - self.to_come(engine)
+
     def promised(self, request: Request, stop: int, first: int) -> int:
         """Pages that a request still opens as it decodes, once its prompt is computed to `stop`, from `first` on."""
         if self.config.reserve == "on_demand":
@@ -645,6 +651,19 @@ class Hybrid:
         ends = usable.nonzero()[0]
         pages = int(ends[-1]) + 1 if ends.size else 0
         return match if pages == match.pages else radix.match(match.namespace, tokens, pages)
+
+    def full(self, runners: Runners) -> bool:
+        """Whether nobody new could start, whoever it is: no slot, or no window page beside what others will want."""
+        return self.lacks_state(NO_ROWS) or (self.window is not None and self.window.left_for_newcomers(runners) <= 0)
+
+    def all_below(self, share: float) -> bool:
+        """Whether less than this share of each pool is held by somebody."""
+        pools = []
+        if self.window is not None:
+            pools.append((self.window.available, self.window.pool.total))
+        if self.states is not None:
+            pools.append((self.states.available(NO_ROWS), self.states.pool.total))
+        return all(total - available < share * total for available, total in pools)
 
     def lacks_state(self, path: Int32s) -> bool:
         """Whether there is no slot for a newcomer behind these cached pages."""

@@ -118,6 +118,12 @@ class Memory:
         cached = self.radix.evictable_pages if self.radix is not None else 0
         return self.pool.free_count + cached
 
+    def all_below(self, share: float) -> bool:
+        """Whether less than this share of each pool is held by somebody."""
+        total = self.config.pages
+        below = total - self.available_pages < share * total
+        return below and (self.hybrid is None or self.hybrid.all_below(share))
+
     def match(self, request: Request) -> Match | None:
         """The cached prefix of a request that waits, as far as it may use it."""
         if self.radix is None:

@@ -48,6 +48,7 @@ from lockstep.sim.host import (
     TransferPort,
     Untimed,
     standard_normal,
+    state_copies,
 )
 from lockstep.sim.metrics import MetricsFold
 from lockstep.sim.shared_clock import Routing, SharedClock, SharedFeed, report_of
@@ -107,6 +108,7 @@ class Share(NamedTuple):
     shape: BatchShape
     handed_over_us: int
     draft_us: float
+    states_us: float  # for copies of states
     tokens: bytes
     accepted: bytes
 
@@ -268,11 +270,12 @@ class RankDevice(Device):
         draft_us = 0.0
         if self.speculation is not None:
             draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan))
+        states_us = self.state_copy_us * state_copies(plan) if self.state_copy_us else 0.0
         tokens = self._sample(plan).tobytes() if plan.rows.size else b""
         accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None:
             self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, None, accepted))
-        self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, tokens, accepted))
+        self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, states_us, tokens, accepted))
 
     def hold_until(self, us: int) -> None:
         """No batch that is handed over from now on begins before `us`, on any rank."""
@@ -350,6 +353,7 @@ class RankGroup:
         together = pass_shape(self._cost, [share.shape for share in shares], agreed)
         expected = self._cost.batch_us(together)
         took_us = expected.mean_us + self._draft_us(together, shares, agreed)
+        took_us += max(share.states_us for share in shares)  # each rank copies its own
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._key} {self._begun}")
         self._begun += 1

@@ -38,7 +38,6 @@ from lockstep.core.commands import (
     CompileGrammar,
     EncodeMedia,
     FinishRequest,
-    HybridChanges,
     Int32s,
     LaunchBatch,
     LoadAdapter,
@@ -385,11 +384,8 @@ class Device:
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
-        if plan.hybrid is not None:
-            copies_us = self.state_copy_us * state_copies(plan.hybrid)
-            took_us, expected_us = took_us + copies_us, expected_us + copies_us
-        if self.state_copy_us and plan.speculation is not None:  # behind each draft a state is written, none is read
-            states_us = self.state_copy_us / 2.0 * int(plan.speculation.drafted().sum())
+        if self.state_copy_us:
+            states_us = self.state_copy_us * state_copies(plan)
             took_us, expected_us = took_us + states_us, expected_us + states_us
         if self.speculation is not None:
             draft_us = self.speculation.draft_us(plan, shape)
@@ -1170,9 +1166,14 @@ class RowAdapters:
         return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
 
 
-def state_copies(changes: HybridChanges) -> int:
-    """States that are copied with a plan: to start from, and to be left behind."""
-    return int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
+def state_copies(plan: BatchPlan) -> float:
+    """States that are copied with a plan: to start from, and to be left behind; half, behind each draft one is written."""
+    copies, changes = 0.0, plan.hybrid
+    if changes is not None:
+        copies += int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
+    if plan.speculation is not None:
+        copies += int(plan.speculation.drafted().sum()) / 2.0
+    return copies
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:

@@ -112,10 +112,14 @@ class StageRoom(NamedTuple):
 
 
 def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares, kv: KvCapacity | None) -> HybridMemory:
-    """The scheduler's part of it. `kv`: None if the number of pages was given, to which the others then go."""
+    """The scheduler's part of it, of each rank where there are several.
+
+    `kv`: what all shards have together; None if the number of pages was given, to which the others then go.
+    """
     window, states = window_tokens_of(model), model.delta is not None
-    window_pages = kv.window_pages if kv is not None else int(config.pages * shares.swa_full_tokens_ratio)
-    slots = kv.state_slots if kv is not None else (config.states_per_row + 1) * config.max_running_requests
+    ranks = config.dp_ranks if isinstance(config.dp_ranks, int) else 1
+    window_pages = kv.window_pages // ranks if kv is not None else int(config.pages * shares.swa_full_tokens_ratio)
+    slots = kv.state_slots // ranks if kv is not None else (config.states_per_row + 1) * config.max_running_requests
     return HybridMemory(
         window_tokens=window,
         window_pages=window_pages if window else 0,

@@ -123,7 +123,7 @@ class PipelinedDevice(Device):
         decoding = plan.rows[plan.extend_rows :]
         now_us = max(float(handed_over_us), float(self._token_back_us[decoding].max()) if decoding.size else 0.0)
         started_us = None
-        copies = state_copies(plan.hybrid) if plan.hybrid is not None else 0
+        copies = state_copies(plan) if self.state_copy_us else 0.0
         for step in range(plan.steps):
             if step:
                 shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)

@@ -53,10 +53,13 @@ def config_of_engine(config: SchedConfig) -> SchedConfig:
     unset = dict.fromkeys(("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS), msgspec.UNSET)
     names = [*DIVIDED, "chunked_prefill_size", "max_prefill_tokens", "pages"]
     whole = {name: getattr(config, name) * ranks for name in names if isinstance(getattr(config, name), int)}
+    below: dict[str, Any] = {}
     if config.tiers is not msgspec.UNSET:
-        tiers = msgspec.structs.replace(config.tiers, host_pages=config.tiers.host_pages * ranks)
-        return msgspec.structs.replace(config, **(whole | unset | {"tiers": tiers}))
-    return msgspec.structs.replace(config, **(whole | unset))
+        below["tiers"] = msgspec.structs.replace(config.tiers, host_pages=config.tiers.host_pages * ranks)
+    if (pools := config.hybrid) is not msgspec.UNSET:
+        sizes = {"window_pages": pools.window_pages * ranks, "state_slots": pools.state_slots * ranks}
+        below["hybrid"] = msgspec.structs.replace(pools, **sizes)
+    return msgspec.structs.replace(config, **(whole | unset | below))
 
 
 def check_ranks(scenario: Scenario) -> None:
@@ -68,7 +71,6 @@ def check_ranks(scenario: Scenario) -> None:
         )
     others: dict[str, object] = {
         "pp": scenario.pp > 1 and scenario.pp,
-        "hybrid_memory": scenario.tiers.get("hybrid_memory") == "on" and "on",
         "receive_interval": scenario.receive_interval > 1 and scenario.receive_interval,
     }
     for name, value in others.items():
