@@ -141,8 +141,8 @@ NEVER: dict[str, tuple[str, ...]] = {
 }
 NOT_YET: dict[str, tuple[str, ...]] = {
     "pipeline": ("drafts", "jump forward", "ranks", "delayer", "windows", "states", "preemption"),
-    "windows": ("tiers", "handover", "late pages", "ranks", "delayer"),
-    "states": ("tiers", "handover", "late pages", "ranks", "delayer"),
+    "windows": ("tiers", "ranks", "delayer"),
+    "states": ("tiers", "ranks", "delayer"),
 }
 REFUSED = {frozenset((name, other)) for table in (NEVER, NOT_YET) for name, others in table.items() for other in others}
 

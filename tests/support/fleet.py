@@ -482,9 +482,32 @@ class Fleet:
             from_page = int(part.pages[position // p - part.start_tokens // p])
             to_page = int(receive.pages[position // q - receive.start_tokens // q])
             target.cells[to_page][position % q] = source.cells[from_page][position % p]
+        if part.hybrid is not None:
+            self._move_beside(part, receive, source, target)
         self.marks["parts moved"] += 1
         if part.last:
             self._end(wire, "done")
+
+    def _move_beside(self, part: StartTransfer, receive: StartTransfer, source: TaggedKv, target: TaggedKv) -> None:
+        """Windows of the part's last pages, and the state with the last part. Pages are equally large on both sides."""
+        assert part.hybrid is not None
+        assert receive.hybrid is not None
+        assert source.hybrid is not None
+        assert target.hybrid is not None
+        size = source.config.page_size
+        assert size == target.config.page_size
+        from_pages, to_pages = part.hybrid.window_pages.tolist(), receive.hybrid.window_pages.tolist()
+        first = part.start_tokens // size + len(part.pages) - len(from_pages)
+        to_first = receive.start_tokens // size + len(receive.pages) - len(to_pages)
+        for position in range(max(first * size, part.start_tokens, receive.start_tokens), part.stop_tokens):
+            index, at = position // size, position % size
+            assert index >= to_first, f"the window of page {index} is sent, {to_first} is the first to receive"
+            target.hybrid.cells[to_pages[index - to_first]][at] = source.hybrid.cells[from_pages[index - first]][at]
+            self.marks["positions of windows moved"] += 1
+        if part.hybrid.state_slot >= 0:
+            assert part.last
+            target.hybrid.states[receive.hybrid.state_slot] = source.hybrid.states[part.hybrid.state_slot]
+            self.marks["states moved"] += 1
 
     def _check_kept(self, wire: Wire) -> None:
         """S31: what is read and what is written belongs to this transfer, on both sides."""
@@ -498,10 +521,27 @@ class Fleet:
                 assert wire.receive is not None
                 assert set(wire.receive.pages.tolist()) <= set(transfer.pages.tolist())
                 assert wire.generation == member.engine.generation, "the device that gave the pages is gone"
+                self._check_beside(member, wire.receive, request_id)
                 if transfer.state == "quarantined":
                     self.marks["written in quarantine"] += 1
-            elif transfer.state == "quarantined":
+                continue
+            self._check_beside(member, wire.parts[wire.moved - 1].command, request_id)
+            if transfer.state == "quarantined":
                 self.marks["read in quarantine"] += 1
+
+    def _check_beside(self, member: Member, command: StartTransfer, request_id: int) -> None:
+        """The same of window pages and slots of state: they are still those of these pages, and locked."""
+        hybrid, beside = member.engine.memory.hybrid, command.hybrid
+        if hybrid is None or beside is None:
+            return
+        if hybrid.window is not None and beside.window_pages.size:
+            pages = command.pages[-beside.window_pages.size :]
+            assert hybrid.window.window_of[pages].tolist() == beside.window_pages.tolist(), "S31: windows were given up"
+            assert (hybrid.window.locks[pages] > 0).all(), "S31: windows that a transfer touches may be evicted"
+        if hybrid.states is not None and beside.state_slot >= 0:
+            rows = [row for row, lent in member.engine.memory.lent.items() if lent.request_id == request_id]
+            slots = [int(hybrid.states.slot_of[row]) for row in rows] + hybrid.states.coming.get(request_id, [])[:1]
+            assert slots == [beside.state_slot], f"S31: a transfer touches slot {beside.state_slot}, its own is {slots}"
 
     def stop(self, wire: Wire) -> None:
         """The sending host hears that it must stop, and does."""

@@ -589,7 +589,6 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
 
 def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
     beside = {
-        "role": config.hands_over,
         "dp_ranks": config.shares_passes,
         "tiers": config.tiers is not msgspec.UNSET,
     }
