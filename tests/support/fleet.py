@@ -78,6 +78,7 @@ from lockstep.core.events import (
 )
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import Exchange, seen_by_device
+from tests.support.hybrids import pools, splitting
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import COMPLETED, TaggedKv
 from tests.support.tagged_tiers import Move, TaggedTiers
@@ -951,11 +952,17 @@ EXPECTED_MARKS = (
 TIMEOUTS_US = (None, 1_000, 100_000)
 
 
-def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, ranks: bool = False) -> Fleet:
+def random_fleet(
+    rng: random.Random,
+    kinds: random.Random | None = None,
+    *,
+    ranks: bool = False,
+    beside: random.Random | None = None,
+) -> Fleet:
     """Two prefill and two decode engines, small enough that everything is short now and then.
 
     `kinds`: draws what requests of every kind need, and nothing else differs by it. `ranks`: they are data-parallel
-    ranks of one prefill and of one decode engine.
+    ranks of one prefill and of one decode engine. `beside`: draws pools beside full attention, of one model for all.
     """
     more: dict[str, Any] = {}
     if kinds is not None:
@@ -965,6 +972,8 @@ def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, rank
             "session_kv": kinds.choice(["hold", "evictable"]),
             "grammar_timeout_us": kinds.choice([None, 1_000]),
         }
+    layers = beside.choice(["window", "state", "both"]) if beside is not None else ""
+    window_tokens = beside.choice([1, 2, 4, 5, 8]) if beside is not None and layers != "state" else 0
     page_size = rng.choice([1, 2, 4])
     pages = rng.choice([24, 32, 64]) // page_size + 2
     common: dict[str, Any] = {
@@ -1000,9 +1009,12 @@ def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, rank
         own.setstate(rng.getstate())
         stages = random.Random(f"stages {own.random()}")  # of its own: what else is drawn is as it would be without
         made = drafting(rng, made, 0.3)
-        if stages.random() < 0.25 and not ranks:
+        if stages.random() < 0.25 and not ranks and beside is None:
             made = pipelined(stages, made)
-        if common["radix_cache"] and rng.random() < 0.3:
+        if beside is not None:
+            made = splitting(made)
+            made = msgspec.structs.replace(made, hybrid=pools(beside, made, window_tokens, states=layers != "window"))
+        if common["radix_cache"] and rng.random() < 0.3 and beside is None:
             host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
             tiers = CacheTiers(
                 host_pages=host_pages,
@@ -1087,16 +1099,18 @@ def random_spans(rng: random.Random, length: int) -> tuple[PromptSpan, ...]:
     return tuple(spans)
 
 
-def run_history(seed: int, steps: int = 400, *, ranks: bool = False, plain: bool = False) -> Fleet:
+def run_history(
+    seed: int, steps: int = 400, *, ranks: bool = False, plain: bool = False, hybrid: bool = False
+) -> Fleet:
     """One random history: first anything may happen, then faults stop and all must come to rest (L1, L9).
 
     `plain`: without requests of every kind, and roles that change; nothing else is drawn differently.
-    `ranks`: of one prefill and one decode engine.
+    `ranks`: of one prefill and one decode engine. `hybrid`: with pools beside full attention.
     """
     rng = random.Random(seed)
     kinds = random.Random(f"{seed} kinds")  # of its own: what else happens is as it would be without
     others = None if plain or seed % 4 == 0 else random.Random(f"{seed} others")
-    fleet = random_fleet(rng, others, ranks=ranks)
+    fleet = random_fleet(rng, others, ranks=ranks, beside=random.Random(f"{seed} beside") if hybrid else None)
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.5]
     arrivals = rng.choice([0.05, 0.2])
     kind_troubles: list[str] = []

@@ -333,12 +333,12 @@ class WindowPool:
         """
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
-        if reserved is None or wanted > self.available:
-            return wanted <= self.available
         next_ones = max(self.lacking(engine, path) + self.available, 0)
-        if self.config.reserve == "full":
+        if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
             own = now - first + self.promised(request, stop, first)
             return own <= self.unpromised(engine) and wanted <= self.available - next_ones
+        if reserved is None or wanted > self.available:
+            return wanted <= self.available
         cohort, most = engine.cohort, -(-reserved // self.page_size)
         standing = [(now, first, -(-request.reach // self.page_size))]
         standing += [(one.first + one.pages.size, one.first, one.last) for one in self.coming.values()]
