@@ -909,12 +909,15 @@ def test_change_of_the_role_is_refused_where_it_cannot_be() -> None:
         refused = made.control(name, control)
         assert refused is not None
         assert message in refused.message
+
+
+def test_engine_with_pools_beside_full_attention_may_change_its_role() -> None:
     hybrid = SchedConfig(
         pages=64, page_size=2, chunked_prefill_size=4, hybrid=HybridMemory(window_tokens=4, window_pages=32)
     )
-    (answer,) = Engine(hybrid).step(ControlRequested(0, 0, SwitchRole("decode"))).commands
-    assert isinstance(answer, ControlAnswered)
-    assert "`hybrid` does not go with `role`" in answer.message
+    engine = Engine(hybrid)
+    assert engine.step(ControlRequested(0, 0, SwitchRole("decode"))).commands == [ControlAnswered(0, True)]
+    assert engine.config.role == "decode"
 
 
 # ------------------------------------------------------------------------------------ scenarios G and I, of two engines

@@ -1152,8 +1152,9 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
 
 
 def _state_copies(changes: HybridChanges) -> int:
-    """States that are copied with a plan: to start from, and to be left behind."""
-    return int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
+    """States that are copied with a plan: to start from, and to be left behind. What a transfer brought stays."""
+    copied = (changes.state_sources >= 0) & (changes.state_sources != changes.state_slots)
+    return int(np.count_nonzero(copied)) + len(changes.checkpoint_slots)
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:
