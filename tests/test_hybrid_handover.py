@@ -441,7 +441,8 @@ def _windows_to_come_are_not_locked(patch: pytest.MonkeyPatch) -> None:
         coming = window.coming[request.request_id]
         cached = max(coming.shared - coming.first, 0)
         window.unlock(coming.pages[:cached])
-        window.coming[request.request_id] = Coming(coming.first + cached, *coming[1:2], coming.pages[cached:], *coming[3:])
+        first, shared, pages, *more = coming
+        window.coming[request.request_id] = Coming(first + cached, shared, pages[cached:], *more)
 
     patch.setattr(WindowPool, "receive", bug)
 

@@ -946,6 +946,8 @@ EXPECTED_MARKS = (
     "p ended (computed)",
     "samples that were sent less",
     "turn with kept tokens",
+    "positions of windows moved",
+    "states moved",
 )
 """What a campaign must reach, or its histories are too tame."""
 

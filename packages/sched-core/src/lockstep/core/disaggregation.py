@@ -361,6 +361,17 @@ class Transfers:
         self._abandon(engine, self.all[request.request_id], step)
         self._compute_here(engine, request, step)
 
+    def makes_way(self, engine: Engine, step: Step) -> bool:
+        """Take windows back for a split prompt, which nobody else will give any: of the newest who gets no row.
+
+        Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
+        """
+        held_up = engine.memory.hybrid is not None and not engine.in_flight and not engine.everybody[0].size
+        if held_up and self.ready:
+            self.give_up(engine, engine.requests[self.ready[-1]], step)
+            return True
+        return False
+
     def give_up_all(self, engine: Engine, step: Step) -> None:
         """The same for everybody who is ready."""
         for transfer in self.in_state("ready"):
@@ -577,7 +588,9 @@ class Transfers:
             return False  # whoever lost its pages goes first
         memory, page_size = engine.memory, engine.config.page_size
         if engine.sessions.open:
-            engine.sessions.yield_until(memory, lambda: self._fits(engine, request, memory.match_to_receive(request)), step)
+            engine.sessions.yield_until(
+                memory, lambda: self._fits(engine, request, memory.match_to_receive(request)), step
+            )
         match = memory.match_to_receive(request)
         cached = match.pages if match is not None else 0
         pages = self._pages_of(engine, request, match)

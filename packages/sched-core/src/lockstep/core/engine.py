@@ -745,8 +745,7 @@ class Engine:
             if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
                 return None  # its next chunk goes with another microbatch
             self._continue_chunk(self.prefilling, budget, parts, step)
-            while not parts and self._held_up_by_ready():
-                self.transfers.give_up(self, self.requests[self.transfers.ready[-1]], step)
+            while not parts and self.transfers is not None and self.transfers.makes_way(self, step):
                 self._continue_chunk(self.prefilling, budget, parts, step)
             if not parts and self.memory.hybrid is not None:
                 take = self._chunk_in_full_pages(self.prefilling, budget)
@@ -863,11 +862,6 @@ class Engine:
         take = chunk_tokens(start, extend_stop(request) - start, budget, first=True, may_split=True)
         room = (self.memory.available_pages - budget.set_aside) * page_size + -start % page_size  # and in its last page
         return take if take <= room else aligned(start, room, budget.align)
-
-    def _held_up_by_ready(self) -> bool:
-        """Whether nothing but windows of those whose KV has come, and who get no row, keeps the split prompt waiting."""
-        alone = self.memory.hybrid is not None and not self.in_flight and not self.everybody[0].size
-        return alone and self.transfers is not None and bool(self.transfers.ready)
 
     def would_extend(self) -> bool:
         """Whether an extend could be launched now. Changes nothing."""

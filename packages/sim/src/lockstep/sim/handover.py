@@ -75,9 +75,7 @@ class TransferTimes:
         self.tokens_cached = 0  # of the prompts, on the decode engine already
         self.failed = 0
 
-    def describe(
-        self, links: Links, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool
-    ) -> dict[str, Any]:
+    def describe(self, links: Links, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool) -> dict[str, Any]:
         """Everything; times in microseconds. `hybrid`: whether windows and states have pools of their own."""
         beside = {
             "window_bytes_per_token": sizes.window_token,
