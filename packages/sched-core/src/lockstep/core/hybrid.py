@@ -37,6 +37,10 @@ from then on. A row keeps the newest of its decodes only.
 **Eviction.** Each pool by itself, what was let go of longest ago first, and of one row the beginning before the end.
 Full pages that are evicted take their companions along.
 
+**Another engine** (disaggregation.py). A decode engine gives a writer windows from the page boundary behind the prompt
+back, and the slots of the row to come (`coming`); the row takes them over. What the writer may still write when nobody
+waits any more is in quarantine with the full pages. A prefill engine sends what its row holds, which is pinned.
+
 **Admission** asks all pools at once (`lacks_state`, `WindowPool.room`); nothing is taken before all have said yes.
 Source: SGLang's hybrid radix cache (tombstones, ratios of the pools, checkpoints every 256 tokens); docs/hybrid.md.
 """
@@ -339,11 +343,11 @@ class WindowPool:
             return own <= self.unpromised(engine) and wanted <= self.available - next_ones
         if reserved is None or wanted > self.available:
             return wanted <= self.available
-        cohort, most = engine.cohort, -(-reserved // self.page_size)
+        (cohort, positions), most = engine.everybody, -(-reserved // self.page_size)
         standing = [(now, first, -(-request.reach // self.page_size))]
         standing += [(one.first + one.pages.size, one.first, one.last) for one in self.coming.values()]
         now_of, first_of, last_of = np.array(standing, np.int32).T
-        now_of = np.concatenate((now_of, -(-engine.positions // self.page_size)))
+        now_of = np.concatenate((now_of, -(-positions // self.page_size)))
         first_of = np.concatenate((first_of, self.first[cohort.rows]))
         last_of = np.concatenate((last_of, -(-(cohort.limits - ONE) // self.page_size)))
         to_open = np.minimum(self.row_pages_max - (now_of - first_of), last_of - now_of)
