@@ -740,17 +740,13 @@ class Hybrid:
         pages = int(ends[-1]) + 1 if ends.size else 0
         return match if pages == match.pages else radix.match(match.namespace, tokens, pages)
 
-    def continued_elsewhere(self, radix: RadixCache, match: Match, request: Request) -> Match:
-        """As much of a match as need not come of a prompt that is computed elsewhere.
+    def pages_to_receive_behind(self, path: Int32s, request: Request) -> int:
+        """How many of a prompt's cached pages need not come, if it is computed elsewhere.
 
         A row that begins behind the whole prompt reads windows of its last pages only, and its state comes along: what
         is a tombstone before that may stay one.
         """
-        if match.node is None or self.window is None:
-            return match
-        path = radix.pages_of(match.node)[: match.pages]
-        pages = self.window.unbroken(request, path)
-        return match if pages == match.pages else radix.match(match.namespace, request.tokens, pages)
+        return path.size if self.window is None else self.window.unbroken(request, path)
 
     def has_room_to_receive(
         self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None

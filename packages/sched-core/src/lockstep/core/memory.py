@@ -127,11 +127,18 @@ class Memory:
         return found if self.hybrid is None else self.hybrid.continued(self.radix, found, request.tokens)
 
     def match_to_receive(self, request: Request) -> Match | None:
-        """What need not come of the prompt of a request whose KV is computed elsewhere."""
-        if self.radix is None or self.hybrid is None:
+        """What need not come of the prompt of a request whose KV is computed elsewhere.
+
+        Not what a batch in flight is still to compute: if that failed, nobody would send it.
+        """
+        if self.radix is None or not (self.pending or self.hybrid is not None):
             return self.match(request)
         found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
-        return self.hybrid.continued_elsewhere(self.radix, found, request)
+        path = self.path_of(found)
+        for pending in self.pending:
+            path = path[: path.size - int(np.isin(path, self.radix.pages_of(pending.node)[pending.pages :]).sum())]
+        pages = path.size if self.hybrid is None else self.hybrid.pages_to_receive_behind(path, request)
+        return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
 
     def path_of(self, match: Match | None) -> Int32s:
         """The pages of a match, int32 [pages]."""
