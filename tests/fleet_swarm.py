@@ -27,8 +27,8 @@ TAME_STEPS = 200_000  # from which on a mark that is missing means that historie
 
 
 def _fleet_history(seed: int) -> fleet.Fleet:
-    """Every third one of data-parallel ranks."""
-    return fleet.run_history(seed, ranks=seed % 3 == 2)
+    """Every third one of data-parallel ranks, and of the others every fourth with pools beside full attention."""
+    return fleet.run_history(seed, ranks=seed % 3 == 2, hybrid=seed % 3 != 2 and seed % 4 == 1)
 
 
 def run_seeds(first: int, ranks: bool) -> tuple[int, Counter[str], tuple[int, str] | None]:

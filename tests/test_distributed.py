@@ -492,6 +492,26 @@ def test_failed_transfer_is_computed_here_if_that_is_wanted() -> None:
     assert made.answers[0] == asked(0).answer
 
 
+def test_what_a_batch_in_flight_is_still_to_compute_is_sent_all_the_same() -> None:
+    """A decode engine computes a prompt, whose KV is shared at once; another one begins alike, and the batch fails."""
+    made = fleet(same_step_sharing=True, transfer_failure="recompute", chunked_prefill_size=16)
+    first = made.arrive(asked(0, prompt=10))
+    made.drop(first)
+    hear(made, "link_down", "d0")
+    assert made.ready("d0")
+    second = made.arrive(Asked(1, (*first.asked.prompt, 7, 8), 4))
+    assert second.receive is not None
+    assert second.receive.start_tokens == 0
+    made.finish("d0", error="the device says no")
+    made.settle()
+    assert made.answers[0].reason == "error"
+    assert made.answers[1] == second.wanted
+    third = made.arrive(Asked(2, (*first.asked.prompt, 9), 4))
+    assert third.receive is not None
+    assert third.receive.start_tokens == 10, "what has come is cached"
+    made.settle()
+
+
 def test_kv_of_other_weights_is_no_good() -> None:
     made = fleet()
     to_receiving(made, asked(0))
@@ -909,12 +929,15 @@ def test_change_of_the_role_is_refused_where_it_cannot_be() -> None:
         refused = made.control(name, control)
         assert refused is not None
         assert message in refused.message
+
+
+def test_engine_with_pools_beside_full_attention_may_change_its_role() -> None:
     hybrid = SchedConfig(
         pages=64, page_size=2, chunked_prefill_size=4, hybrid=HybridMemory(window_tokens=4, window_pages=32)
     )
-    (answer,) = Engine(hybrid).step(ControlRequested(0, 0, SwitchRole("decode"))).commands
-    assert isinstance(answer, ControlAnswered)
-    assert "`hybrid` does not go with `role`" in answer.message
+    engine = Engine(hybrid)
+    assert engine.step(ControlRequested(0, 0, SwitchRole("decode"))).commands == [ControlAnswered(0, True)]
+    assert engine.config.role == "decode"
 
 
 # ------------------------------------------------------------------------------------ scenarios G and I, of two engines

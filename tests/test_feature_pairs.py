@@ -140,8 +140,8 @@ NEVER: dict[str, tuple[str, ...]] = {
     "delayer": ("handover", "late pages"),
 }
 NOT_YET: dict[str, tuple[str, ...]] = {
-    "windows": ("tiers", "handover", "late pages"),
-    "states": ("tiers", "handover", "late pages"),
+    "windows": ("tiers",),
+    "states": ("tiers",),
 }
 REFUSED = {frozenset((name, other)) for table in (NEVER, NOT_YET) for name, others in table.items() for other in others}
 

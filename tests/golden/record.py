@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from lockstep.core.config import HybridMemory  # noqa: E402
 from lockstep.tools.runs import Walk  # noqa: E402
 from lockstep.tools.strict import DECISIONS  # noqa: E402
 from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
@@ -51,6 +52,10 @@ REPEATS = [
     (LISTED, {"max_new_tokens": 24, "ignore_eos": True, "stop": ("zebra",)}),
     (LISTED, {"max_new_tokens": 16, "ignore_eos": True, "grammar": ("regex", "( is| free| page){8}")}),
 ]
+HANDED_OVER = {
+    "hybrid": HybridMemory(window_tokens=5, window_pages=9, state_slots=5, checkpoint_tokens=4),
+    "chunked_prefill_size": 4,
+}
 TIGHT = {"pages": 24, "max_running_requests": 6, "chunked_prefill_size": 64, "schedule_conservativeness": 0.1}
 
 
@@ -187,6 +192,11 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     ),
     "handover-kinds-decode": ("the other side of it, which becomes a prefill engine", partial(record_kinds, name="d0")),
     "handover-decode": ("what came of them: prebuilt rows, quarantine, recomputing", partial(record_fleet, name="d0")),
+    "handover-hybrid-prefill": (
+        "the same of a model with windows and states",
+        partial(record_fleet, name="p0", **HANDED_OVER),
+    ),
+    "handover-hybrid-decode": ("the other side of it", partial(record_fleet, name="d0", **HANDED_OVER)),
 }  # fmt: skip
 """Name: what it shows, and how it was recorded. Names are never used again for something else."""
 

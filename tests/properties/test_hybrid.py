@@ -160,7 +160,6 @@ def test_sizes_that_cannot_be_are_named(given: dict[str, int], said: str) -> Non
         ({"page_size": 4}, "`hybrid.window_pages` must be at least 5"),
         ({"page_size": 16, "pages": 64}, "`hybrid.checkpoint_tokens` must be a multiple of `page_size` 16"),
         ({"speculative_method": "ngram"}, "`hybrid.state_slots` must be at least 5 with `num_speculative_tokens` 3"),
-        ({"role": "decode"}, "`hybrid` does not go with `role` yet"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_named(settings: dict[str, Any], said: str) -> None:

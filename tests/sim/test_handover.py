@@ -211,8 +211,18 @@ def test_wrong_input_is_refused_by_name(words: str, message: str) -> None:
     assert message in refused.stderr
 
 
-def test_models_with_state_are_refused() -> None:
+def test_models_with_state_need_slots_of_its_own() -> None:
     groups = tuple(EngineGroup(count=1, gpu="h200", settings={"role": role}) for role in ("prefill", "decode"))
     base = Scenario(model="qwen3-next-80b-a3b", gpu="h200", workload="gen:n=2,rate=1", tp=4)
-    with pytest.raises(ConfigError, match="linear-attention state"):
+    with pytest.raises(ConfigError, match=r"linear-attention state.*\nhint: --hybrid-memory on"):
+        assemble_cluster(ClusterScenario(base=base, engines=groups))
+
+
+def test_pages_of_engines_with_windows_are_equally_large() -> None:
+    groups = tuple(
+        EngineGroup(count=1, gpu="h200", settings={"role": role, "page_size": size})
+        for role, size in (("prefill", 16), ("decode", 32))
+    )
+    base = Scenario(model="gpt-oss-20b", gpu="h200", workload="gen:n=2,rate=1", tiers={"hybrid_memory": "on"})
+    with pytest.raises(ConfigError, match="`page_size` must be the same for all engines, got 16, 32"):
         assemble_cluster(ClusterScenario(base=base, engines=groups))

@@ -11,6 +11,7 @@ from lockstep.core.commands import BatchPlan
 from lockstep.core.errors import ConfigError
 from lockstep.core.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cluster import ClusterRun, ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
@@ -171,3 +172,41 @@ def test_answers_beside_stages_and_drafts_are_the_same(beside: dict[str, Any]) -
     shares = {"hybrid_memory": "on", "mamba_full_memory_ratio": 0.05}
     pooled = simulate(assemble(Scenario(**fields, **beside, tiers=shares), {}))
     assert answers(pooled) == answers(plain)
+
+
+# -------------------------------------------------------------------------------------- prefill and decode engines
+
+
+def handed_over(model: str, tp: int, workload: str, tiers: dict[str, object], **settings: object) -> ClusterRun:
+    groups = tuple(EngineGroup(count=1, gpu="h200", settings={"role": role}) for role in ("prefill", "decode"))
+    base = Scenario(model=model, gpu="h200", tp=tp, workload=workload, tiers=tiers, settings=settings, seed=3)
+    return simulate_cluster(assemble_cluster(ClusterScenario(base=base, engines=groups)), check_every=10)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("gemma-3-27b", 1), ("gpt-oss-20b", 1), ("qwen3-next-80b-a3b", 4)])
+def test_of_a_prompt_the_last_window_is_sent_and_one_state(model: str, tp: int) -> None:
+    """Prompts of 2,005 tokens: the last page has 5, and its boundary is 2,000. By hand, in pages of 16."""
+    spec = load_model(model)
+    each = spec.kv_values_per_layer() * 2
+    run = handed_over(model, tp, "gen:n=5,rate=2,input=fixed:2005,output=fixed:20", {"hybrid_memory": "on"})
+    transfers = run.data.summary["transfers"]
+    window = spec.attention.window if spec.sliding_layers else 0  # type: ignore[union-attr]
+    sent = 2005 - max(2000 - (window - 1), 0) // 16 * 16 if window else 0
+    state = spec.state_bytes_per_request()
+    assert transfers["transferred_tokens"] == 5 * 2005
+    assert transfers["transferred_window_tokens"] == 5 * sent
+    assert transfers["transferred_states"] == 5 * (state > 0)
+    whole = 2005 * spec.full_layers * each + sent * spec.sliding_layers * each + state
+    assert transfers["transferred_bytes"] == 5 * whole
+    rows = run.data.requests
+    assert (rows.output_tokens == 20).all()
+
+
+def test_a_cluster_adds_up_what_one_engine_alone_had_to_evict() -> None:
+    """Only the prefill engine, which has every prompt's windows, runs short of them: the decode engine counts none."""
+    tiers = {"hybrid_memory": "on", "swa_full_tokens_ratio": 0.2}
+    run = handed_over("gemma-3-27b", 1, AGAIN.replace("input=lognormal:900", "input=lognormal:2500"), tiers)
+    prefill, decode = (one.data.summary["cache"].get("window_pages_evicted") for one in run.engines)
+    assert prefill > 0
+    assert decode is None
+    assert run.data.summary["cache"]["window_pages_evicted"] == prefill

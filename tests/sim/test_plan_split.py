@@ -126,7 +126,7 @@ def test_a_question_about_splits_that_makes_no_sense_is_refused(
 
 
 def test_what_cannot_be_handed_over_is_refused_before_anything_is_simulated() -> None:
-    with pytest.raises(ConfigError, match="has linear-attention state, which is not handed over yet"):
+    with pytest.raises(ConfigError, match="has linear-attention state, which is handed over from and to"):
         prepare(question(model="qwen3-next-80b-a3b", common={"tp": 4}))
 
 

@@ -78,6 +78,7 @@ from lockstep.core.events import (
 )
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import Exchange, seen_by_device
+from tests.support.hybrids import pools, splitting
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import COMPLETED, TaggedKv
 from tests.support.tagged_tiers import Move, TaggedTiers
@@ -482,9 +483,32 @@ class Fleet:
             from_page = int(part.pages[position // p - part.start_tokens // p])
             to_page = int(receive.pages[position // q - receive.start_tokens // q])
             target.cells[to_page][position % q] = source.cells[from_page][position % p]
+        if part.hybrid is not None:
+            self._move_beside(part, receive, source, target)
         self.marks["parts moved"] += 1
         if part.last:
             self._end(wire, "done")
+
+    def _move_beside(self, part: StartTransfer, receive: StartTransfer, source: TaggedKv, target: TaggedKv) -> None:
+        """Windows of the part's last pages, and the state with the last part. Pages are equally large on both sides."""
+        assert part.hybrid is not None
+        assert receive.hybrid is not None
+        assert source.hybrid is not None
+        assert target.hybrid is not None
+        size = source.config.page_size
+        assert size == target.config.page_size
+        from_pages, to_pages = part.hybrid.window_pages.tolist(), receive.hybrid.window_pages.tolist()
+        first = part.start_tokens // size + len(part.pages) - len(from_pages)
+        to_first = receive.start_tokens // size + len(receive.pages) - len(to_pages)
+        for position in range(max(first * size, part.start_tokens, receive.start_tokens), part.stop_tokens):
+            index, at = position // size, position % size
+            assert index >= to_first, f"the window of page {index} is sent, {to_first} is the first to receive"
+            target.hybrid.cells[to_pages[index - to_first]][at] = source.hybrid.cells[from_pages[index - first]][at]
+            self.marks["positions of windows moved"] += 1
+        if part.hybrid.state_slot >= 0:
+            assert part.last
+            target.hybrid.states[receive.hybrid.state_slot] = source.hybrid.states[part.hybrid.state_slot]
+            self.marks["states moved"] += 1
 
     def _check_kept(self, wire: Wire) -> None:
         """S31: what is read and what is written belongs to this transfer, on both sides."""
@@ -498,10 +522,27 @@ class Fleet:
                 assert wire.receive is not None
                 assert set(wire.receive.pages.tolist()) <= set(transfer.pages.tolist())
                 assert wire.generation == member.engine.generation, "the device that gave the pages is gone"
+                self._check_beside(member, wire.receive, request_id)
                 if transfer.state == "quarantined":
                     self.marks["written in quarantine"] += 1
-            elif transfer.state == "quarantined":
+                continue
+            self._check_beside(member, wire.parts[wire.moved - 1].command, request_id)
+            if transfer.state == "quarantined":
                 self.marks["read in quarantine"] += 1
+
+    def _check_beside(self, member: Member, command: StartTransfer, request_id: int) -> None:
+        """The same of window pages and slots of state: they are still those of these pages, and locked."""
+        hybrid, beside = member.engine.memory.hybrid, command.hybrid
+        if hybrid is None or beside is None:
+            return
+        if hybrid.window is not None and beside.window_pages.size:
+            pages = command.pages[-beside.window_pages.size :]
+            assert hybrid.window.window_of[pages].tolist() == beside.window_pages.tolist(), "S31: windows were given up"
+            assert (hybrid.window.locks[pages] > 0).all(), "S31: windows that a transfer touches may be evicted"
+        if hybrid.states is not None and beside.state_slot >= 0:
+            rows = [row for row, lent in member.engine.memory.lent.items() if lent.request_id == request_id]
+            slots = [int(hybrid.states.slot_of[row]) for row in rows] + hybrid.states.coming.get(request_id, [])[:1]
+            assert slots == [beside.state_slot], f"S31: a transfer touches slot {beside.state_slot}, its own is {slots}"
 
     def stop(self, wire: Wire) -> None:
         """The sending host hears that it must stop, and does."""
@@ -905,17 +946,25 @@ EXPECTED_MARKS = (
     "p ended (computed)",
     "samples that were sent less",
     "turn with kept tokens",
+    "positions of windows moved",
+    "states moved",
 )
 """What a campaign must reach, or its histories are too tame."""
 
 TIMEOUTS_US = (None, 1_000, 100_000)
 
 
-def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, ranks: bool = False) -> Fleet:
+def random_fleet(
+    rng: random.Random,
+    kinds: random.Random | None = None,
+    *,
+    ranks: bool = False,
+    beside: random.Random | None = None,
+) -> Fleet:
     """Two prefill and two decode engines, small enough that everything is short now and then.
 
     `kinds`: draws what requests of every kind need, and nothing else differs by it. `ranks`: they are data-parallel
-    ranks of one prefill and of one decode engine.
+    ranks of one prefill and of one decode engine. `beside`: draws pools beside full attention, of one model for all.
     """
     more: dict[str, Any] = {}
     if kinds is not None:
@@ -925,6 +974,8 @@ def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, rank
             "session_kv": kinds.choice(["hold", "evictable"]),
             "grammar_timeout_us": kinds.choice([None, 1_000]),
         }
+    layers = beside.choice(["window", "state", "both"]) if beside is not None else ""
+    window_tokens = beside.choice([1, 2, 4, 5, 8]) if beside is not None and layers != "state" else 0
     page_size = rng.choice([1, 2, 4])
     pages = rng.choice([24, 32, 64]) // page_size + 2
     common: dict[str, Any] = {
@@ -962,7 +1013,10 @@ def random_fleet(rng: random.Random, kinds: random.Random | None = None, *, rank
         made = drafting(rng, made, 0.3)
         if stages.random() < 0.25:
             made = pipelined(stages, made)
-        if common["radix_cache"] and rng.random() < 0.3:
+        if beside is not None:
+            made = splitting(made)
+            made = msgspec.structs.replace(made, hybrid=pools(beside, made, window_tokens, states=layers != "window"))
+        if common["radix_cache"] and rng.random() < 0.3 and beside is None:
             host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
             tiers = CacheTiers(
                 host_pages=host_pages,
@@ -1048,16 +1102,18 @@ def random_spans(rng: random.Random, length: int) -> tuple[PromptSpan, ...]:
     return tuple(spans)
 
 
-def run_history(seed: int, steps: int = 400, *, ranks: bool = False, plain: bool = False) -> Fleet:
+def run_history(
+    seed: int, steps: int = 400, *, ranks: bool = False, plain: bool = False, hybrid: bool = False
+) -> Fleet:
     """One random history: first anything may happen, then faults stop and all must come to rest (L1, L9).
 
     `plain`: without requests of every kind, and roles that change; nothing else is drawn differently.
-    `ranks`: of one prefill and one decode engine.
+    `ranks`: of one prefill and one decode engine. `hybrid`: with pools beside full attention.
     """
     rng = random.Random(seed)
     kinds = random.Random(f"{seed} kinds")  # of its own: what else happens is as it would be without
     others = None if plain or seed % 4 == 0 else random.Random(f"{seed} others")
-    fleet = random_fleet(rng, others, ranks=ranks)
+    fleet = random_fleet(rng, others, ranks=ranks, beside=random.Random(f"{seed} beside") if hybrid else None)
     troubles = [trouble for trouble in TROUBLES if rng.random() < 0.5]
     arrivals = rng.choice([0.05, 0.2])
     kind_troubles: list[str] = []

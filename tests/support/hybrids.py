@@ -42,31 +42,38 @@ OFF: dict[str, dict[str, Any]] = {
 
 def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> SchedConfig:
     """The same with sliding windows, linear attention or both; without `pairs`, and nothing else that is special."""
-    chunk = config.chunked_prefill_size or max(config.page_size, 16)
     own = random.Random()
     own.setstate(rng.getstate())  # beside the others, which stay what they were
     pair = own.random()
-    config = replace(
-        config,
-        chunked_prefill_size=max(chunk, config.truncation_align_size or 0),
-        max_prefill_tokens=max(config.max_prefill_tokens, config.page_size),
-    )
+    config = splitting(config)
     for name, off in OFF.items():
         if not pairs or random.Random(f"{name} {pair}").random() >= 0.8:
             config = replace(config, **off)
     kind = rng.choice(["window", "state", "both"])
     tokens = rng.choice([1, 2, 5, 8, 17, 60]) if kind != "state" else 0
+    return replace(config, hybrid=pools(rng, config, tokens, states=kind != "window"))
+
+
+def splitting(config: SchedConfig) -> SchedConfig:
+    """The same with prompts that are split, without which no windows go."""
+    chunk = config.chunked_prefill_size or max(config.page_size, 16)
+    return replace(
+        config,
+        chunked_prefill_size=max(chunk, config.truncation_align_size or 0),
+        max_prefill_tokens=max(config.max_prefill_tokens, config.page_size),
+    )
+
+
+def pools(rng: random.Random, config: SchedConfig, tokens: int, *, states: bool) -> HybridMemory:
+    """Of the smallest sizes that work, or of roomy ones. `tokens`: of a window, 0 for none."""
     sizes = HybridMemory(window_tokens=tokens, window_pages=1, state_slots=0) if tokens else None
     least = sizes.row_pages_max(config.page_size, config.positions_ahead) if sizes is not None else 0
     least += -(-config.split_tokens // config.page_size)
-    return replace(
-        config,
-        hybrid=HybridMemory(
-            window_tokens=tokens,
-            window_pages=least + rng.choice([0, 1, rng.randint(0, 30), 200]) if tokens else 0,
-            state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) * config.states_per_row if kind != "window" else 0,
-            checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
-        ),
+    return HybridMemory(
+        window_tokens=tokens,
+        window_pages=least + rng.choice([0, 1, rng.randint(0, 30), 200]) if tokens else 0,
+        state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) * config.states_per_row if states else 0,
+        checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
     )
 
 

@@ -140,12 +140,16 @@ def _is_received(wire: Wire) -> bool:
     return wire.receive is not None or wire.outcome is not None
 
 
-def record_fleet(folder: Path, name: str) -> Path:
-    """The journal of one engine, `p0` or `d0`, of a fleet: chunks, prefixes, cancels, a link that fails."""
-    common = {"page_size": 2, "pages": 40, "max_running_requests": 3, "num_reserved_decode_tokens": 4}
+def record_fleet(folder: Path, name: str, **decode: Any) -> Path:
+    """The journal of one engine, `p0` or `d0`, of a fleet: chunks, prefixes, cancels, a link that fails.
+
+    `decode`: more settings of the decode engine; pools beside full attention are the prefill engine's, too.
+    """
+    common: dict[str, Any] = {"page_size": 2, "pages": 40, "max_running_requests": 3, "num_reserved_decode_tokens": 4}
+    hybrid = {key: value for key, value in decode.items() if key == "hybrid"}
     fleet = Fleet(
-        [SchedConfig(role="prefill", chunked_prefill_size=4, **common)],
-        [SchedConfig(role="decode", transfer_failure="recompute", **common)],
+        [SchedConfig(role="prefill", chunked_prefill_size=4, **common, **hybrid)],
+        [SchedConfig(role="decode", transfer_failure="recompute", **common, **decode)],
     )
     for key in range(8):
         base = 100 * (key % 2 + 1)

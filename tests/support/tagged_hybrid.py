@@ -36,6 +36,7 @@ class Placed:
     slots: dict[int, list[int]] = field(default_factory=dict)  # by row: its slots of state, the first of them its own
     used: dict[int, int] = field(default_factory=dict)  # by row: how many of these it writes
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # source or NOTHING, target, row
+    adopted: list[int] = field(default_factory=list)  # rows whose state is in their slot already
     checkpoints: dict[int, tuple[int, int]] = field(default_factory=dict)  # by place in the plan: position, slot
 
     @property
@@ -88,7 +89,10 @@ class TaggedHybrid:
                 self.slots_of[row] = [*self.slots_of[row], slot]
                 continue
             self.slots_of[row] = [slot]
-            placed.copies.append((source, slot, row))
+            if source == slot:  # what a transfer brought stays where it is
+                placed.adopted.append(row)
+            else:
+                placed.copies.append((source, slot, row))
         kept = zip(changes.checkpoint_index, changes.checkpoint_positions, changes.checkpoint_slots, strict=True)
         placed.checkpoints = {int(i): (int(position), int(slot)) for i, position, slot in kept}
         spans = zip(plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist(), strict=True)
@@ -142,6 +146,8 @@ class TaggedHybrid:
         """The batch runs: copy states."""
         for source, target, row in self.placed[plan.batch_id].copies:
             self.states[target] = ZEROS if source == NOTHING else self.states[source]
+            self.stands_in[row] = 0
+        for row in self.placed[plan.batch_id].adopted:
             self.stands_in[row] = 0
 
     def read(self, plan: BatchPlan, row: int, start: int, expected: list[int], live: bool) -> bool:

@@ -82,10 +82,21 @@ class HybridChanges(msgspec.Struct, frozen=True):
     window_pages: Int32s = NO_ROWS  # [n]
     state_rows: Int32s = NO_ROWS  # [m] rows that were taken; they compute in ...
     state_slots: Int32s = NO_ROWS  # [m] ... these slots of state, which are made ...
-    state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing; -2: see above
+    state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing; -2: see above;
+    #                                  itself: of what a transfer has brought there
     checkpoint_index: Int32s = NO_ROWS  # [k] positions in the plan's rows, whose states ...
     checkpoint_positions: Int32s = NO_ROWS  # [k] ... right behind so many positions are copied as they pass there ...
     checkpoint_slots: Int32s = NO_ROWS  # [k] ... to these slots
+
+
+class HybridTransfer(msgspec.Struct, frozen=True):
+    """What a transfer moves beside full attention: the last window's KV of sliding layers, and the state of the prompt.
+
+    Positions are those of the pages; `window_pages` are the companions of the last so many of them.
+    """
+
+    window_pages: Int32s = NO_ROWS  # [n] of the sliding layers' pool
+    state_slot: int = -1  # of the state right behind the whole prompt; -1: it is not of this part, or there is none
 
 
 class RowTaken(msgspec.Struct, frozen=True):
@@ -322,6 +333,7 @@ class StartTransfer(msgspec.Struct, frozen=True):
     weights_version: int = 0  # send: of the KV; receive: of what is there already
     cached_tokens: int = 0  # send: of the prompt, found in the radix cache
     adapter_version: int = 0  # of the request's adapter on this engine; KV of another version is no good
+    hybrid: HybridTransfer | None = None  # of a model with sliding windows or linear attention
 
 
 class CancelTransfer(msgspec.Struct, frozen=True):

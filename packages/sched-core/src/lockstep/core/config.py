@@ -589,7 +589,6 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
 
 def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
     beside = {
-        "role": config.hands_over,
         "tiers": config.tiers is not msgspec.UNSET,
     }
     for name, given in beside.items():
@@ -834,8 +833,8 @@ def _settle_stages(config: SchedConfig) -> None:
         )
     if not config.overlap_consecutive_prefills:
         raise ConfigError(
-            "`overlap_consecutive_prefills` is False, but `pp_size` gives every microbatch launches of its own: extends of "
-            "different ones follow each other through the stages\nhint: drop one of the two"
+            "`overlap_consecutive_prefills` is False, but with `pp_size` every microbatch has launches of its own: their "
+            "extends follow each other through the stages\nhint: drop one of the two"
         )
 
 

@@ -90,6 +90,8 @@ def step_digest(previous: bytes, step: Step) -> bytes:
         elif type(command) is StartTransfer:
             about = (command.room, command.direction, command.start_tokens, command.stop_tokens, command.last)
             add(_encode(("transfer", command.transfer_id, command.slot, *about, command.pages.tobytes())))
+            if command.hybrid is not None:
+                add(_encode(("hybrid", command.hybrid.window_pages.tobytes(), command.hybrid.state_slot)))
         elif type(command) is CancelTransfer:
             add(_encode(("cancel transfer", command.transfer_id)))
         elif type(command) is CopyToHost:

@@ -361,6 +361,17 @@ class Transfers:
         self._abandon(engine, self.all[request.request_id], step)
         self._compute_here(engine, request, step)
 
+    def makes_way(self, engine: Engine, step: Step) -> bool:
+        """Take windows back for a split prompt, which nobody else will give any: of the newest who gets no row.
+
+        Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
+        """
+        held_up = engine.memory.hybrid is not None and not engine.in_flight and not engine.everybody[0].size
+        if held_up and self.ready:
+            self.give_up(engine, engine.requests[self.ready[-1]], step)
+            return True
+        return False
+
     def give_up_all(self, engine: Engine, step: Step) -> None:
         """The same for everybody who is ready."""
         for transfer in self.in_state("ready"):
@@ -448,6 +459,8 @@ class Transfers:
             step.wake_by(transfer.due_us)
 
     def _unlock(self, engine: Engine, transfer: Transfer, step: Step) -> None:
+        if engine.memory.hybrid is not None:
+            engine.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
             engine.memory.let_go(transfer.handle, transfer.namespace, step)
             transfer.handle = None
@@ -575,15 +588,20 @@ class Transfers:
             return False  # whoever lost its pages goes first
         memory, page_size = engine.memory, engine.config.page_size
         if engine.sessions.open:
-            engine.sessions.yield_until(memory, lambda: self._fits(engine, request, memory.match(request)), step)
-        match = memory.match(request)
+            engine.sessions.yield_until(
+                memory, lambda: self._fits(engine, request, memory.match_to_receive(request)), step
+            )
+        match = memory.match_to_receive(request)
         cached = match.pages if match is not None else 0
         pages = self._pages_of(engine, request, match)
         if not self._fits(engine, request, match):
             return False
+        path = memory.path_of(match)
         if memory.radix is not None and match is not None:
             transfer.handle, transfer.namespace = memory.radix.lock(match), request.namespace
         transfer.pages = memory.alloc(pages, "admission", step)
+        if memory.hybrid is not None:
+            memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
         transfer.start_tokens, transfer.weights = cached * page_size, memory.weights_version
         transfer.slot = self.free_slots.pop()
         self._move(engine, transfer, "allocated", step)
@@ -599,6 +617,7 @@ class Transfers:
             slot=transfer.slot,
             weights_version=transfer.weights,
             adapter_version=request.adapter.version,
+            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]) if memory.hybrid is not None else None,
         )
         step.commands.append(start)
         return True
@@ -619,11 +638,16 @@ class Transfers:
         locking = match.evictable_pages if match is not None else 0
         free = memory.available_pages - locking
         coming = len(self.in_state("receiving", "ready"))
+        alone = not engine.active and not coming
+        page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
         if pages > free:
             return False
-        if not engine.active and not coming:
+        if memory.hybrid is not None:
+            path, stop = memory.path_of(match), self._first_stop(request)
+            if not memory.hybrid.has_room_to_receive(engine, request, path, stop, None if alone else reserved):
+                return False
+        if alone:
             return True  # the pool is its own: what passed the entry check fits
-        page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
         if engine.config.reserve == "full":
             cached = match.pages if match is not None else 0
             promised = engine.reserve_of(cohort, positions) // page_size + self.promised_pages(engine)
@@ -650,7 +674,7 @@ class Transfers:
 
     def give_parts(self, engine: Engine, batch: InFlight, step: Step) -> None:
         """A batch that computes prompts was launched: its positions are sent behind it."""
-        plan, page_size = batch.plan, engine.config.page_size
+        plan, page_size, hybrid = batch.plan, engine.config.page_size, engine.memory.hybrid
         for i in range(plan.extend_rows):
             request, stop = batch.requests[i], int(plan.stops[i])
             if batch.dead and plan.rows[i] in batch.dead:
@@ -677,6 +701,7 @@ class Transfers:
                 weights_version=transfer.weights,
                 cached_tokens=max(request.cached_tokens, 0),
                 adapter_version=request.adapter.version,
+                hybrid=hybrid.to_send(request, start, pages, last=last) if hybrid is not None else None,
             )
             step.commands.append(part)
             transfer.given_tokens = stop

@@ -751,6 +751,8 @@ class Engine:
             if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
                 return None  # its next chunk goes with another microbatch
             self._continue_chunk(self.prefilling, budget, parts, step)
+            while not parts and self.transfers is not None and self.transfers.makes_way(self, step):
+                self._continue_chunk(self.prefilling, budget, parts, step)
             if not parts and self.memory.hybrid is not None:
                 take = self._chunk_in_full_pages(self.prefilling, budget)
                 preempted = preemption.make_room_for_split(self, self.prefilling, take, budget, step)

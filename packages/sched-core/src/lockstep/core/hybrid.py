@@ -37,6 +37,10 @@ from then on. A row keeps the newest of its decodes only.
 **Eviction.** Each pool by itself, what was let go of longest ago first, and of one row the beginning before the end.
 Full pages that are evicted take their companions along.
 
+**Another engine** (disaggregation.py). A decode engine gives a writer windows from the page boundary behind the prompt
+back, and the slots of the row to come (`coming`); the row takes them over. What the writer may still write when nobody
+waits any more is in quarantine with the full pages. A prefill engine sends what its row holds, which is pinned.
+
 **Admission** asks all pools at once (`lacks_state`, `WindowPool.room`); nothing is taken before all have said yes.
 Source: SGLang's hybrid radix cache (tombstones, ratios of the pools, checkpoints every 256 tokens); docs/hybrid.md.
 """
@@ -52,7 +56,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.core.commands import NO_ROWS, BatchPlan, HybridChanges, Step
+from lockstep.core.commands import NO_ROWS, BatchPlan, HybridChanges, HybridTransfer, Step
 from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.delivery import step_numbers
 from lockstep.core.events import BatchId, CompanionsEvicted, RequestId
@@ -110,6 +114,16 @@ def everybody(engine: Engine) -> Runners:
     return Stand(cohort, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
 
 
+class Coming(NamedTuple):
+    """Window pages of a request that has no row yet, since its KV is computed elsewhere."""
+
+    first: int  # page index of the first that it locks
+    shared: int  # pages in front of those it was given, which the radix cache has
+    pages: Int32s  # full pages from `first` on, whose companions it locks
+    promised: int  # companions that it opens as it decodes, as `WindowPool.promised` says
+    last: int  # pages it ever has
+
+
 class FullPages(PagePool):
     """The pool of full pages: one that comes back gives its companions back."""
 
@@ -148,6 +162,8 @@ class WindowPool:
         self.first: Int32s = np.zeros(config.rows_max, np.int32)  # by row: the first page index it locks
         self.shared: Int32s = np.zeros(config.rows_max, np.int32)  # by row: its protected pages
         self.mapped: list[tuple[Int32s, Int32s]] = []  # full pages and their new companions, for the next plan
+        self.coming: dict[RequestId, Coming] = {}  # of transfers, until the request has a row
+        self.quarantined: dict[RequestId, Int32s] = {}  # of transfers given up: pages whose companions may be written
 
     # ---- what there is
 
@@ -166,6 +182,12 @@ class WindowPool:
         lost = np.maximum.accumulate(np.where(self.window_of[path] >= 0, NONE, number))
         seen: NDArray[np.bool_] = lost < self.first_seen(number + ONE)
         return seen
+
+    def unbroken(self, request: Request, path: Int32s) -> int:
+        """Pages of a path whose windows are there as far as who begins behind the whole prompt reads them."""
+        first = self._first_to_come(request)
+        lost = (self.window_of[path[first:]] < 0).nonzero()[0]
+        return first + int(lost[0]) if lost.size else path.size
 
     def locked_by_match(self, path: Int32s) -> int:
         """Evictable companions that starting behind a path would lock."""
@@ -288,6 +310,66 @@ class WindowPool:
         self.drop(oldest.astype(np.int32))
         step.decided.append(CompanionsEvicted(step.time_us, "window", count))
 
+    # ---- from and to another engine
+
+    def receive(self, request: Request, path: Int32s, pages: Int32s, stop: int, step: Step) -> None:
+        """A request whose KV will come is given `pages` behind the cached `path`, for positions up to `stop`."""
+        first = self._first_to_come(request)
+        tail, given = path[first:], pages[max(first - path.size, 0) :]
+        self.evictable -= int(np.count_nonzero(self.locks[tail] == 0))
+        self.locks[tail] += ONE
+        if given.size:
+            self.open(given, step)
+        promised, last = self.promised(request, stop, first), -(-request.reach // self.page_size)
+        self.coming[request.request_id] = Coming(first, path.size, np.concatenate((tail, given)), promised, last)
+
+    def adopt_row(self, row: int, request_id: RequestId) -> None:
+        """All has come, and the request takes this row: what it locks is the row's."""
+        self.first[row], self.shared[row] = self.coming.pop(request_id)[:2]
+
+    def quarantine(self, request_id: RequestId) -> None:
+        """Nobody waits for it any more: what was cached is let go of, what it was given may be written yet."""
+        coming = self.coming.pop(request_id, None)
+        if coming is not None:
+            cached = max(coming.shared - coming.first, 0)
+            self.unlock(coming.pages[:cached])
+            self.quarantined[request_id] = coming.pages[cached:]
+
+    def has_room_to_receive(
+        self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None
+    ) -> bool:
+        """Whether there are windows for a request whose KV will come, and for those before it.
+
+        Each may open as many pages as `reserved` tokens need, or, under reserve `full`, all it ever does.
+        `reserved`: None for who has the engine for itself.
+        """
+        first, now = self._first_to_come(request), -(-stop // self.page_size)
+        wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
+        runners = everybody(engine)
+        next_ones = max(self.lacking(runners, path) + self.available, 0)
+        if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
+            own = now - first + self.promised(request, stop, first)
+            return own <= self.unpromised(runners) and wanted <= self.available - next_ones
+        if reserved is None or wanted > self.available:
+            return wanted <= self.available
+        cohort, positions, most = runners.cohort, runners.positions, -(-reserved // self.page_size)
+        standing = [(now, first, -(-request.reach // self.page_size))]
+        standing += [(one.first + one.pages.size, one.first, one.last) for one in self.coming.values()]
+        now_of, first_of, last_of = np.array(standing, np.int32).T
+        now_of = np.concatenate((now_of, -(-positions // self.page_size)))
+        first_of = np.concatenate((first_of, self.first[cohort.rows]))
+        last_of = np.concatenate((last_of, -(-(cohort.limits - ONE) // self.page_size)))
+        to_open = np.minimum(self.row_pages_max - (now_of - first_of), last_of - now_of)
+        return wanted + max(int(np.clip(to_open, 0, most).sum()), next_ones) <= self.available
+
+    def _first_to_come(self, request: Request) -> int:
+        """The first page index whose window a request needs that begins behind its whole prompt."""
+        return int(self.first_seen(request.prompt_tokens // self.page_size))
+
+    def of_last_window(self, request: Request, start: int, pages: Int32s) -> Int32s:
+        """Companions of those of a prompt's pages, from page index `start` on, that its first decode may see."""
+        return self.window_of[pages[max(self._first_to_come(request) - start, 0) :]]
+
     # ---- what rows will want
 
     def to_come(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
@@ -327,6 +409,9 @@ class WindowPool:
                 if request.state is RequestState.RUNNING:
                     charged += self.promised(request, request.computed, start)
                 ranges.append(self.table.pages[request.row, start:stop])
+        for coming in self.coming.values():
+            charged += coming.pages.size + coming.promised
+            ranges.append(coming.pages)
         held = np.unique(np.concatenate((NO_ROWS, *ranges))).size
         locked = self.pool.total - self.available
         return self.pool.total - charged - (locked - held)
@@ -408,7 +493,7 @@ class WindowPool:
     def returning(self, engine: Engine) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
         memory, found = engine.memory, 0
-        leaving = [(lease.row, lease.computed) for lease in memory.leases]
+        leaving = [(lease.row, lease.computed) for lease in memory.leases if lease.row not in memory.lent]
         for batch in engine.in_flight:
             leaving += [(request.row, request.computed) for request in batch.ending_requests()]
             for i, request in batch.alive():
@@ -447,6 +532,7 @@ class StatePool:
         self.left: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: checkpoints that no page has yet
         self.starts: list[tuple[int, int, int]] = []  # row, slot, and what it is a copy of, for the next plan
         self.unwritten: dict[int, BatchId] = {}  # by checkpoint of a page: the batch in flight that writes it
+        self.coming: dict[RequestId, list[int]] = {}  # slots of transfers, until their requests have rows, or they end
 
     @property
     def idle(self) -> NDArray[np.intp]:
@@ -478,6 +564,23 @@ class StatePool:
         if others:
             self.behind_drafts[row] = others
             self.starts += [(row, other, AS_IT_IS) for other in others]
+
+    def receive(self, request_id: RequestId, step: Step) -> None:
+        """A request whose state will come is given all the slots of its row; the state goes to the first."""
+        self.coming[request_id] = [self._alloc_for_row(step) for _ in range(self.by_row)]
+
+    def adopt_row(self, row: int, request_id: RequestId) -> None:
+        """Its state has come, and the request takes this row: it goes on from there."""
+        slot, *others = self.coming.pop(request_id)
+        self.slot_of[row] = slot
+        self.starts.append((row, slot, slot))
+        if others:
+            self.behind_drafts[row] = others
+            self.starts += [(row, other, AS_IT_IS) for other in others]
+
+    def received(self, request_id: RequestId) -> None:
+        """A transfer has ended: what no row has adopted is free."""
+        self.pool.free(np.array(self.coming.pop(request_id, ()), np.int32))
 
     def _alloc_for_row(self, step: Step) -> int:
         """A slot; rows yield the checkpoints that no page has yet, last of all."""
@@ -665,6 +768,25 @@ class Hybrid:
             pools.append((self.states.available(NO_ROWS), self.states.pool.total))
         return all(total - available < share * total for available, total in pools)
 
+    def pages_to_receive_behind(self, path: Int32s, request: Request) -> int:
+        """How many of a prompt's cached pages need not come, if it is computed elsewhere.
+
+        A row that begins behind the whole prompt reads windows of its last pages only, and its state comes along: what
+        is a tombstone before that may stay one.
+        """
+        return path.size if self.window is None else self.window.unbroken(request, path)
+
+    def has_room_to_receive(
+        self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None
+    ) -> bool:
+        """Whether a request whose KV will come may be given what it needs beside full pages to decode once, at `stop`.
+
+        `path`: cached pages that need not come. `reserved`: tokens left to each that runs or will; None if nobody does.
+        """
+        if self.lacks_state(NO_ROWS):
+            return False
+        return self.window is None or self.window.has_room_to_receive(engine, request, path, stop, reserved)
+
     def lacks_state(self, path: Int32s) -> bool:
         """Whether there is no slot for a newcomer behind these cached pages."""
         return self.states is not None and self.states.available(path) < self.states.by_row
@@ -685,14 +807,15 @@ class Hybrid:
         `path`: the cached pages in front of it, if it has no row yet. `then`: where the members that stay will be.
         """
         cohort, memory = engine.cohort, engine.memory
-        gone = [(lease.row, lease.computed) for lease in memory.leases]
+        gone = [(lease.row, lease.computed) for lease in memory.leases if lease.row not in memory.lent]
         ending = [request for batch in self.in_flight for request in batch.ending_requests()]
         gone += [(one.row, one.computed) for one in ending]
         gone += [(cohort.requests[i].row, int(engine.positions[i])) for i in leaving]
         if self.states is not None and request.row < 0:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
             own = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
-            if self.states.pool.total - rows * self.states.by_row - own < self.states.by_row:
+            given = sum(len(slots) for slots in self.states.coming.values())
+            if self.states.pool.total - rows * self.states.by_row - given - own < self.states.by_row:
                 return 0
         if self.window is None:
             return span[1]
@@ -745,6 +868,53 @@ class Hybrid:
             self.window.take_row(row, path)
         if self.states is not None:
             self.states.take_row(row, path, step)
+
+    def receive(self, request: Request, path: Int32s, pages: Int32s, stop: int, step: Step) -> None:
+        """A request whose KV will come is given what it needs beside `pages`, up to and with its first decode."""
+        if self.window is not None:
+            self.window.receive(request, path, pages, stop, step)
+        if self.states is not None:
+            self.states.receive(request.request_id, step)
+
+    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer:
+        """Where that goes; `pages`: those that will be written, the last of them with the end of the prompt."""
+        windows, slot = NO_ROWS, NONE
+        if self.window is not None:
+            first = -(-request.prompt_tokens // self.page_size) - pages.size
+            windows = self.window.of_last_window(request, first, pages)
+        if self.states is not None:
+            slot = self.states.coming[request.request_id][0]
+        return HybridTransfer(windows, slot)
+
+    def to_send(self, request: Request, start: int, pages: Int32s, *, last: bool) -> HybridTransfer | None:
+        """What goes with a part of a prompt, from position `start` on, in these pages: windows that its first decode
+        may see, and with the last part the state. None: nothing.
+        """
+        windows, slot = NO_ROWS, NONE
+        if self.window is not None:
+            windows = self.window.of_last_window(request, start // self.page_size, pages)
+        if self.states is not None and last:
+            slot = int(self.states.slot_of[request.row])
+        return HybridTransfer(windows, slot) if windows.size or slot != NONE else None
+
+    def adopt_row(self, row: int, request_id: RequestId) -> None:
+        """A request whose KV has come takes this row."""
+        if self.window is not None:
+            self.window.adopt_row(row, request_id)
+        if self.states is not None:
+            self.states.adopt_row(row, request_id)
+
+    def quarantine(self, request_id: RequestId) -> None:
+        """Nobody waits for what a transfer brings any more: it may still be written, until it is over."""
+        if self.window is not None:
+            self.window.quarantine(request_id)
+
+    def received(self, request_id: RequestId) -> None:
+        """A transfer is over: nobody writes what it was given. The caller frees the full pages, windows with them."""
+        if self.window is not None:
+            self.window.quarantined.pop(request_id, None)
+        if self.states is not None:
+            self.states.received(request_id)
 
     def open(self, pages: Int32s, step: Step) -> None:
         """These full pages are a row's from now on."""
@@ -886,11 +1056,14 @@ class Hybrid:
         """The state in builtins."""
         image: dict[str, Any] = {}
         if (window := self.window) is not None:
+            parked = window.quarantined
             image["window"] = {
                 "pool": window.pool.dump(),
                 "clock": window.clock,
                 "evictable": window.evictable,
                 "mapped": [(pages.tobytes(), companions.tobytes()) for pages, companions in window.mapped],
+                **({"coming": [(one, *_told(of)) for one, of in window.coming.items()]} if window.coming else {}),
+                **({"quarantined": [(one, of.tobytes()) for one, of in parked.items()]} if parked else {}),
                 **{name: getattr(window, name).tobytes() for name in WINDOW_COLUMNS},
             }
         if (states := self.states) is not None:
@@ -901,6 +1074,7 @@ class Hybrid:
                 "left": list(states.left.items()),
                 **({"behind_drafts": list(states.behind_drafts.items())} if states.by_row > 1 else {}),
                 "starts": states.starts,
+                **({"coming": list(states.coming.items())} if states.coming else {}),
                 **({"unwritten": list(states.unwritten.items())} if states.unwritten else {}),
                 **{name: getattr(states, name).tobytes() for name in STATE_COLUMNS},
             }
@@ -913,6 +1087,11 @@ class Hybrid:
             of, window.table = image["window"], table
             window.pool, window.clock, window.evictable = PagePool.load(of["pool"]), of["clock"], of["evictable"]
             window.mapped = [(np.frombuffer(a, np.int32), np.frombuffer(b, np.int32)) for a, b in of["mapped"]]
+            window.coming = {
+                one: Coming(first, shared, np.frombuffer(pages, np.int32), *more)
+                for one, first, shared, pages, *more in of.get("coming", ())
+            }
+            window.quarantined = {one: np.frombuffer(pages, np.int32) for one, pages in of.get("quarantined", ())}
             for name in WINDOW_COLUMNS:
                 setattr(window, name, np.frombuffer(of[name], getattr(window, name).dtype).copy())
         if (states := self.states) is not None:
@@ -920,6 +1099,7 @@ class Hybrid:
             states.pool, states.clock, states.reading = PagePool.load(of["pool"]), of["clock"], dict(of["reading"])
             states.left = {row: [tuple(one) for one in kept] for row, kept in of["left"]}
             states.starts = [tuple(start) for start in of["starts"]]
+            states.coming = {one: list(slots) for one, slots in of.get("coming", ())}
             states.behind_drafts = {row: list(slots) for row, slots in of.get("behind_drafts", ())}
             states.unwritten = dict(of.get("unwritten", ()))
             for name in STATE_COLUMNS:
@@ -929,6 +1109,11 @@ class Hybrid:
 WINDOW_COLUMNS = ("window_of", "locks", "used", "first", "shared")
 STATE_COLUMNS = ("slot_of", "checkpoint_of", "page_of", "locks", "used")
 Kind = Literal["window", "state"]
+
+
+def _told(coming: Coming) -> tuple[int, int, bytes, int, int]:
+    """As a snapshot has it."""
+    return coming.first, coming.shared, coming.pages.tobytes(), coming.promised, coming.last
 
 
 def extending_rows(in_flight: Iterable[InFlight]) -> list[Int32s]:

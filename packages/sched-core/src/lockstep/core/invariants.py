@@ -592,6 +592,13 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
         _window(engine, hybrid.window, holders, cached)
     if hybrid.states is not None:
         _states(engine, hybrid.states, holders, cached)
+    everyone = engine.transfers.all.values() if engine.transfers is not None and not engine.transfers.sends else ()
+    coming = sorted(one.request_id for one in everyone if one.state in ("receiving", "ready"))
+    given_up = sorted(one.request_id for one in everyone if one.state == "quarantined")
+    if (window := hybrid.window) is not None:
+        _same("S31 windows that will come", (sorted(window.coming), sorted(window.quarantined)), (coming, given_up))
+    if (states := hybrid.states) is not None:
+        _same("S31 states that will come", sorted(states.coming), sorted(coming + given_up))
 
 
 def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
@@ -613,6 +620,12 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         reads = max(min([*starts[:1], computed]) - window.behind, 0) // page_size
         if first > min(reads, int(window.first_seen(computed // page_size))):
             _fail(f"S5: {name} let go of what is below page {first}; it stands at {computed}, {starts} are in flight")
+    for request_id, coming in window.coming.items():
+        np.add.at(locks, coming.pages, 1)
+        if (lost := coming.pages[window.window_of[coming.pages] < 0]).size:
+            _fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which is gone")
+    for pages in window.quarantined.values():
+        np.add.at(locks, pages, 1)
     fenced = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.fenced_pages)])
     locks[fenced] = window.locks[fenced]
     if locks.tobytes() != window.locks.tobytes():
@@ -635,6 +648,7 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
         "checkpoints": checkpoints.tolist(),
         **{name: [int(states.slot_of[row]), *states.behind_drafts.get(row, ())] for name, row, _ in holders},
         **{f"left by row {row}": [slot for _, slot, _ in kept] for row, kept in states.left.items()},
+        **{f"the transfer of r{request_id}": slots for request_id, slots in states.coming.items()},
     }
     if sorted(chain.from_iterable(owners.values())) != list(range(states.pool.total)):
         _misowned("S1 slots of state", states.pool.total, owners)

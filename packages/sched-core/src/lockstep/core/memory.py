@@ -132,6 +132,20 @@ class Memory:
         found = self.radix.match(request.namespace, request.tokens, most)
         return found if self.hybrid is None else self.hybrid.continued(self.radix, found, request.tokens)
 
+    def match_to_receive(self, request: Request) -> Match | None:
+        """What need not come of the prompt of a request whose KV is computed elsewhere.
+
+        Not what a batch in flight is still to compute: if that failed, nobody would send it.
+        """
+        if self.radix is None or not (self.pending or self.hybrid is not None):
+            return self.match(request)
+        found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
+        path = self.path_of(found)
+        for pending in self.pending:
+            path = path[: path.size - int(np.isin(path, self.radix.pages_of(pending.node)[pending.pages :]).sum())]
+        pages = path.size if self.hybrid is None else self.hybrid.pages_to_receive_behind(path, request)
+        return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
+
     def path_of(self, match: Match | None) -> Int32s:
         """The pages of a match, int32 [pages]."""
         if self.radix is None or match is None or match.node is None:
@@ -374,6 +388,8 @@ class Memory:
         self.table.pages[row, : pages.size] = pages
         self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = computed
+        if self.hybrid is not None:
+            self.hybrid.adopt_row(row, request.request_id)
         return row
 
     def lend(self, row: int, request_id: RequestId) -> None:
@@ -382,6 +398,8 @@ class Memory:
 
     def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
         """A transfer is over: free `pages`, and what a row that it read has given up since."""
+        if self.hybrid is not None:
+            self.hybrid.received(request_id)
         if pages.size:
             self.pool.free(pages)
         for row in [row for row, lent in self.lent.items() if lent.request_id == request_id]:

@@ -340,6 +340,9 @@ def observed_line(event: Observed, names: Names) -> str:
 def _transfer_text(command: StartTransfer, names: Names) -> str:
     span = f"{names.request(command.transfer_id)}[{command.start_tokens}:{command.stop_tokens}]"
     where = f"room {command.room}, slot {command.slot}, pages {runs(command.pages.tolist())}"
+    if (beside := command.hybrid) is not None:
+        where += f", window pages {runs(beside.window_pages.tolist())}" if beside.window_pages.size else ""
+        where += f", state in slot {beside.state_slot}" if beside.state_slot != NONE else ""
     if command.direction == "receive":
         return f"receive {span}, {where}"
     behind = f" behind b{command.after_batch}" if command.after_batch is not None else ""
@@ -412,6 +415,7 @@ def _hybrid_changes(changes: HybridChanges, rows: list[int]) -> list[str]:
         lines.append("  windows of pages " + " ".join(f"{page}:{window}" for page, window in windows))
     for row, slot, source in zip(changes.state_rows, changes.state_slots, changes.state_sources, strict=True):
         made = "behind a draft" if source < NONE else "from zeros" if source == NONE else f"a copy of {source}"
+        made = "as it came" if source == slot else made
         lines.append(f"  row {row} state in slot {slot}, {made}")
     kept = zip(changes.checkpoint_index, changes.checkpoint_positions, changes.checkpoint_slots, strict=True)
     lines += [f"  row {rows[i]} leaves its state at {position} in slot {slot}" for i, position, slot in kept]

@@ -501,7 +501,8 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
             f"`engines` has the roles {', '.join(sorted(set(roles)))}; prompts need prefill engines, and these need "
             "decode engines behind them\nhint: 2xh200:role=prefill,2xh200:role=decode"
         )
-    for name in ("transfer_allocation",):
+    hybrid = setups[0].config.hybrid is not msgspec.UNSET
+    for name in ("transfer_allocation", *["page_size"] * hybrid):  # windows are sent page by page
         values = {getattr(setup.config, name) for setup in setups}
         if len(values) > 1:
             raise ConfigError(f"`{name}` must be the same for all engines, got {', '.join(sorted(map(str, values)))}")
@@ -516,8 +517,11 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
                 f"`{name}` is for engines that all do the same, not yet for roles\nhint: drop one of them"
             )
     model, turns = setups[0].model, setups[0].workload.turns
-    if model.delta is not None:
-        raise ConfigError(f"`role`: {model.name} has linear-attention state, which is not handed over yet")
+    if model.delta is not None and not hybrid:
+        raise ConfigError(
+            f"`role`: {model.name} has linear-attention state, which is handed over from and to slots of its own only\n"
+            "hint: --hybrid-memory on"
+        )
     if (turns.output_tokens == 0).any():
         raise ConfigError(
             "`workload` has requests that want no output: there is nothing to hand over\nhint: leave out the roles"

@@ -224,13 +224,13 @@ def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:
 
 
 def _added(parts: Sequence[Summary]) -> Summary:
-    """The sum of each number, and of each number of a dict by name."""
+    """The sum of each number, and of each number of a dict by name. What one part does not say adds nothing."""
     out: Summary = {}
-    for name, first in parts[0].items():
-        if isinstance(first, dict):
-            out[name] = dict(sorted(sum((Counter(part[name]) for part in parts), Counter()).items()))
+    for name in dict.fromkeys(name for part in parts for name in part):
+        known = [part[name] for part in parts if part.get(name) is not None]
+        if known and isinstance(known[0], dict):
+            out[name] = dict(sorted(sum((Counter(one) for one in known), Counter()).items()))
         else:
-            known = [part[name] for part in parts if part[name] is not None]
             out[name] = sum(known) if known else None
     return out
 

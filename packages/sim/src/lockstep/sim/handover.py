@@ -30,6 +30,7 @@ from lockstep.core.router import EngineShare, Router, RouterConfig
 from lockstep.sim.cluster_metrics import combine_handover
 from lockstep.sim.data_parallel import Ranked, summed
 from lockstep.sim.host import NEVER_US, JournalSink
+from lockstep.sim.hybrid_memory import PartSize, TransferBytes
 from lockstep.sim.metrics import MetricsFold
 from lockstep.sim.network import Flow, Links, later
 from lockstep.sim.pipeline import with_stages
@@ -70,19 +71,26 @@ class TransferTimes:
     def __init__(self) -> None:
         self.wait_us: list[int] = []  # from arrival until pages were given
         self.behind_us: list[int] = []  # from the last part computed to all of it there
-        self.tokens = 0
+        self.sent = PartSize(0, 0, 0)
         self.tokens_cached = 0  # of the prompts, on the decode engine already
         self.failed = 0
 
-    def describe(self, links: Links, kv_bytes_per_token: int, makespan_us: int | None) -> dict[str, Any]:
-        """Everything; times in microseconds."""
+    def describe(self, links: Links, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool) -> dict[str, Any]:
+        """Everything; times in microseconds. `hybrid`: whether windows and states have pools of their own."""
+        beside = {
+            "window_bytes_per_token": sizes.window_token,
+            "transferred_window_tokens": self.sent.window_tokens,
+            "state_bytes_per_request": sizes.state,
+            "transferred_states": self.sent.states,
+        }
         return {
             "transfers": len(self.behind_us),
             "transfers_failed": self.failed,
-            "transferred_tokens": self.tokens,
+            "transferred_tokens": self.sent.tokens,
             "transferred_bytes": round(sum(links.sent_bytes)),
             "tokens_not_sent": self.tokens_cached,
-            "kv_bytes_per_token": kv_bytes_per_token,
+            "kv_bytes_per_token": sizes.token,
+            **(beside if hybrid else {}),
             **_quantiles("page_wait", self.wait_us),
             **_quantiles("transfer", self.behind_us),
             "link_busy_share": round(links.busy_us / makespan_us, 6) if makespan_us else None,
@@ -99,14 +107,17 @@ def _quantiles(name: str, values: Sequence[int]) -> dict[str, float | None]:
 class Fabric:
     """Carries out what hosts order about transfers, and tells them what becomes of it."""
 
-    def __init__(self, env: Environment, links: Links, *, latency_us: int, kv_bytes_per_token: int) -> None:
+    def __init__(
+        self, env: Environment, links: Links, *, latency_us: int, sizes: TransferBytes, page_tokens: int
+    ) -> None:
         self.env = env
         self.links = links
         self.times = TransferTimes()
         self.ports: list[Port] = []
         self.rooms: dict[RequestId, Room] = {}
         self._latency_us = latency_us
-        self._bytes = kv_bytes_per_token
+        self._sizes = sizes
+        self._page_tokens = page_tokens  # of engines whose layers differ, all alike
         self._behind: dict[tuple[int, BatchId | None], list[Room]] = {}  # by engine and batch: whose part waits for it
 
     def open(self, room: Room) -> None:
@@ -163,9 +174,9 @@ class Fabric:
         if room.over or room.receive is None or room.flow is not None or not room.ready:
             return
         part = room.parts[0]
-        tokens = part.stop_tokens - max(part.start_tokens, room.receive.start_tokens)
-        self.times.tokens += max(tokens, 0)
-        size = max(tokens, 0) * self._bytes
+        start = max(part.start_tokens, room.receive.start_tokens)
+        size, sent = self._sizes.of_part(part, start, self._page_tokens)
+        self.times.sent = PartSize(*(one + more for one, more in zip(self.times.sent, sent, strict=True)))
         room.flow = self.links.start(room.prefill, room.decode, size, lambda: self._moved(room, part))
 
     def _moved(self, room: Room, part: StartTransfer) -> None:
@@ -272,9 +283,10 @@ class HandoverCluster:
         speeds = [setup.link_bytes_per_us(one) for one in setup.engines]
         links = Links(self.env, speeds, speeds)
         first = setup.engines[0]
-        kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
-        latency_us = setup.scenario.link_latency_us
-        self.fabric = Fabric(self.env, links, latency_us=latency_us, kv_bytes_per_token=kv_bytes)
+        self.hybrid = first.config.hybrid is not msgspec.UNSET
+        self.sizes = TransferBytes.of(first.model, first.scenario.kv_dtype, hybrid=self.hybrid)
+        latency_us, page_tokens = setup.scenario.link_latency_us, first.config.page_size
+        self.fabric = Fabric(self.env, links, latency_us=latency_us, sizes=self.sizes, page_tokens=page_tokens)
         self.ranks = Ranked(self.env)
         self.feeds: list[SharedFeed] = []
         self.metrics: list[MetricsFold] = []
@@ -338,9 +350,8 @@ class HandoverCluster:
             datas, self.engines_of["decode"], hop_us=self._hop_us, slos=slos, encoders=self.setup.encoders
         )
         makespan_us = data.summary["throughput"]["makespan_us"]
-        first = self.setup.engines[0]
-        kv_bytes = first.model.kv_bytes_per_token(first.scenario.kv_dtype)
-        data.summary["transfers"] = self.fabric.times.describe(self.fabric.links, kv_bytes, makespan_us)
+        times, links = self.fabric.times, self.fabric.links
+        data.summary["transfers"] = times.describe(links, self.sizes, makespan_us, hybrid=self.hybrid)
         for role in ("prefill", "decode") if self.ranks.groups else ():
             data.summary[f"ranks_{role}"] = summed([one.counts for one in self.ranks.groups if one.role == role])
         return self.clock.measured(data, datas, self.routing["prefill"].by_reason, stopped_early, began_s)

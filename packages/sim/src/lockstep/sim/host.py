@@ -1167,10 +1167,14 @@ class RowAdapters:
 
 
 def state_copies(plan: BatchPlan) -> float:
-    """States that are copied with a plan: to start from, and to be left behind; half, behind each draft one is written."""
+    """States that are copied with a plan: to start from, and to be left behind. What a transfer brought stays.
+
+    Half of one for each draft, behind which a state is written, and none read.
+    """
     copies, changes = 0.0, plan.hybrid
     if changes is not None:
-        copies += int(np.count_nonzero(changes.state_sources >= 0)) + len(changes.checkpoint_slots)
+        copied = (changes.state_sources >= 0) & (changes.state_sources != changes.state_slots)
+        copies += int(np.count_nonzero(copied)) + len(changes.checkpoint_slots)
     if plan.speculation is not None:
         copies += int(plan.speculation.drafted().sum()) / 2.0
     return copies

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from lockstep.core.commands import StartTransfer
 from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.errors import ConfigError
 from lockstep.sim.cost import GpuSpec, KvCapacity, KvDtype, ModelSpec
@@ -109,6 +110,44 @@ class StageRoom(NamedTuple):
         """Full pages that fit beside so many states, with the window pages that go with them."""
         page_bytes = page_tokens * (self.full + self.sliding * (sliding_ratio if self.sliding else 0.0))
         return int((self.left - slots * self.state_bytes) / page_bytes) if page_bytes else UNBOUNDED_PAGES
+
+
+class TransferBytes(NamedTuple):
+    """What is sent from a prefill to a decode engine, of all layers and GPUs of the model together."""
+
+    token: int  # KV of a token in layers that keep every token
+    window_token: int  # in sliding layers with a pool of their own: of the last window's tokens only
+    state: int  # of linear attention, once for each request
+
+    @staticmethod
+    def of(model: ModelSpec, kv_dtype: KvDtype, *, hybrid: bool) -> TransferBytes:
+        """`hybrid`: whether sliding windows and states have pools of their own."""
+        if not hybrid:
+            return TransferBytes(model.kv_bytes_per_token(kv_dtype), 0, 0)
+        each = model.kv_values_per_layer() * KV_BYTES[checked_kv_dtype(kv_dtype)]
+        return TransferBytes(model.full_layers * each, model.sliding_layers * each, model.state_bytes_per_request())
+
+    def of_prompt(self, tokens: float, window: int) -> float:
+        """Bytes of a prompt of so many tokens."""
+        return tokens * self.token + min(tokens, window) * self.window_token + self.state
+
+    def of_part(self, part: StartTransfer, start: int, page_tokens: int) -> tuple[int, PartSize]:
+        """Bytes of a part from position `start` on, and of what."""
+        tokens, window_tokens, states = max(part.stop_tokens - start, 0), 0, 0
+        if part.hybrid is not None:
+            first = -(-part.stop_tokens // page_tokens) - len(part.hybrid.window_pages)
+            window_tokens = min(max(part.stop_tokens - first * page_tokens, 0), tokens)
+            states = int(part.hybrid.state_slot >= 0)
+        size = tokens * self.token + window_tokens * self.window_token + states * self.state
+        return size, PartSize(tokens, window_tokens, states)
+
+
+class PartSize(NamedTuple):
+    """What a part of a prompt has."""
+
+    tokens: int
+    window_tokens: int  # of these, whose KV of sliding layers is sent
+    states: int
 
 
 def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares, kv: KvCapacity | None) -> HybridMemory:

@@ -38,6 +38,7 @@ from lockstep.sim.cluster import assemble_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.generate import PREFIX
 from lockstep.sim.host_tiers import HYBRID_KEYS, TIER_KEYS
+from lockstep.sim.hybrid_memory import TransferBytes, window_tokens_of
 from lockstep.sim.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
@@ -277,7 +278,9 @@ def _estimate(candidate: Candidate, setup: Setup, summary: WorkloadSummary) -> C
     prefill_us = estimate_capacity(prefill.cost, prefill.config, summary).prefill_us
     assert candidate.trial is not None
     links = candidate.trial.scenario()
-    kv_bytes = setup.model.kv_bytes_per_token(setup.scenario.kv_dtype) * new_prompt_tokens(summary)
+    hybrid = setup.config.hybrid is not msgspec.UNSET
+    sizes = TransferBytes.of(setup.model, setup.scenario.kv_dtype, hybrid=hybrid)
+    kv_bytes = sizes.of_prompt(new_prompt_tokens(summary), window_tokens_of(setup.model))
     link_gpus = min(side.engines * one.split.gpus for side, one in ((split.prefill, prefill), (split.decode, setup)))
     rates = (
         split.prefill.engines * 1e6 / max(prefill_us, 1e-3),
