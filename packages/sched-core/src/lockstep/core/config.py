@@ -833,8 +833,8 @@ def _settle_stages(config: SchedConfig) -> None:
         )
     if not config.overlap_consecutive_prefills:
         raise ConfigError(
-            "`overlap_consecutive_prefills` is False, but with `pp_size` every microbatch has launches of its own: their "
-            "extends follow each other through the stages\nhint: drop one of the two"
+            "`overlap_consecutive_prefills` is False, but with `pp_size` every microbatch has launches of its own: "
+            "their extends follow each other through the stages\nhint: drop one of the two"
         )
 
 
