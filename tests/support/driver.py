@@ -707,6 +707,7 @@ class Driver:
         (members, ending), several = places, self.engine.microbatches
         assert several is not None
         victims = [one for one in step.decided if isinstance(one, RequestRetracted) and one.reason == "preempted"]
+        victims = [one for one in victims if one.beneficiary not in members]  # the split prompt has a place
         if not victims:
             return
         for event in step.decided:  # whoever left before gave its place
