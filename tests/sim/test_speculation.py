@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,19 @@ def test_a_plan_says_what_drafts_bring_and_that_nobody_serves_them_yet(tmp_path:
     assert "not carried out there yet: speculative_method mtp" in result.output
     assert "--set speculative_method" not in result.output
     assert "--speculative-method mtp --acceptance 0.9" in result.output or "--acceptance 0.9" in result.output
+
+
+def test_a_plan_compares_microbatches_with_drafts(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from lockstep.sim.plan.cli import plan
+
+    words = "--model qwen3-8b --gpus h200 --workload gen:input=fixed:64,output=fixed:12 --load sessions --sessions 2"
+    words += " --pp 2 --search pp_size=1,2 --search speculative_method=none,ngram --slo tpot_p90=1s --quick"
+    words += " --requests 10 --all"
+    result = CliRunner().invoke(plan, [*words.split(), "--jobs", "1", "--json", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    rates = {tuple(one["settings"].values()): one["best"]["goodput_requests_per_s"] for one in told["configurations"]}
+    assert rates["2", "ngram"] > rates["2", "none"]
+    assert rates["1", "ngram"] > rates["1", "none"]

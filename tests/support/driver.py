@@ -707,6 +707,7 @@ class Driver:
         (members, ending), several = places, self.engine.microbatches
         assert several is not None
         victims = [one for one in step.decided if isinstance(one, RequestRetracted) and one.reason == "preempted"]
+        victims = [one for one in victims if one.beneficiary not in members]  # the split prompt has a place
         if not victims:
             return
         for event in step.decided:  # whoever left before gave its place
@@ -1009,7 +1010,7 @@ def pipelined(rng: random.Random, config: SchedConfig) -> SchedConfig:
         overlap_consecutive_prefills=True,
         pp_size=rng.choice([2, 2, 3]),
         pp_async_batch_depth=rng.choice([0, 0, 1]),
-        pp_max_micro_batch_size=rng.choice([msgspec.UNSET, 1, 2, 16]),
+        pp_max_micro_batch_size=rng.choice([msgspec.UNSET, 1, 2, 1 if config.enable_priority_preemption else 16]),
         pp_dynamic_chunking=splits and rng.random() < 0.3,
     )
 

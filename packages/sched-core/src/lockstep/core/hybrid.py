@@ -802,15 +802,15 @@ class Hybrid:
         then: Int32s,
     ) -> int:
         """Tokens that a newcomer or a split prompt may take, of the `span` from where on and how many, once everything
-        in flight is delivered and these members of the cohort have left; 0 if it would have no slot.
+        in flight is delivered and these of all who decode have left; 0 if it would have no slot.
 
-        `path`: the cached pages in front of it, if it has no row yet. `then`: where the members that stay will be.
+        `path`: the cached pages in front of it, if it has no row yet. `then`: where those that stay will be.
         """
-        cohort, memory = engine.cohort, engine.memory
+        (cohort, positions), memory = engine.everybody, engine.memory
         gone = [(lease.row, lease.computed) for lease in memory.leases if lease.row not in memory.lent]
         ending = [request for batch in self.in_flight for request in batch.ending_requests()]
         gone += [(one.row, one.computed) for one in ending]
-        gone += [(cohort.requests[i].row, int(engine.positions[i])) for i in leaving]
+        gone += [(cohort.requests[i].row, int(positions[i])) for i in leaving]
         if self.states is not None and request.row < 0:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
             own = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
@@ -821,7 +821,7 @@ class Hybrid:
             return span[1]
         stay = np.ones(cohort.size, np.bool_)
         stay[leaving] = False
-        staying, now = cohort.only(stay.nonzero()[0]), engine.positions[stay]
+        staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
         opening = 0
         if engine.config.reserve == "on_demand":  # elsewhere the reserve has their pages
             held = -(-now // self.page_size)

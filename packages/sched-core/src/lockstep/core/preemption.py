@@ -124,20 +124,18 @@ def make_room_for_split(
         return []
     if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
         return []
-    span, positions = (request.computed, take), engine.positions
+    span, (cohort, positions) = (request.computed, take), engine.everybody
 
     def enough(leaving: list[int]) -> bool:
-        back = engine.memory.back_once_delivered(
-            [(engine.cohort.requests[i], int(positions[i])) for i in leaving], None
-        )
-        staying = np.delete(np.arange(engine.cohort.size), leaving)
-        then = np.minimum(positions[staying] + back.launches * engine.moves_by, engine.cohort.limits[staying] - ONE)
+        back = engine.memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], None)
+        staying = np.delete(np.arange(cohort.size), leaving)
+        then = np.minimum(positions[staying] + back.launches * engine.moves_by, cohort.limits[staying] - ONE)
         return _goes_on(hybrid, engine, request, span, NO_ROWS, budget, leaving, then)
 
-    ranked = candidates(request, engine.cohort, config)
+    ranked = candidates(request, cohort, config)
     if not ranked or enough([]):
         return []
-    victims = [engine.cohort.requests[i] for i in fewest(ranked, enough)]
+    victims = [cohort.requests[i] for i in fewest(ranked, enough)]
     engine.break_ranks(victims)
     for victim in victims:
         engine.retract(victim, "preempted", step, beneficiary=request.request_id)

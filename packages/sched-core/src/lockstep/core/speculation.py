@@ -183,9 +183,9 @@ def _pages_to_open(engine: Engine) -> int:
     """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
     memory = engine.memory
     available = memory.available_pages
-    if engine.microbatches is not None:
-        available -= engine.microbatches.pages_of_others(engine)
-    return available if memory.hybrid is None else memory.hybrid.pages_for_drafts(available)
+    if memory.hybrid is not None:
+        available = memory.hybrid.pages_for_drafts(available)
+    return available if engine.microbatches is None else available - engine.microbatches.pages_of_others(engine)
 
 
 def _draftable(members: Cohort, most: Int32s, wanted: int) -> Int32s:
