@@ -952,6 +952,11 @@ EXPECTED_MARKS = (
 """What a campaign must reach, or its histories are too tame."""
 
 TIMEOUTS_US = (None, 1_000, 100_000)
+PREEMPTING = {
+    "retraction_policy": "priority",
+    "enable_priority_preemption": True,
+    "priority_preemption_threshold": 1,
+}
 
 
 def random_fleet(
@@ -1015,7 +1020,13 @@ def random_fleet(
             made = pipelined(stages, made)
         if beside is not None:
             made = splitting(made)
-            made = msgspec.structs.replace(made, hybrid=pools(beside, made, window_tokens, states=layers != "window"))
+            sharing = {"same_step_sharing": made.radix_cache and beside.random() < 0.4}
+            preempting = made.schedule_policy == "priority" and beside.random() < 0.5
+            made = msgspec.structs.replace(
+                made,
+                hybrid=pools(beside, made, window_tokens, states=layers != "window"),
+                **(sharing | (PREEMPTING if preempting else {})),
+            )
         if common["radix_cache"] and rng.random() < 0.3 and beside is None:
             host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
             tiers = CacheTiers(

@@ -161,7 +161,7 @@ def record_fleet(folder: Path, name: str, **decode: Any) -> Path:
             fleet.link_down("p0", "d0")
         fleet.clock(1_000)
     fleet.settle()
-    return _journal_of(fleet, name, folder)
+    return journal_of(fleet, name, folder)
 
 
 def record_kinds(folder: Path, name: str) -> Path:
@@ -192,10 +192,11 @@ def record_kinds(folder: Path, name: str) -> Path:
     fleet.settle()
     fleet.arrive(Asked(8, tuple(range(100, 107)), 4), "d0", "p0")
     fleet.settle()
-    return _journal_of(fleet, name, folder)
+    return journal_of(fleet, name, folder)
 
 
-def _journal_of(fleet: Fleet, name: str, folder: Path) -> Path:
+def journal_of(fleet: Fleet, name: str, folder: Path) -> Path:
+    """The journal of one engine of a fleet, up to now."""
     member = fleet.members[name]
     with JournalWriter.create(folder, JournalHeader(config=member.config, host={"kind": "fleet"})) as journal:
         for event, digest in member.events:

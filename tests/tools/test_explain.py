@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.command import main
+from lockstep.core.config import SchedConfig
 from lockstep.core.dispatch import DispatchConfig, Dispatcher
 from lockstep.core.engine import Engine
 from lockstep.core.render import Names
@@ -24,8 +25,10 @@ from lockstep.tools.story import Chronicle, Story
 from lockstep.tools.telling import sentences, story_text
 from lockstep.tools.timeline import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
-from tests.support.recorded import SCENARIOS, record_rank, record_simulation, record_story
+from tests.support.fleet import Fleet
+from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story
 from tests.support.scenario import Run, digest_of, parse, play
+from tests.support.served import Asked
 
 
 def run_explain(*arguments: object) -> Result:
@@ -157,6 +160,41 @@ def test_grammar_session_adapter_sample_and_pause_are_told(tmp_path: Path) -> No
         "finish\nrun\n",
     )
     assert causes(story_of(samples, "a.1")[0])[0][0] in ("sample", "prefix")
+
+
+def hear_all(fleet: Fleet) -> None:
+    for fact in list(fleet.told):
+        fleet.tell(fact)
+
+
+def test_waits_between_engines_are_told_on_both_sides(tmp_path: Path) -> None:
+    """The KV of a prompt takes 4 ms; the decode engine runs one request, and another one's stands there for a while."""
+    common: dict[str, Any] = {"page_size": 2, "pages": 40, "max_running_requests": 1, "num_reserved_decode_tokens": 0}
+    fleet = Fleet([SchedConfig(role="prefill", **common)], [SchedConfig(role="decode", **common)])
+    for key in range(2):
+        fleet.arrive(Asked(key, tuple(range(100 * key, 100 * key + 6)), 4))
+    fleet.clock(1_000)
+    for _ in range(2):
+        hear_all(fleet)
+        assert fleet.ready("p0")
+        assert fleet.finish("p0")
+    fleet.clock(4_000)
+    while fleet.movable():
+        fleet.move(fleet.movable()[0])
+    hear_all(fleet)
+    assert fleet.ready("d0")
+    fleet.clock(2_000)
+    fleet.settle()
+    decode = journal_of(fleet, "d0", tmp_path / "d0")
+    first, _, text = story_of(decode, "r0")
+    assert causes(first)[0][0] == "receiving"
+    assert "its KV was on the way" in text
+    second, _, text = story_of(decode, "r1")
+    assert [cause[0] for cause in causes(second)] == ["receiving", "ready"]
+    assert "there was no row" in text
+    prefill, _, text = story_of(journal_of(fleet, "p0", tmp_path / "p0"), "r0")
+    assert causes(prefill)[0][0] == "bootstrap"
+    assert "its decode engine had not given it pages" in text
 
 
 def test_media_are_told_content_by_content(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.core.commands import BatchPlan, EncodeMedia, FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.disaggregation import HELD
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdmissionDeferred,
@@ -49,7 +50,8 @@ NOBODY: RequestId = -1
 
 
 class Cause(NamedTuple):
-    """What a waiting request waits for. `reason` is a DeferReason, or session, paused, closed or launch.
+    """What a waiting request waits for. `reason` is a DeferReason, the state of a transfer that holds it, or session,
+    paused, closed or launch.
 
     `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The numbers are
     those of the AdmissionDeferred.
@@ -433,6 +435,9 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
             return Cause("session", NOBODY if session.turn is None else session.turn)
+        transfer = engine.transfers.all.get(request_id) if engine.transfers is not None else None
+        if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
+            return Cause(transfer.state)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)
     if own is not None and not engine.paused and engine.maintenance.admits:
         if own.reason == "prefix" and request.behind == own.behind and _computes_prompt(engine, own.behind):
