@@ -360,6 +360,26 @@ def test_slots_behind_drafts_are_given_at_once(drafts: int) -> None:
     assert all(made.answers[key] == asked(key).answer for key in range(3))
 
 
+def test_a_state_that_is_shared_late_is_not_being_written_any_more() -> None:
+    """A row that is sent keeps its own pages while the cache has others of these tokens. When those are gone, its next
+    chunk is shared at its launch, and with it what was computed before: a checkpoint that no batch in flight writes.
+    """
+    made = fleet(LAYERS["states"], same_step_sharing=True, overlap_depth=0, restores=False)
+    made.arrive(asked(0, prompt=9))
+    made.settle()
+    prompt = (*asked(0, prompt=8).prompt, *range(500, 506))
+    wire = made.arrive(Asked(1, prompt, 4), logprob_start=0)  # computes all of its prompt
+    hear(made, "accepted", "p0")
+    for _ in range(2):
+        assert made.ready("p0")
+        made.finish("p0")
+    memory = made.members["p0"].engine.memory
+    assert memory.radix is not None
+    memory.pool.free(memory.radix.evict(memory.radix.evictable_pages))
+    made.settle()
+    assert made.answers[1] == wire.wanted
+
+
 # --------------------------------------------------------------------------------------------------- random histories
 
 

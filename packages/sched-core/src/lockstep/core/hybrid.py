@@ -691,8 +691,9 @@ class StatePool:
             page = int(pages[boundary - 1])
             self.checkpoint_of[page], self.page_of[slot] = slot, page
             self._touch(slot)
-            self.locks[slot] += 1
-            self.unwritten[slot] = batch_id
+            if batch_id >= self.in_flight[0].plan.batch_id:  # otherwise it is there, and is shared late
+                self.locks[slot] += 1
+                self.unwritten[slot] = batch_id
 
     def written(self, batch_id: BatchId) -> None:
         """A batch is delivered, or failed: it writes no checkpoint any more."""
