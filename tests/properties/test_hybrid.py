@@ -126,6 +126,25 @@ def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
     assert most == 3 * settings.row_pages_max(4, 2) == 3 * 7
 
 
+@pytest.mark.parametrize("launches", [{"overlap_depth": 1}, {"overlap_depth": 0, "pp_size": 2}])
+def test_windows_of_chunks_in_flight_come_back_once(launches: dict[str, int]) -> None:
+    """A decode that lacks a page waits for what is coming back: of two chunks both were counted from the first on."""
+    settings = HybridMemory(window_tokens=3, window_pages=20)
+    engine = Engine(
+        SchedConfig(page_size=2, pages=40, chunked_prefill_size=8, radix_cache=False, hybrid=settings, **launches)
+    )
+    assert engine.memory.hybrid is not None
+    window = engine.memory.hybrid.window
+    assert window is not None
+    engine.step(RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((7, 24)), max_new_tokens=4))
+    for number in range(2):
+        engine.step(LaneReady(0, number if engine.config.pipelines else 0))
+    available, returning = window.available, window.returning(engine)
+    for number in range(2):
+        engine.step(BatchFinished(0, number, b""))
+    assert (available, returning, window.available) == (12, 7, 12 + 7)
+
+
 def test_a_newcomer_is_charged_what_it_opens_and_not_a_window() -> None:
     """A7: two windows of pages, one of them held by a decode; who opens two pages starts beside it."""
     settings = HybridMemory(window_tokens=32, window_pages=18)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.data_parallel import Pass, RankGroup, Share, pass_shape
+from lockstep.sim.pipeline import Stages
 from lockstep.sim.plan.cli import plan
 from lockstep.sim.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.simulate import Scenario
@@ -62,6 +64,8 @@ def plain() -> ClusterRun:
 
 def test_ranks_share_out_what_the_engine_has() -> None:
     given = {"max_running_requests": 250, "chunked_prefill_size": 8192, "page_size": 16, "pages": 1000}
+    staged = SchedConfig(**settings_of_rank({**given, "pp_size": 2, "pp_max_micro_batch_size": 90}, 8))
+    assert (staged.pp_max_micro_batch_size, config_of_engine(staged).pp_max_micro_batch_size) == (12, 96)
     share = settings_of_rank(given, 8)
     assert (share["max_running_requests"], share["chunked_prefill_size"], share["pages"]) == (32, 1024, 125)
     assert share["max_prefill_tokens"] == 2048
@@ -278,11 +282,13 @@ def test_a_pass_waits_for_the_rank_that_copies_the_most_states(monkeypatch: pyte
         batch_id=0, mode="idle", rows=no, request_ids=no.astype(np.int64), starts=no, stops=no, ranks=agreed()
     )  # fmt: skip
     took_us = []
-    for copies_us in ((0.0, 0.0), (70.0, 500.0)):
+    port: Any = SimpleNamespace(device=SimpleNamespace(state_copy_us=100.0))
+    for each in ((0.0, 0.0), (0.5, 5.0)):
         group = RankGroup(Environment(), MODEL, 2, seed=0, name="ranks")
+        group.ports = [port, port]
         monkeypatch.setattr(group, "_time", lambda: None)
-        for rank, states_us in enumerate(copies_us):
-            group.handed_over(rank, Share(idle, decode_shape(16, 1000), 0, 0.0, states_us, b"", b""))
+        for rank, copies in enumerate(each):
+            group.handed_over(rank, Share(idle, decode_shape(16, 1000), 0, 0.0, copies, b"", b""))
         took_us.append(group._passes[0].took_us)
     assert took_us[1] - took_us[0] == pytest.approx(500.0)
 
@@ -365,6 +371,99 @@ def test_prefill_ranks_hand_over_to_decode_ranks(tmp_path: Path) -> None:
     assert verified.exit_code == 0, verified.output
 
 
+@pytest.fixture
+def tokens_in_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Holds every pass of ranks in stages against when the newest tokens of who decodes in it were sampled. Returns
+    the number of rows that were, as it grows.
+    """
+    sampled: dict[tuple[int, int, int], int] = {}  # by group, rank and row
+    held = [0]
+    begin, left = RankGroup._begin, RankGroup._left
+
+    def checked(self: RankGroup, one: Pass) -> int:
+        begun_us = begin(self, one)
+        for rank, share in enumerate(one.shares):
+            for row in share.plan.rows[share.plan.extend_rows :].tolist():
+                held[0] += (id(self), rank, row) in sampled
+                assert begun_us >= sampled.get((id(self), rank, row), 0), f"rank {rank}, {share.plan}"
+        return begun_us
+
+    def noted(self: RankGroup, one: Pass, stages: Stages) -> None:
+        left(self, one, stages)
+        for rank, share in enumerate(one.shares):
+            for row in share.plan.rows[share.plan.sample_rows].tolist():
+                sampled[id(self), rank, row] = one.ends_us[rank]
+
+    monkeypatch.setattr(RankGroup, "_begin", checked)
+    monkeypatch.setattr(RankGroup, "_left", noted)
+    return held
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap_depth": 0},
+        {"overlap_depth": 1},
+        {"pp_size": 2},
+        {"pp_size": 2, "overlap_depth": 1, **DELAYING},
+        {"pp_size": 2, "pp_async_batch_depth": 1, "pp_max_micro_batch_size": 8},
+    ],
+    ids=str,
+)
+def test_passes_of_ranks_go_through_stages(
+    settings: dict[str, Any], plain: ClusterRun, tokens_in_time: list[int], tmp_path: Path
+) -> None:
+    made = run(cluster(pp=2, settings={"pages": 40_000, **settings}), tmp_path, check_every=40)
+    write_cluster_run(tmp_path, made)
+    assert made.data.summary["requests"]["completed"] == 60
+    assert made.data.requests.output_tokens.tolist() == plain.data.requests.output_tokens.tolist()
+    assert tokens_in_time[0] > 1000
+    passes = made.data.summary["ranks"]["passes"]
+    assert {one.batches for one in made.engines} == {passes}
+    first, *others = [one.data for one in made.engines]
+    for other in others:
+        assert other.batches.finished_us.tolist() == first.batches.finished_us.tolist()
+    told = [one.data.summary["device"]["pipeline"] for one in made.engines]
+    assert [one["stages"] for one in told] == [2] * 4
+    assert len({tuple(one["stage_busy_us"]) for one in told}) == 1, "a stage has GPUs of every rank"
+    if "pp_size" in settings:
+        times = first.stages
+        assert times is not None
+        assert len(times.batch_id) == passes
+        assert (times.start_us[1:] >= times.stop_us[:-1] - 1).all(), "a stage runs passes one after the other"
+        assert (times.start_us[:, 1:] >= times.stop_us[:, :-1]).all(), "a pass is in one stage at a time"
+        assert min(told[0]["batches_by_microbatch"]) > 0
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_ranks_with_microbatches_keep_stages_busier() -> None:
+    workload = "gen:n=48,rate=inf,input=fixed:900,output=fixed:60"
+    one, two = (run(cluster(workload, pp=2, settings=settings)).data.summary for settings in ({}, {"pp_size": 2}))
+    assert two["device"]["pipeline"]["stage_busy_share"] > 1.4 * one["device"]["pipeline"]["stage_busy_share"]
+    assert two["ranks"]["exchanges"] < 1.2 * two["ranks"]["passes"], "turns are seldom passed on for nothing"
+
+
+def test_who_comes_while_one_microbatch_is_in_flight_enters_the_other() -> None:
+    """Its turn is not passed on while nobody needs that: the second request would wait for the first one's pass."""
+    made = run(cluster("gen:n=2,rate=400,input=fixed:900,output=fixed:1", pp=2, settings={"pp_size": 2}))
+    times = made.engines[0].data.stages
+    assert times is not None
+    assert times.microbatch.tolist() == [0, 1]
+    assert times.stop_us[0, 0] < times.start_us[1, 0] < times.stop_us[0, 1]
+
+
+def test_ranks_in_stages_sample_under_grammars(tokens_in_time: list[int], tmp_path: Path) -> None:
+    """A pass waits in the last stage until every rank has sampled; the forwards behind it go on."""
+    settings = {"pp_size": 2, "overlap_depth": 1, "pages": 40_000}
+    made = run(cluster(STRUCTURED, pp=2, settings=settings), tmp_path, check_every=40)
+    assert made.data.requests.output_tokens.sum() == made.setup.workload.turns.output_tokens.sum()
+    assert tokens_in_time[0] > 100
+    write_cluster_run(tmp_path, made)
+    verified = CliRunner().invoke(journal, ["verify", str(tmp_path)])
+    assert verified.exit_code == 0, verified.output
+
+
 def test_triggers_of_the_delayer_wait_for_more_prompts() -> None:
     """Where every rank has prompts most of the time, but few: fewer extends, each with more of them."""
     workload = "gen:n=80,rate=200,input=lognormal:200:0.3,output=uniform:5:60"
@@ -379,7 +478,7 @@ def test_triggers_of_the_delayer_wait_for_more_prompts() -> None:
     ("words", "message"),
     [
         ("--tp 4", "`attention_dp` is 1"),
-        ("--tp 4 --attention-dp 4 --pp 2", "`pp` is 2"),
+        ("--tp 4 --attention-dp 4 --pp 2 --pp-size 3", "`pp_size` is 3, but `pp` is 2"),
         ("--tp 4 --attention-dp 4 --receive-interval 3", "`receive_interval` is 3"),
         ("--tp 4 --attention-dp 4 --autoscale open_requests=8", "`autoscale` is given"),
         ("--tp 4 --attention-dp 4 --decode-steps-per-launch 2", "ranks agree on every pass"),

@@ -105,10 +105,10 @@ def test_each_stage_copies_the_states_of_its_layers(
     class Counting(PipelinedDevice):
         def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
             nonlocal copied
-            before = sum(self.stage_busy_us)
+            before = sum(self.stages.busy_us)
             super().launch(plan, shape, handed_over_us)
             copies = state_copies(plan.hybrid) if plan.hybrid is not None else 0
-            spent = sum(self.stage_busy_us) - before - sum(setup.cost.stage_us(shape))
+            spent = sum(self.stages.busy_us) - before - sum(setup.cost.stage_us(shape))
             assert spent == pytest.approx(copies * sum(each), abs=1e-3), f"batch {plan.batch_id} has {copies} copies"
             copied += copies
 

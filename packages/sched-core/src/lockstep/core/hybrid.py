@@ -492,16 +492,17 @@ class WindowPool:
 
     def returning(self, engine: Engine) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
-        memory, found = engine.memory, 0
-        leaving = [(lease.row, lease.computed) for lease in memory.leases if lease.row not in memory.lent]
-        for batch in engine.in_flight:
-            leaving += [(request.row, request.computed) for request in batch.ending_requests()]
+        memory = engine.memory
+        until = {  # by row: below this page
+            lease.row: -(-lease.computed // self.page_size) for lease in memory.leases if lease.row not in memory.lent
+        }
+        for batch in engine.in_flight:  # of several chunks of a prompt the last one says it
             for i, request in batch.alive():
                 if i < batch.plan.extend_rows:
-                    keep = self.first_seen(int(batch.plan.stops[i]) // self.page_size)
-                    found += self._held_alone(request.row, int(keep))
-        for row, computed in leaving:
-            found += self._held_alone(row, -(-computed // self.page_size))
+                    until[request.row] = int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
+        for batch in engine.in_flight:
+            until |= {one.row: -(-one.computed // self.page_size) for one in batch.ending_requests()}
+        found = sum(self._held_alone(row, stop) for row, stop in until.items())
         return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in memory.fenced_pages)
 
     def _held_alone(self, row: int, stop: int) -> int:

@@ -9,11 +9,15 @@ to ranks. All share one clock:
                                 `exchange`            begins when the last rank is there, ends for all at once
 
 A pass costs what its slowest rank needs for attention, and what all need for the rows of all, padded as they agreed.
+
+In pipeline stages a pass goes through one stage after the other, and the next pass follows it: it enters when the last
+rank is there with it, and of every rank the newest token of who decodes. A stage has GPUs of every rank.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +42,7 @@ from lockstep.core.events import (
 from lockstep.core.router import Router
 from lockstep.sim.cluster_metrics import combine
 from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host import (
     NEVER_US,
     Device,
@@ -51,6 +56,7 @@ from lockstep.sim.host import (
     state_copies,
 )
 from lockstep.sim.metrics import MetricsFold
+from lockstep.sim.pipeline import StageNotes, Stages, with_stages
 from lockstep.sim.shared_clock import Routing, SharedClock, SharedFeed, report_of
 from lockstep.sim.simulate import host_of
 from lockstep.sim.speculation import Drafter
@@ -108,7 +114,7 @@ class Share(NamedTuple):
     shape: BatchShape
     handed_over_us: int
     draft_us: float
-    states_us: float  # for copies of states
+    copies: float  # of states
     tokens: bytes
     accepted: bytes
 
@@ -227,7 +233,11 @@ class Pass:
     shares: Sequence[Share]
     took_us: float
     sampling_us: float  # of that, for those who have to wait with it; 0.0 where nobody has to
-    held_us: int = 0  # it begins no sooner
+    held_us: int = 0  # it begins no sooner, in any stage
+    encoded_us: int = 0  # nor in the first of several stages
+    shape: BatchShape | None = None  # what all run together
+    draft_us: float = 0.0  # in the last stage
+    copies: float = 0.0  # of states, by the rank that copies the most
     started_us: int | None = None
     ends_us: dict[int, int] = field(default_factory=dict)  # by rank, as far as known
 
@@ -250,6 +260,10 @@ class RankDevice(Device):
     group: RankGroup
     rank: int
 
+    def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
+        super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
+        self.token_back_us = np.zeros(rows_max, np.float64)  # by row, in stages: when its newest token is at the first
+
     def shape_of(self, plan: BatchPlan) -> BatchShape:
         """What the cost of a plan depends on. Rows whose KV came from elsewhere decode like any others."""
         shape = super().shape_of(plan)
@@ -270,16 +284,20 @@ class RankDevice(Device):
         draft_us = 0.0
         if self.speculation is not None:
             draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan))
-        states_us = self.state_copy_us * state_copies(plan) if self.state_copy_us else 0.0
+        copies = state_copies(plan) if self.state_copy_us else 0.0
         tokens = self._sample(plan).tobytes() if plan.rows.size else b""
         accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None:
             self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, None, accepted))
-        self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, states_us, tokens, accepted))
+        self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, copies, tokens, accepted))
 
     def hold_until(self, us: int) -> None:
         """No batch that is handed over from now on begins before `us`, on any rank."""
         self.group.hold_until(us)
+
+    def encode_until(self, us: int) -> None:
+        """The same of the GPUs that encode: those of the first stage."""
+        self.group.encode_until(us)
 
     @property
     def encoder_free_us(self) -> int:
@@ -308,7 +326,9 @@ class RankGroup:
         self._cost = cost
         self._key = f"{seed} {name}"
         self._free_us = 0
+        self.stages = Stages(cost) if isinstance(cost, PipelineModel) else None
         self._held_us = 0  # no pass that is handed over from now on begins before
+        self._encoded_us = 0  # in the first stage
         self._proposals: dict[int, tuple[ProposeBatch, int]] = {}
         self._there: list[deque[Share]] = [deque() for _ in range(ranks)]  # handed over, the others not yet
         self._passes: deque[Pass] = deque()  # handed over by all, and not at their end, as far as is known
@@ -352,24 +372,37 @@ class RankGroup:
         assert agreed is not None
         together = pass_shape(self._cost, [share.shape for share in shares], agreed)
         expected = self._cost.batch_us(together)
-        took_us = expected.mean_us + self._draft_us(together, shares, agreed)
-        took_us += max(share.states_us for share in shares)  # each rank copies its own
+        draft_us, copies = self._draft_us(together, shares, agreed), max(share.copies for share in shares)
+        took_us = expected.mean_us + draft_us + copies * self.ports[0].device.state_copy_us  # each rank copies its own
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._key} {self._begun}")
         self._begun += 1
         sampling_us = 0.0
         if any(share.plan.sample_after is not None for share in shares):
             sampling_us = expected.mean_us - self._cost.batch_us(replace(together, sampled_rows=0)).mean_us
-        self._passes.append(Pass(shares, took_us, sampling_us, self._held_us))
+        self._passes.append(
+            Pass(shares, took_us, sampling_us, self._held_us, self._encoded_us, together, draft_us, copies)
+        )
         self._time()
 
     def hold_until(self, us: int) -> None:
         """A rank's GPUs copy pages or encode media: no pass that is handed over from now on begins before `us`."""
         self._held_us = max(self._held_us, us)
 
+    def encode_until(self, us: int) -> None:
+        """A rank's GPUs encode media: the same, of several stages in the first only."""
+        if self.stages is None:
+            self.hold_until(us)
+        else:
+            self._encoded_us = max(self._encoded_us, us)
+
     def free_us(self, rank: int) -> int:
-        """When all that a rank handed over will have run; NEVER_US if that is not known yet: its host hears of it."""
-        return NEVER_US if self._there[rank] or self._passes else self._free_us
+        """When GPUs that encode have run all that a rank handed over; NEVER_US if that is not known yet: its host
+        hears of it.
+        """
+        if self._there[rank] or self._passes:
+            return NEVER_US
+        return self._free_us if self.stages is None else math.ceil(self.stages.free_us[0])
 
     def may_sample(self, rank: int, batch_id: BatchId, at_us: int) -> None:
         """A rank need not wait with its sampling any more."""
@@ -381,7 +414,7 @@ class RankGroup:
         while self._passes:
             one = self._passes[0]
             if one.started_us is None:
-                one.started_us = max(self._free_us, one.held_us, *(share.handed_over_us for share in one.shares))
+                one.started_us = self._begin(one)
                 self.counts.launched(one.shares)
             for port, share in zip(self.ports, one.shares, strict=True):
                 plan = share.plan
@@ -404,7 +437,44 @@ class RankGroup:
             if len(one.ends_us) < len(one.shares):
                 return
             self._free_us = max(one.ends_us.values())
+            if self.stages is not None:
+                self._left(one, self.stages)
             self._passes.popleft()
+
+    def _begin(self, one: Pass) -> int:
+        """When a pass begins behind those before it, which are timed; in stages, find out how long it takes."""
+        there_us = max(share.handed_over_us for share in one.shares)
+        if self.stages is None:
+            return max(self._free_us, one.held_us, there_us)
+        assert one.shape is not None
+        cost = self.stages.cost
+        begins_us = float(max(there_us, one.encoded_us))
+        for port, share in zip(self.ports, one.shares, strict=True):
+            decoding = share.plan.rows[share.plan.extend_rows :]
+            if decoding.size:
+                begins_us = max(begins_us, float(port.device.token_back_us[decoding].max()))
+        times_us = cost.stage_us(one.shape)
+        times_us[-1] += one.draft_us - one.sampling_us  # its forward may run before
+        send_us = cost.send_us(_tokens_of(one.shape))
+        started_us, left_us, spans = self.stages.run(
+            begins_us, self.stages.with_copies(times_us, one.copies), send_us, float(one.held_us)
+        )
+        begun_us = round(started_us)
+        one.took_us = left_us + one.sampling_us - begun_us
+        for port, share in zip(self.ports, one.shares, strict=True):
+            if port.device.notes is not None:
+                port.device.notes.add(share.plan, send_us, spans)
+        return begun_us
+
+    def _left(self, one: Pass, stages: Stages) -> None:
+        """A pass has left the last stage: its tokens go back to the first one."""
+        assert one.shape is not None
+        if one.sampling_us:
+            stages.sampled(float(self._free_us), one.sampling_us)
+        back_us = stages.cost.send_us(max(one.shape.sampled_rows, 1))
+        for port, share in zip(self.ports, one.shares, strict=True):
+            if share.plan.sample_rows.size:
+                port.device.token_back_us[share.plan.rows[share.plan.sample_rows]] = one.ends_us[port.rank] + back_us
 
     def _draft_us(self, together: BatchShape, shares: Sequence[Share], agreed: Ranks) -> float:
         """A drafter with passes runs as many as the longest drafts of any rank need, over the rows of all."""
@@ -418,6 +488,7 @@ class RankPort:
     """One rank's end of the exchange: what it has not heard yet."""
 
     host: EngineHost
+    device: RankDevice
 
     def __init__(self, group: RankGroup, rank: int, feed: SharedFeed) -> None:
         self.group, self.rank, self.feed = group, rank, feed
@@ -429,7 +500,10 @@ class RankPort:
         """This is the host, whose device runs with those of the others."""
         device = host.device
         assert isinstance(device, RankDevice)
-        device.group, device.rank, self.host = self.group, self.rank, host
+        device.group, device.rank, self.host, self.device = self.group, self.rank, host, device
+        if (stages := self.group.stages) is not None:
+            device.stages = stages
+            device.notes = StageNotes(len(stages.busy_us)) if device.notes_times else None
 
     def hear(self, time_us: int, event: RanksAgreed | None) -> None:
         """All have agreed; or, without an event, another rank waits for what this one would run."""
@@ -596,7 +670,8 @@ class RankCluster:
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
         """Measure it."""
         slos = self.setup.scenario.base.slos
-        datas = [metrics.result(slos) for metrics in self.metrics]
+        measured = zip(self.metrics, self.clock.hosts, strict=True)
+        datas = [with_stages(metrics.result(slos), host) for metrics, host in measured]
         data = combine(datas, hop_us=self._hop_us, slos=slos, encoders=self.setup.encoders)
         data.summary["ranks"] = summed([group.counts for group in self.ranks.groups])
         return self.clock.measured(data, datas, self.routing.by_reason, stopped_early, began_s)

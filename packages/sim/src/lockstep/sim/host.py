@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -88,6 +88,9 @@ from lockstep.sim.server_sessions import Conversations, changes_holding
 from lockstep.sim.speculation import Speculation
 from lockstep.sim.token_runs import TOKEN_IDS, runs_behind
 from lockstep.sim.turns import Turn, Turns
+
+if TYPE_CHECKING:
+    from lockstep.sim.pipeline import StageNotes, Stages
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
 """What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
@@ -315,7 +318,9 @@ class Device:
         self._cost = cost
         self.speculation: Speculation | None = None  # of an engine that verifies drafts
         self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
-        self.notes_times = False  # whether it is kept when each batch was in each stage of a pipeline
+        self.stages: Stages | None = None  # of a pipeline
+        self.notes: StageNotes | None = None  # when each batch was in each of these ...
+        self.notes_times = False  # ... whether that is kept
         self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
         self._seed = seed
         self._name = name
@@ -676,6 +681,7 @@ class EngineHost:
         self._nothing_new = True  # since the last LaneReady that launched nothing
         self._offered = -1  # the microbatch that launched last, or was offered a slot in vain
         self._tried = 0  # microbatches that launched nothing since there was anything new
+        self._awaited = False  # whether another rank waits for what this one would run
         self._woke_us = 0  # the clock's time, which stands still while the lane runs
         self._others_us: float = NEVER_US  # when another process acts next: they plan only when one is told of an end
 
@@ -855,6 +861,9 @@ class EngineHost:
         """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
         engine = self.engine
         several, tried = engine.microbatches, self._tried
+        if several is not None and engine.ranks is not None and not self._awaited and not self._able(several):
+            self._nothing_new = True  # the turn is not passed on before anybody needs it: who comes may want it
+            return None
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
         if self._conversations is not None and self._conversations.is_stale:
             self._conversations.told.sessions_held(now_us, engine.sessions.pages_held_alone())
@@ -884,7 +893,11 @@ class EngineHost:
         return handed_over_us
 
     def _next_microbatch(self, several: Microbatches) -> int:
-        """Whose turn it is: of those that may launch, the next one behind that which was offered a slot last."""
+        """Whose turn it is: of those that may launch, the next one behind that which was offered a slot last; or the
+        one that the round of all ranks is about.
+        """
+        if self.engine.ranks is not None:
+            return self.engine.ranks.slot
         able = self._able(several)
         behind = [number for number in able if number > self._offered]
         self._offered = (behind or able or [several.at])[0]
@@ -905,7 +918,7 @@ class EngineHost:
         """Take in what all ranks agreed on, and run that; or offer a slot, because they wait for this one."""
         event = exchange.take(now_us)
         if event is None:
-            self._nothing_new = False
+            self._nothing_new, self._awaited = False, True
             return now_us
         step = self._fold(event)
         done_us = self._carry_on(exchange, step, now_us)
@@ -919,6 +932,7 @@ class EngineHost:
         done_us = None
         for command in step.commands:
             if type(command) is ProposeBatch:
+                self._awaited = False
                 done_us = self._planned_by(now_us)
                 exchange.propose(command, done_us)
             elif type(command) is LaunchBatch:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,72 @@ from lockstep.sim.hybrid_memory import state_copies_us
 from lockstep.sim.metrics import RunData, StageTimes
 
 
+class Stages:
+    """The stages of a pipeline: batches go through them in the order of their launches."""
+
+    def __init__(self, cost: PipelineModel) -> None:
+        self.cost = cost
+        self.free_us = [0.0] * len(cost.stages)
+        self.busy_us = [0.0] * len(cost.stages)
+        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # of the state of one request
+
+    def with_copies(self, times_us: Sequence[float], copies: float) -> Sequence[float]:
+        """Times in each stage, with those of so many copies of states, each stage its own layers' part."""
+        if not copies:
+            return times_us
+        return [us + copies * each for us, each in zip(times_us, self._copies_us, strict=True)]
+
+    def run(
+        self, now_us: float, times_us: Sequence[float], send_us: float, held_us: float = 0.0
+    ) -> tuple[float, float, list[int]]:
+        """A batch goes through all of them, that long in each; in none it begins before `held_us`.
+
+        Returns: when it entered the first and left the last; start and stop in each, rounded.
+        """
+        started_us, spans = -1.0, list[int]()
+        for stage, took_us in enumerate(times_us):
+            now_us = max(now_us + (send_us if stage else 0.0), self.free_us[stage], held_us)
+            started_us = started_us if stage else now_us
+            now_us += took_us
+            self.free_us[stage] = now_us
+            self.busy_us[stage] += took_us
+            spans += (round(now_us - took_us), round(now_us))
+        return started_us, now_us, spans
+
+    def sampled(self, at_us: float, sampling_us: float) -> None:
+        """The last stage waited with sampling what left it, and is through with that."""
+        self.free_us[-1] = at_us
+        self.busy_us[-1] += sampling_us
+
+    def describe(self, busy_us: int | None) -> dict[str, Any]:
+        """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""
+        used_us = sum(self.busy_us)  # of stages; a batch that waits between two uses none
+        there_us = len(self.busy_us) * (busy_us or 0)
+        return {
+            "stages": len(self.busy_us),
+            "stage_busy_us": [round(us) for us in self.busy_us],
+            "stage_busy_share": round(used_us / there_us, 6) if there_us else None,
+            "pipeline_bubble_us": max(0, round(there_us - used_us)),
+        }
+
+
+class StageNotes:
+    """When each batch was in each stage; the wait for grammars before it samples is not in it."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
+
+    def add(self, plan: BatchPlan, send_us: float, spans: Sequence[int]) -> None:
+        """A batch went through all stages."""
+        self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
+
+    def times(self) -> StageTimes:
+        """All of it, as columns."""
+        noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * self._stages)
+        return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])
+
+
 def device_type_of(cost: CostModel) -> type[Device]:
     """What runs batches that cost so much."""
     return PipelinedDevice if isinstance(cost, PipelineModel) else Device
@@ -45,14 +112,14 @@ def device_type_of(cost: CostModel) -> type[Device]:
 
 def with_stages(data: RunData, host: EngineHost) -> RunData:
     """The same, and how busy the stages were if the device has several."""
-    device, several = host.device, host.engine.microbatches
-    if not isinstance(device, PipelinedDevice):
+    stages, notes, several = host.device.stages, host.device.notes, host.engine.microbatches
+    if stages is None:
         return data
     told = data.summary["device"]
-    told["pipeline"] = device.describe_stages(told["busy_us"])
-    if several is None:
+    told["pipeline"] = stages.describe(told["busy_us"])
+    if several is None or notes is None:
         return data
-    times = device.times()
+    times = notes.times()
     told["pipeline"]["microbatches"] = several.count
     told["pipeline"]["batches_by_microbatch"] = np.bincount(times.microbatch, minlength=several.count).tolist()
     told["pipeline"]["stage_bubble_us"] = [sum(stop - start for start, stop in gaps) for gaps in times.bubbles()]
@@ -65,13 +132,11 @@ class PipelinedDevice(Device):
     def __init__(self, cost: PipelineModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
         self._pipeline = cost
-        self._stage_free_us = [0.0] * len(cost.stages)
-        self.stage_busy_us = [0.0] * len(cost.stages)
+        self.stages: Stages = Stages(cost)
+        self.notes: StageNotes = StageNotes(len(cost.stages))
         self._token_back_us = np.zeros(rows_max, np.float64)  # by row: when its newest token is at the first stage
         self._last_us = 0  # when the last batch handed over will have finished
         self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
-        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # by stage: of a state that is copied
-        self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
         """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
@@ -86,7 +151,7 @@ class PipelinedDevice(Device):
 
     def hold_until(self, us: int) -> None:
         """No batch that is handed over from now on begins before `us`, in any stage."""
-        self._stage_free_us = [max(free_us, float(us)) for free_us in self._stage_free_us]
+        self.stages.free_us = [max(free_us, float(us)) for free_us in self.stages.free_us]
 
     @property
     def free_us(self) -> int:
@@ -96,11 +161,11 @@ class PipelinedDevice(Device):
     @property
     def encoder_free_us(self) -> int:
         """When the first stage, which encodes, is through with what was handed over."""
-        return math.ceil(self._stage_free_us[0])
+        return math.ceil(self.stages.free_us[0])
 
     def encode_until(self, us: int) -> None:
         """The first stage begins no batch before `us`; the others go on with those that they have."""
-        self._stage_free_us[0] = max(self._stage_free_us[0], float(us))
+        self.stages.free_us[0] = max(self.stages.free_us[0], float(us))
 
     def sample(self, batch_id: int, at_us: int) -> None:
         """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
@@ -116,62 +181,36 @@ class PipelinedDevice(Device):
         self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, accepted: bytes, sampled_us: int
     ) -> None:
         """Time a batch; before `sampled_us` it does not sample."""
-        pipeline, free_us = self._pipeline, self._stage_free_us
+        pipeline = self._pipeline
         draft_us = 0.0 if self.speculation is None else self.speculation.draft_us(plan, shape)
         send_us = pipeline.send_us(shape.extend_tokens + shape.decode_rows + shape.draft_tokens)
         back_us = pipeline.send_us(max(shape.sampled_rows, 1))
         decoding = plan.rows[plan.extend_rows :]
         now_us = max(float(handed_over_us), float(self._token_back_us[decoding].max()) if decoding.size else 0.0)
-        started_us = None
+        begun_us = 0
         copies = state_copies(plan) if self.state_copy_us else 0.0
         for step in range(plan.steps):
             if step:
                 shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
                 now_us += back_us
             times_us, sampling_us = pipeline.stage_us(shape), 0.0
-            spans: list[int] = []
             if sampled_us:  # the forward of the last stage may run before
                 last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
                 sampling_us, times_us[-1] = times_us[-1] - last + draft_us, last
             else:
                 times_us[-1] += draft_us
-            if copies and not step:
-                times_us = [us + copies * each for us, each in zip(times_us, self._copies_us, strict=True)]
-            for stage, took_us in enumerate(times_us):
-                now_us = max(now_us + (send_us if stage else 0.0), free_us[stage])
-                started_us = now_us if started_us is None else started_us
-                now_us += took_us
-                free_us[stage] = now_us
-                self.stage_busy_us[stage] += took_us
-                spans += (round(now_us - took_us), round(now_us))
+            started_us, now_us, spans = self.stages.run(
+                now_us, times_us if step else self.stages.with_copies(times_us, copies), send_us
+            )
+            begun_us = begun_us if step else round(started_us)
             if self.notes_times:
-                self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
+                self.notes.add(plan, send_us, spans)
             if sampled_us:
                 now_us = max(now_us, float(sampled_us)) + sampling_us
-                free_us[-1] = now_us
-                self.stage_busy_us[-1] += sampling_us
-        assert started_us is not None
-        begun_us = round(started_us)
+                self.stages.sampled(now_us, sampling_us)
         self._last_us = finished_us = max(begun_us + 1, round(now_us), self._last_us)
         if plan.sample_rows.size:
             self._token_back_us[plan.rows[plan.sample_rows]] = finished_us + back_us
         self.queue.append(
             Running(plan.batch_id, plan.generation, len(plan.rows), begun_us, finished_us, tokens, accepted)
         )
-
-    def times(self) -> StageTimes:
-        """When each batch was in each stage; the wait for grammars before it samples is not in it."""
-        stages = len(self.stage_busy_us)
-        noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * stages)
-        return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])
-
-    def describe_stages(self, busy_us: int | None) -> dict[str, Any]:
-        """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""
-        used_us = sum(self.stage_busy_us)  # of stages; a batch that waits between two uses none
-        there_us = len(self.stage_busy_us) * (busy_us or 0)
-        return {
-            "stages": len(self.stage_busy_us),
-            "stage_busy_us": [round(us) for us in self.stage_busy_us],
-            "stage_busy_share": round(used_us / there_us, 6) if there_us else None,
-            "pipeline_bubble_us": max(0, round(there_us - used_us)),
-        }

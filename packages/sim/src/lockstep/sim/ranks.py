@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from lockstep.sim.cluster import ClusterScenario
     from lockstep.sim.simulate import Scenario, Setup
 
-DIVIDED = ("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages", "transfer_slots")
+DIVIDED = (
+    *("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages", "transfer_slots"),
+    "pp_max_micro_batch_size",
+)
 """Limits of an engine that its ranks share out evenly."""
 
 
@@ -70,7 +73,6 @@ def check_ranks(scenario: Scenario) -> None:
             "hint: --attention-dp 8, or leave out --rank-schedulers"
         )
     others: dict[str, object] = {
-        "pp": scenario.pp > 1 and scenario.pp,
         "receive_interval": scenario.receive_interval > 1 and scenario.receive_interval,
     }
     for name, value in others.items():
