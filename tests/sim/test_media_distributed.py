@@ -152,6 +152,7 @@ workloads = st.builds(
     encoder=st.sampled_from([{}, {"encoder_gpus": 1}, {"encoder_gpus": 3}, {"mm_encoder_tp_mode": "data"}]),
     replicas=st.sampled_from([1, 2]),
     overlap=st.sampled_from([0, 1]),
+    stages=st.sampled_from([(1, {}), (2, {}), (2, {"pp_size": 2})]),
     seed=st.integers(0, 9),
 )
 def test_ranks_answer_as_one_engine_and_encode_what_they_are_asked(
@@ -162,6 +163,7 @@ def test_ranks_answer_as_one_engine_and_encode_what_they_are_asked(
     encoder: dict[str, Any],
     replicas: int,
     overlap: int,
+    stages: tuple[int, dict[str, int]],
     seed: int,
 ) -> None:
     if attention_dp == 4 and "mm_encoder_tp_mode" in encoder:
@@ -172,7 +174,8 @@ def test_ranks_answer_as_one_engine_and_encode_what_they_are_asked(
         **encoder,
         attention_dp=attention_dp,
         rank_schedulers=True,
-        settings={**scheduler, "overlap_depth": overlap},
+        pp=stages[0],
+        settings={**scheduler, **stages[1], "overlap_depth": overlap},
     )
     folder = tmp_path_factory.mktemp("ranks")
     run = simulate_cluster(
@@ -189,8 +192,11 @@ def test_ranks_answer_as_one_engine_and_encode_what_they_are_asked(
         assert at_once(run) <= gpus * replicas, "ranks of an engine share its encoder's GPUs"
 
 
-def test_ranks_encode_side_by_side_and_the_next_pass_waits_for_all_of_them() -> None:
-    base = scenario(**RANKS, media="image=1x2:1280x960", workload="gen:n=16,rate=200,input=fixed:64,output=fixed:40")
+@pytest.mark.parametrize("stages", [{}, {"pp": 2}, {"pp": 2, "settings": {"pp_size": 2}}], ids=str)
+def test_ranks_encode_side_by_side_and_the_next_pass_waits_for_all_of_them(stages: dict[str, Any]) -> None:
+    base = scenario(
+        **RANKS, **stages, media="image=1x2:1280x960", workload="gen:n=16,rate=200,input=fixed:64,output=fixed:40"
+    )
     run = simulate_cluster(assemble_cluster(ClusterScenario(base=base), {}), check_every=20)
     assert at_once(run) > 1
     assert run.data.encoder is not None
@@ -540,9 +546,10 @@ def invoked(command: Any, words: Sequence[str]) -> str:
     [
         ["--attention-dp", "2", "--rank-schedulers"],
         ["--pp", "2", "--pp-size", "2", "--replicas", "2"],
+        ["--attention-dp", "2", "--rank-schedulers", "--pp", "2", "--pp-size", "2"],
         ["--prefill-engines", "1", "--decode-engines", "1"],
     ],
-    ids=["ranks", "stages", "roles"],
+    ids=["ranks", "stages", "ranks in stages", "roles"],
 )
 def test_run_folder_replays_and_explains_who_waited_for_media(layout: list[str], tmp_path: Path) -> None:
     words = f"--model {MODEL} --gpu h200 --tp 2 --no-intervals --no-report --no-trace --media image=1:640x480/3".split()

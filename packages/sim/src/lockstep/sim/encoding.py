@@ -128,7 +128,7 @@ class Encoding:
 def _shared_with(scenario: Scenario) -> str:
     """Where it encodes that has no GPUs for it."""
     if scenario.rank_schedulers:
-        return "each rank's GPUs, for its own requests"
+        return f"each rank's GPUs{' of the first stage' if scenario.pp > 1 else ''}, for its own requests"
     return "the GPUs of the first stage" if scenario.pp > 1 else "the engine's GPUs"
 
 
