@@ -21,7 +21,7 @@ from tests.support.driver import (
     random_actions,
     random_config,
 )
-from tests.support.tiered import returning
+from tests.support.tiered import moving, returning, tiered
 
 OFF: dict[str, dict[str, Any]] = {
     "preempts": {"enable_priority_preemption": False},
@@ -66,6 +66,21 @@ def hybrid(rng: random.Random, config: SchedConfig, *, pairs: bool = True) -> Sc
             checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
         ),
     )
+
+
+def over_tiers(rng: random.Random, config: SchedConfig) -> SchedConfig:
+    """The same settings, tiers below the device among them, with pools beside full attention; storage has none."""
+    assert config.tiers is not UNSET
+    return hybrid(rng, replace(config, tiers=replace(config.tiers, storage=False)))
+
+
+def below(rng: random.Random, config: SchedConfig, actions: list[Action]) -> tuple[SchedConfig, list[Action]]:
+    """A history with such pools, and host memory below them; nobody is preempted, whose KV would be kept by a write."""
+    plain = replace(config, hybrid=UNSET, enable_priority_preemption=False)
+    with_tiers = tiered(rng, plain)
+    assert with_tiers.tiers is not UNSET
+    host_only = replace(with_tiers.tiers, storage=False)
+    return replace(with_tiers, tiers=host_only, hybrid=config.hybrid), moving(rng, actions)
 
 
 def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConfig, list[Action]]:
