@@ -28,9 +28,9 @@ from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
 from tests.support.recorded import (  # noqa: E402
     record_decode_rank,
     record_fleet,
+    record_hybrid_rank,
     record_kinds,
     record_model,
-    record_hybrid_rank,
     record_rank,
     record_required_call,
     record_scenario,
