@@ -157,11 +157,10 @@ def test_a_slower_link_makes_requests_wait_longer() -> None:
 
 
 def test_a_stretch_of_decodes_taken_at_once_changes_nothing() -> None:
-    setup = assemble(
-        Scenario(model="qwen3-8b", gpu="h100", workload=AGAIN, settings=SMALL, tiers={"host_cache_gb": 40.0}, seed=3),
-        {},
-    )
-    assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
+    base = Scenario(model="qwen3-8b", gpu="h100", workload=AGAIN, settings=SMALL, tiers={"host_cache_gb": 40.0}, seed=3)
+    for scenario in (base, replace(base, model="gpt-oss-20b", tiers=POOLED)):
+        setup = assemble(scenario, {})
+        assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
 
 
 def test_without_tiers_a_run_says_nothing_of_them() -> None:

@@ -75,8 +75,9 @@ def over_tiers(rng: random.Random, config: SchedConfig) -> SchedConfig:
 
 
 def below(rng: random.Random, config: SchedConfig, actions: list[Action]) -> tuple[SchedConfig, list[Action]]:
-    """A history with such pools, and host memory below them; nobody is preempted, whose KV would be kept by a write."""
-    plain = replace(config, hybrid=UNSET, enable_priority_preemption=False)
+    """A history with such pools, and host memory below them. Nobody is preempted whose KV a write would then hold."""
+    preempts = config.enable_priority_preemption and config.retracted_kv == "free"
+    plain = replace(config, hybrid=UNSET, enable_priority_preemption=preempts)
     with_tiers = tiered(rng, plain)
     assert with_tiers.tiers is not UNSET
     host_only = replace(with_tiers.tiers, storage=False)

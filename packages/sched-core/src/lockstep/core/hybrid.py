@@ -716,8 +716,9 @@ class Hybrid:
         gone += [(cohort.requests[i].row, int(engine.positions[i])) for i in leaving]
         if self.states is not None and request.row < 0:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
-            own = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
-            if self.states.pool.total - rows * self.states.by_row - own < self.states.by_row:
+            taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
+            taken += memory.tiers.slots_moving if memory.tiers is not None else 0
+            if self.states.pool.total - rows * self.states.by_row - taken < self.states.by_row:
                 return 0
         if self.window is None:
             return span[1]

@@ -201,6 +201,15 @@ class Tiers:
         loads = [one for one in self.operations.values() if one.kind == "load"]
         return sum(moved.index.size for one in loads for moved in one.companions if moved.kind == "window")
 
+    @property
+    def slots_moving(self) -> int:
+        """Slots of state of the device that moves read, count on or fill."""
+        moves = self.operations.values()
+        filled = [
+            moved.device for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "state"
+        ]
+        return int(np.unique(np.concatenate((NO_ROWS, *filled, *(one.slots_locked for one in moves)))).size)
+
     def window_locks(self) -> Int32s:
         """By device page, how many moves read its window or count on it."""
         locks = np.zeros(self.memory.config.pages, np.int32)
