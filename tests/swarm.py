@@ -40,7 +40,7 @@ from tests.support.driver import (
     shrunk,
     under_grammars,
 )
-from tests.support.hybrids import hybrid_history
+from tests.support.hybrids import below, hybrid_history, over_tiers
 from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
@@ -163,6 +163,12 @@ EXPECTED_MARKS = (
     "checkpoint left",
     "deferred (state)",
     "deferred (window)",
+    "companions alone loaded",
+    "companions alone written",
+    "companions loaded",
+    "companions written",
+    "evicted (host state)",
+    "evicted (host window)",
     "evicted (state)",
     "evicted (window)",
     "started from a checkpoint",
@@ -194,9 +200,13 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     kind = rng.random()
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay what they were
         config, actions = returning(rng)
-        return tiered(rng, config), moving(rng, actions)
+        config, actions = tiered(rng, config), moving(rng, actions)
+        pools = random.Random(f"pools {seed}")
+        return over_tiers(pools, config) if pools.random() < 0.4 else config, actions
     if seed % HYBRID_SEEDS == 0:
-        return hybrid_history(rng)
+        config, actions = hybrid_history(rng)
+        host = random.Random(f"host {seed}")
+        return below(host, config, actions) if host.random() < 0.25 else (config, actions)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)

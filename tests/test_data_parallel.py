@@ -64,6 +64,16 @@ def modes(made: RankGroup) -> list[str]:
     return [member.engine.in_flight[-1].plan.mode for member in made.members]
 
 
+def first_runs(made: RankGroup, passes: int) -> list[str]:
+    """What the first rank runs in so many passes, each delivered before the next."""
+    seen = []
+    for _ in range(passes):
+        offer(made)
+        seen.append(modes(made)[0])
+        deliver(made)
+    return seen
+
+
 # --------------------------------------------------------------------------------------------------------- the exchange
 
 
@@ -500,12 +510,7 @@ def test_prompts_wait_for_more_of_their_kind() -> None:
     for rank in (0, 1):
         for number in (2, 3):
             made.arrive(rank, asked(10 * rank + number))
-    seen = []
-    for _ in range(3):
-        offer(made)
-        seen.append(modes(made)[0])
-        deliver(made)
-    assert seen == ["decode", "decode", "extend"]
+    assert first_runs(made, 3) == ["decode", "decode", "extend"]
     assert made.marks["prompts waited (slots)"] == 4, "as both ranks say, twice"
     assert made.marks["prompts went ahead (all)"] == 2
     made.settle()
@@ -569,12 +574,7 @@ def test_prompt_waits_for_so_many_passes_at_most() -> None:
     made = group(**DELAYING, overlap_depth=0)
     busy(made)
     made.arrive(0, asked(0))
-    seen = []
-    for _ in range(4):
-        offer(made)
-        seen.append(modes(made)[0])
-        deliver(made)
-    assert seen == ["idle", "idle", "idle", "extend"]
+    assert first_runs(made, 4) == ["idle", "idle", "idle", "extend"]
     made.settle()
 
 
@@ -638,12 +638,7 @@ def test_prompts_wait_while_some_ranks_are_full() -> None:
     made = group(overlap_depth=0, prefill_full_skip_passes=2, max_running_requests=1)
     busy(made)
     made.arrive(0, asked(0))
-    seen = []
-    for _ in range(3):
-        offer(made)
-        seen.append(modes(made)[0])
-        deliver(made)
-    assert seen == ["idle", "idle", "extend"]
+    assert first_runs(made, 3) == ["idle", "idle", "extend"]
     made.settle()
 
 
@@ -661,12 +656,7 @@ def test_rank_without_room_for_states_or_windows_is_full(pools: HybridMemory) ->
     deliver(made)
     assert made.members[1].engine.active == 2
     made.arrive(0, asked(0))
-    seen = []
-    for _ in range(3):
-        offer(made)
-        seen.append(modes(made)[0])
-        deliver(made)
-    assert seen == ["idle", "idle", "extend"]
+    assert first_runs(made, 3) == ["idle", "idle", "extend"]
     assert made.marks["prompts waited (full)"] == 4
     made.settle()
     made.replay()

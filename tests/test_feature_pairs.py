@@ -64,7 +64,8 @@ def _samples(ask: Ask) -> dict[str, Any]:
     return {"parallel_samples": 3} if ask.root not in (0, 2) else {}
 
 
-TIERS = CacheTiers(
+TIERS = CacheTiers(host_pages=30, load_tokens_min=1)
+STORAGE = CacheTiers(
     host_pages=30, load_tokens_min=1, storage=True, prefetch_tokens_min=1, prefetch_policy="wait_complete"
 )
 PREEMPTING = {
@@ -99,6 +100,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "retracted KV cached": Feature("", {"retracted_kv": "cache"}),
     "tiers": Feature("loads from host memory", {"tiers": TIERS}),
+    "storage": Feature("loads from host memory", {"tiers": STORAGE}, called=("tiers.storage",)),
     "windows": Feature("window pages", hybrid={"window_tokens": 5, "window_pages": 9}, called=("hybrid",)),
     "states": Feature("states", hybrid={"state_slots": 6, "checkpoint_tokens": 2}, called=("hybrid",)),
     # where it is served
@@ -135,13 +137,13 @@ FEATURES: dict[str, Feature] = {
 NEVER: dict[str, tuple[str, ...]] = {
     # feature: what it contradicts
     "aligned chunks": ("mixed batches", "running first"),
-    "no radix cache": ("same-step sharing", "retracted KV cached", "tiers"),
+    "no radix cache": ("same-step sharing", "retracted KV cached", "tiers", "storage"),
     "several steps": ("drafts", "jump forward", "ranks", "delayer", "grammars"),
     "delayer": ("handover", "late pages"),
 }
 NOT_YET: dict[str, tuple[str, ...]] = {
-    "windows": ("tiers",),
-    "states": ("tiers",),
+    "windows": ("storage",),
+    "states": ("storage",),
 }
 REFUSED = {frozenset((name, other)) for table in (NEVER, NOT_YET) for name, others in table.items() for other in others}
 

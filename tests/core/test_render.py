@@ -133,6 +133,7 @@ DECIDED = {
     "evicted 2 pages from the host": HostPagesEvicted(0, 2),
     "evicted 2 window pages": CompanionsEvicted(0, "window", 2),
     "evicted 1 checkpoint": CompanionsEvicted(0, "state", 1),
+    "evicted 1 checkpoint from the host": CompanionsEvicted(0, "host state", 1),
 }
 
 

@@ -29,6 +29,7 @@ from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
 from tests.support.recorded import (  # noqa: E402
     record_decode_rank,
     record_fleet,
+    record_hybrid_rank,
     record_kinds,
     record_model,
     record_rank,
@@ -118,6 +119,11 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "hybrid-shared": ("a state shared before it is computed, and its batch fails", _told("hybrid/shared_batch_fails")),
     "hybrid-drafts": ("a state behind each draft", _told("hybrid/drafts")),
     "hybrid-several-decodes": ("windows under three decodes in a launch", _told("hybrid/several_decodes")),
+    "hybrid-tiers": ("windows and states go down with their pages, and come back", _told("tiers/windows_and_states")),
+    "hybrid-ranks": (
+        "a rank with windows and states of its own, and the delayer: chunks that are cut, no slot, a restart",
+        record_hybrid_rank,
+    ),
     "preemption": ("a more important request makes room for itself", _told("preemption/makes_room")),
     "preemption-fewest": ("as few victims as will do", _told("preemption/fewest_victims")),
     "priority-ageing": ("priorities that age", _told("ordering/priority_with_ageing")),

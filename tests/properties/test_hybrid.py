@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from lockstep.core import invariants
 from lockstep.core.commands import LaunchBatch
-from lockstep.core.config import HybridMemory, SchedConfig
+from lockstep.core.companions import HostCompanions
+from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, TokenRuns
@@ -105,6 +106,44 @@ def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
     assert shorter > 5, "no match was cut short"
 
 
+def test_somebody_goes_on_from_where_lists_of_device_and_host_say() -> None:
+    """Pages of a path and of its companions are on the device, on the host, on both or nowhere."""
+    rng = random.Random(5)
+    settings = HybridMemory(window_tokens=5, window_pages=200, state_slots=200, checkpoint_tokens=2)
+    config = SchedConfig(page_size=2, pages=200, chunked_prefill_size=8, hybrid=settings)
+    reached, loaded = set[int](), 0
+    for _ in range(300):
+        hybrid, below = Engine(config).memory.hybrid, HostCompanions(config, 200)
+        assert hybrid is not None
+        assert hybrid.window is not None
+        assert hybrid.states is not None
+        device, host = (np.array(rng.sample(range(200), rng.randint(0, 12)), np.int32) for _ in range(2))
+        there: dict[str, list[bool]] = {"window": [False] * 12, "state": [False] * 12}
+        for path, columns in (
+            (device, {"window": hybrid.window.window_of, "state": hybrid.states.checkpoint_of}),
+            (host, {kind: pool.of for kind, pool in below.pools.items()}),
+        ):
+            for kind, of in columns.items():
+                for index, page in enumerate(path.tolist()):
+                    if rng.random() < 0.6:
+                        of[page], there[kind][index] = page, True
+        expected = 0
+        for pages in range(1, max(device.size, host.size) + 1):
+            seen = range(max(2 * pages - 4, 0) // 2, pages)  # a token at 2 x pages sees the four before it
+            if all(there["window"][index] for index in seen) and there["state"][pages - 1]:
+                expected = pages
+        found = below.furthest(hybrid, device, host)
+        assert found == expected
+        reached.add(found)
+        for one in below.coming_up(hybrid, device, found) if found else ():
+            column = hybrid.companions_of(one.kind, device)
+            assert not any(index < device.size and column[index] >= 0 for index in one.lacking)
+            assert all(below.pools[one.kind].of[host[one.lacking]] >= 0), "the host has what the device lacks"
+            loaded += one.lacking.size
+    assert len(reached) > 8
+    assert loaded > 100
+
+
 def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
     """Each decode at most `row_pages_max` window pages, once the batch of its prompt is collected."""
     settings = HybridMemory(window_tokens=20, window_pages=64)
@@ -179,6 +218,7 @@ def test_sizes_that_cannot_be_are_named(given: dict[str, int], said: str) -> Non
         ({"page_size": 4}, "`hybrid.window_pages` must be at least 5"),
         ({"page_size": 16, "pages": 64}, "`hybrid.checkpoint_tokens` must be a multiple of `page_size` 16"),
         ({"speculative_method": "ngram"}, "`hybrid.state_slots` must be at least 5 with `num_speculative_tokens` 3"),
+        ({"tiers": CacheTiers(host_pages=8, storage=True)}, "`hybrid` does not go with `tiers.storage` yet"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_named(settings: dict[str, Any], said: str) -> None:

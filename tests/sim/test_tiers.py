@@ -105,6 +105,51 @@ def test_answers_are_those_without_tiers_and_the_journal_replays(tiers: dict[str
     assert lane["busy_us"] == pytest.approx(lane["bytes"] / lane["gbs"] / 1e3, rel=1e-3)
 
 
+POOLED = {"hybrid_memory": "on", "host_cache_gb": 200.0}
+
+
+@pytest.mark.parametrize(("model", "tp"), [("gpt-oss-20b", 1), ("qwen3-next-80b-a3b", 2)])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_windows_and_states_are_loaded_and_carried_with_their_bytes(
+    model: str, tp: int, policy: str, tmp_path: Path
+) -> None:
+    """What the host gives back is used though layers differ, and lanes carry what events say, of one GPU each."""
+    ratio = {"mamba_full_memory_ratio": 0.05} if tp > 1 else {}
+    base = Scenario(model=model, gpu="h200", tp=tp, workload=AGAIN, settings=SMALL, seed=3)
+    plain = simulate(assemble(replace(base, tiers={"hybrid_memory": "on", **ratio}), {}))
+    setup = assemble(replace(base, tiers={**POOLED, **ratio, "host_write_policy": policy}), {})
+    tiered = simulate(setup, folder=tmp_path)
+    replay(tmp_path)
+    assert answers(plain) == answers(tiered)
+    cache, before = tiered.data.summary["cache"], plain.data.summary["cache"]
+    assert cache["prompt_tokens_from_host"] > 0
+    assert cache["hit_ratio"] > 2 * before["hit_ratio"]
+    page, beside = setup.host_page_bytes, setup.host_companion_bytes
+    assert page is not None
+    assert beside.keys() == ({"state"} if tp > 1 else {"window"})
+    for lane, kind in (("from_host", "load"), ("to_host", "write")):
+        assert cache["links"][lane]["bytes"] * tp == cache["bytes_moved"][kind]
+    assert cache["bytes_moved"]["load"] > cache["prompt_tokens_from_host"] // 16 * page * 0.8
+
+
+@pytest.mark.parametrize("model", ["gemma-3-27b", "qwen3-next-80b-a3b"])
+def test_host_memory_holds_pages_with_their_share_of_windows_and_states(model: str) -> None:
+    setup = assemble(Scenario(model=model, gpu="h200", tp=2, workload=AGAIN, tiers=POOLED), {})
+    config, page, beside = setup.config, setup.host_page_bytes, setup.host_companion_bytes
+    assert page is not None
+    assert config.tiers is not msgspec.UNSET
+    shares = {"window": config.hybrid.window_pages / config.pages, "state": config.hybrid.state_slots / config.pages}
+    taken = config.tiers.host_pages * (page + sum(shares[kind] * size for kind, size in beside.items()))
+    assert 0.99 * 200e9 < taken <= 200e9
+    full = 10 * 2 * 16 * 128 * 2 if model.startswith("gemma") else 12 * 2 * 2 * 256 * 2
+    assert page == 16 * full
+
+
+def test_storage_below_windows_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="`storage_gb` is 5, and `hybrid_memory` is on"):
+        assemble(Scenario(model="gpt-oss-20b", gpu="h200", workload=AGAIN, tiers={**POOLED, "storage_gb": 5.0}), {})
+
+
 def test_a_slower_link_makes_requests_wait_longer() -> None:
     fast, slow = (run({"host_cache_gb": 40.0, "host_link_gbs": gbs}).data.summary["cache"] for gbs in (450.0, 2.0))
     waits = [one["tiers_wait_us"] / one["requests_waited_for_tiers"] for one in (fast, slow)]
@@ -112,11 +157,10 @@ def test_a_slower_link_makes_requests_wait_longer() -> None:
 
 
 def test_a_stretch_of_decodes_taken_at_once_changes_nothing() -> None:
-    setup = assemble(
-        Scenario(model="qwen3-8b", gpu="h100", workload=AGAIN, settings=SMALL, tiers={"host_cache_gb": 40.0}, seed=3),
-        {},
-    )
-    assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
+    base = Scenario(model="qwen3-8b", gpu="h100", workload=AGAIN, settings=SMALL, tiers={"host_cache_gb": 40.0}, seed=3)
+    for scenario in (base, replace(base, model="gpt-oss-20b", tiers=POOLED)):
+        setup = assemble(scenario, {})
+        assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
 
 
 def test_without_tiers_a_run_says_nothing_of_them() -> None:

@@ -22,11 +22,13 @@ from lockstep.core.commands import (
     BatchPlan,
     CompileGrammar,
     ControlAnswered,
+    CopyToHost,
     EncodeMedia,
     FinishRequest,
     HybridChanges,
     LaunchBatch,
     LoadAdapter,
+    LoadFromHost,
     RejectRequest,
     ReleaseDeviceMemory,
     ResumeDeviceMemory,
@@ -770,6 +772,10 @@ class Driver:
                 case RequestAdmitted(host_tokens=tokens) if tokens:
                     self.marks.add("started behind loaded pages")
         for command in step.commands:
+            if isinstance(command, CopyToHost | LoadFromHost) and command.companions:
+                alone = "" if command.host_pages.size else " alone"
+                done = "written" if isinstance(command, CopyToHost) else "loaded"
+                self.marks.add(f"companions{alone} {done}")
             if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
                 self.marks.add("adapter evicted between two uses")
         memory, media = self.engine.memory, self.engine.media

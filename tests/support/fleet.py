@@ -1027,12 +1027,12 @@ def random_fleet(
                 hybrid=pools(beside, made, window_tokens, states=layers != "window"),
                 **(sharing | (PREEMPTING if preempting else {})),
             )
-        if common["radix_cache"] and rng.random() < 0.3 and beside is None:
+        if common["radix_cache"] and rng.random() < 0.3:
             host_pages, policy = rng.choice([2, 16]), rng.choice(get_args(WritePolicy))
             tiers = CacheTiers(
                 host_pages=host_pages,
                 write_policy=policy,
-                storage=rng.random() < 0.5,
+                storage=rng.random() < 0.5 and beside is None,
                 load_tokens_min=rng.choice([1, 4]),
                 prefetch_tokens_min=1,
             )

@@ -22,7 +22,7 @@ from tests.support.driver import (
     random_actions,
     random_config,
 )
-from tests.support.tiered import returning
+from tests.support.tiered import moving, returning, tiered
 
 PIPELINED_SHARE = 0.25  # of these histories have microbatches
 OFF: dict[str, dict[str, Any]] = {
@@ -75,6 +75,22 @@ def pools(rng: random.Random, config: SchedConfig, tokens: int, *, states: bool)
         state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) * config.states_per_row if states else 0,
         checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
     )
+
+
+def over_tiers(rng: random.Random, config: SchedConfig) -> SchedConfig:
+    """The same settings, tiers below the device among them, with pools beside full attention; storage has none."""
+    assert config.tiers is not UNSET
+    return hybrid(rng, replace(config, tiers=replace(config.tiers, storage=False)))
+
+
+def below(rng: random.Random, config: SchedConfig, actions: list[Action]) -> tuple[SchedConfig, list[Action]]:
+    """A history with such pools, and host memory below them. Nobody is preempted whose KV a write would then hold."""
+    preempts = config.enable_priority_preemption and config.retracted_kv == "free"
+    plain = replace(config, hybrid=UNSET, enable_priority_preemption=preempts)
+    with_tiers = tiered(rng, plain)
+    assert with_tiers.tiers is not UNSET
+    host_only = replace(with_tiers.tiers, storage=False)
+    return replace(with_tiers, tiers=host_only, hybrid=config.hybrid), moving(rng, actions)
 
 
 def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConfig, list[Action]]:

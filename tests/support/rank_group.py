@@ -30,8 +30,10 @@ from lockstep.core.commands import (
     BatchPlan,
     CompileGrammar,
     ControlAnswered,
+    CopyToHost,
     FinishRequest,
     LaunchBatch,
+    LoadFromHost,
     ProposeBatch,
     Ranks,
     RejectRequest,
@@ -317,6 +319,8 @@ class RankGroup:
                     self._proposed(member, command)
                 case CompileGrammar(grammar):
                     member.compiling.append(grammar)
+                case CopyToHost(companions=companions) | LoadFromHost(companions=companions) if companions:
+                    self.marks[f"companions moved ({type(command).__name__})"] += 1
                 case LaunchBatch(plan):
                     assert plan.ranks is not None, "S29: a batch that nobody agreed upon"
                     if plan.speculation is not None and plan.speculation.forced_lengths.any():
@@ -498,6 +502,7 @@ EXPECTED_MARKS = (
     *("checkpoint left", "started from a checkpoint", "window page opened"),
     *(f"deferred ({reason})" for reason in ("state", "window")),
     *(f"evicted ({kind})" for kind in ("state", "window")),
+    *(f"companions moved ({how})" for how in ("CopyToHost", "LoadFromHost")),
     "grammar refused",
     "heard from before a restart",
     "moved between tiers",
@@ -566,7 +571,7 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
         config = msgspec.structs.replace(config, tiers=tiers)
     pools = random.Random()  # of its own, too
     pools.setstate(rng.getstate())
-    if config.tiers is msgspec.UNSET and pools.random() < 0.4:
+    if pools.random() < 0.4:
         config = hybrid(pools, config)
     return RankGroup([config] * ranks)
 

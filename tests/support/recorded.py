@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lockstep.core.config import SchedConfig
+from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
 from lockstep.core.journal import JournalHeader, JournalWriter
 from lockstep.tools.story import Story
@@ -256,6 +256,36 @@ def record_rank(folder: Path) -> Path:
             group.turn()
             group.clock(700)
     group.settle()
+    return _record_member(folder, group, 1)
+
+
+def record_hybrid_rank(folder: Path) -> Path:
+    """The journal of the second of two ranks, with windows and states: cut chunks, no slot, full ranks, a restart."""
+    config = SchedConfig(
+        page_size=2,
+        pages=40,
+        max_running_requests=4,
+        chunked_prefill_size=8,
+        overlap_depth=1,
+        dp_ranks=2,
+        prefill_delayer=True,
+        prefill_delayer_max_delay_passes=2,
+        prefill_full_skip_passes=2,
+        prefill_delayer_token_usage_low_watermark=0.2,
+        hybrid=HybridMemory(window_tokens=5, window_pages=13, state_slots=5, checkpoint_tokens=4),
+    )
+    group = RankGroup([config] * 2)
+    rng = random.Random(5)
+    for key in range(24):
+        base = 100 * (key % 4 // 2)
+        group.arrive(key % 2, Asked(key, tuple(range(base, base + 6 + key % 9)), 3 + key % 7))
+        if key == 13:
+            group.restart()
+        for _ in range(16):
+            group.do_something(rng)
+    group.settle()
+    for mark in ("deferred (state)", "deferred (window)", "started from a checkpoint", "evicted (window)"):
+        assert group.marks[mark], mark
     return _record_member(folder, group, 1)
 
 

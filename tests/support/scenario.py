@@ -136,6 +136,7 @@ from lockstep.core.render import (
     Names,
     adapter_lines,
     command_line,
+    companion_lines,
     decided_line,
     hybrid_lines,
     in_flight_lines,
@@ -528,7 +529,8 @@ class Run:
         tiers = self.engine.memory.tiers
         if tiers is None:
             raise ScenarioError("there is no host tier: give the config tiers.host_pages")
-        return [*tree_lines(tiers.host), f"host pages {tiers.pool.free_count}/{tiers.pool.total} free"]
+        beside = companion_lines(tiers.companions) if tiers.companions is not None else []
+        return [*tree_lines(tiers.host), f"host pages {tiers.pool.free_count}/{tiers.pool.total} free", *beside]
 
     def do_hybrid(self, words: list[str]) -> list[str]:
         hybrid = self.engine.memory.hybrid

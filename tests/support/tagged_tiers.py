@@ -9,6 +9,8 @@ Storage is known by key alone. Two different pages under one key are an error: t
 
 from __future__ import annotations
 
+from typing import Any
+
 from lockstep.core.commands import CancelPrefetch, CopyToHost, LoadFromHost, PrefetchFromStorage, Step, WriteToStorage
 from lockstep.core.config import CacheTiers
 from lockstep.core.events import (
@@ -55,9 +57,12 @@ class TaggedTiers:
         self.kv = kv
         self.page_size = kv.config.page_size
         self.host = [self._spoilt() for _ in range(settings.host_pages)]
+        self.windows: dict[int, list[int]] = {}  # of host memory, by number: cells as of a window page
+        self.states: dict[int, int] = {}  # the same: the prefix id that a state stands behind
         self.storage: dict[bytes, list[int]] = {}
         self.moves: dict[int, Move] = {}  # under way
         self.read: dict[int, list[list[int]]] = {}  # by write: pages that were given up, as they were then
+        self.read_beside: dict[int, list[list[Any]]] = {}  # and their companions, by kind
         self.cancelled: set[int] = set()
         self.begun: set[int] = set()  # operations that the engine has accounted and not ended
         self.voided: list[Answer] = []  # answers to moves of a generation that is gone
@@ -79,16 +84,34 @@ class TaggedTiers:
                 | PrefetchFinished(prefetch_id=number)
                 | StorageWritten(write_id=number)
             ) if event.generation == self.kv.generation:
-                self._moved(self.moves.pop(number), event.pages_done)
+                whole = not event.error and event.pages_done == self.pages_of(self.moves[number])
+                self._moved(self.moves.pop(number), event.pages_done, whole=whole)
         for command in step.commands:
             if isinstance(command, CopyToHost) and command.given_up:
                 self.read[command.copy_id] = [list(self.kv.cells[page]) for page in command.device_pages.tolist()]
+                self.read_beside[command.copy_id] = self._companions(command)
+
+    def pages_of(self, move: Move) -> int:
+        """Full pages that a move was ordered for."""
+        return len(move.keys) if isinstance(move, PrefetchFromStorage | WriteToStorage) else len(move.host_pages)
+
+    def _companions(self, write: CopyToHost) -> list[list[Any]]:
+        """What a write reads beside its pages: cells of windows, states."""
+        found: list[list[Any]] = []
+        for one in write.companions:
+            assert self.kv.hybrid is not None
+            if one.kind == "window":
+                found.append([list(self.kv.hybrid.cells[number]) for number in one.device.tolist()])
+            else:
+                found.append([self.kv.hybrid.states[number] for number in one.device.tolist()])
+        return found
 
     def observe(self, event: Observed, step: Step) -> None:
         """Begin what the Step orders, and hold it against what the engine says of it."""
         if isinstance(event, EngineRestarted):
             self.voided += [answer_to(move, 0, 0) for move in self.moves.values()]
             self.moves, self.read, self.cancelled = {}, {}, set()
+            self.read_beside, self.windows, self.states = {}, {}, {}
             self.host = [self._spoilt() for _ in self.host]
         for decided in step.decided:
             match decided:
@@ -127,11 +150,33 @@ class TaggedTiers:
                             raise KvError(f"S5: load {number} fills pages of row {row} in flight")
                 for page in written:
                     self.kv.cells[page] = self._spoilt()
+                self._begin_companions(move)
         if isinstance(move, CopyToHost | PrefetchFromStorage):
             for page in move.host_pages.tolist():
                 self.host[page] = self._spoilt()
+        for one in move.companions if isinstance(move, CopyToHost) else ():
+            for number in one.host.tolist():
+                (self.windows if one.kind == "window" else self.states).pop(number, None)
 
-    def _moved(self, move: Move, done: int) -> None:
+    def _begin_companions(self, load: LoadFromHost) -> None:
+        """What a load brings beside its pages is nobody's: no batch in flight touches it, and it holds garbage."""
+        for one in load.companions:
+            hybrid = self.kv.hybrid
+            assert hybrid is not None
+            for number in one.device.tolist():
+                for launched in self.kv.stream:
+                    placed = hybrid.placed[launched.plan.batch_id]
+                    windows = {page for pages in placed.touched.values() for page in pages}
+                    if number in (windows if one.kind == "window" else placed.slots_used):
+                        raise KvError(f"S5: load {load.copy_id} fills the {one.kind} {number}, which is in flight")
+                if one.kind == "window":
+                    if number in hybrid.full_of:  # of a page that lost it: what comes back gets it from now on
+                        del hybrid.window_of[hybrid.full_of.pop(number)]
+                    hybrid.cells[number] = self._spoilt()
+                else:
+                    hybrid.states[number] = GARBAGE
+
+    def _moved(self, move: Move, done: int, *, whole: bool) -> None:
         self.cancelled.discard(number_of(move))
         host_pages = move.host_pages.tolist()[:done]
         match move:
@@ -139,9 +184,21 @@ class TaggedTiers:
                 now = [list(self.kv.cells[page]) for page in move.device_pages.tolist()]
                 for page, cells in zip(host_pages, self.read.pop(move.copy_id, now), strict=False):
                     self.host[page] = cells
+                beside = self.read_beside.pop(move.copy_id, None) or self._companions(move)
+                for one, found in zip(move.companions if whole else (), beside, strict=False):
+                    (self.windows if one.kind == "window" else self.states).update(
+                        zip(one.host.tolist(), found, strict=True)
+                    )
             case LoadFromHost():
                 for page, device_page in zip(host_pages, move.device_pages.tolist(), strict=False):
                     self.kv.cells[device_page] = list(self.host[page])
+                for one in move.companions if whole else ():
+                    assert self.kv.hybrid is not None
+                    for source, target in zip(one.host.tolist(), one.device.tolist(), strict=True):
+                        if one.kind == "window":
+                            self.kv.hybrid.cells[target] = list(self.windows[source])
+                        else:
+                            self.kv.hybrid.states[target] = self.states[source]
             case PrefetchFromStorage():
                 for page, key in zip(host_pages, move.keys, strict=False):
                     self.host[page] = list(self.storage[key])

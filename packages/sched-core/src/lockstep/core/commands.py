@@ -345,11 +345,23 @@ class CancelTransfer(msgspec.Struct, frozen=True):
     transfer_id: int
 
 
+class CompanionCopy(msgspec.Struct, frozen=True):
+    """Window pages or slots of state that a copy between device and host moves beside its pages (hybrid.py).
+
+    They are numbered apart from full pages, and have arrived if all of the copy has.
+    """
+
+    kind: Literal["window", "state"]
+    device: Int32s  # [n] window pages or slots
+    host: Int32s  # [n] of the host's pool of the kind
+
+
 class CopyToHost(msgspec.Struct, frozen=True):
     """Copy device pages to host pages, beside the batches. Answered by HostCopyFinished.
 
     What the pages hold is computed. If they are `given_up`, a batch or a load behind this command may write them, so
-    none of these may begin before they were read. Otherwise they stay as they are until the answer.
+    none of these may begin before they were read. Otherwise they stay as they are until the answer. The same holds of
+    `companions`; there may be companions and no page.
     """
 
     copy_id: int
@@ -357,18 +369,20 @@ class CopyToHost(msgspec.Struct, frozen=True):
     host_pages: Int32s
     given_up: bool = False
     generation: int = 0
+    companions: tuple[CompanionCopy, ...] = ()
 
 
 class LoadFromHost(msgspec.Struct, frozen=True):
     """Copy host pages to device pages, beside the batches: none reads or writes these before the answer.
 
-    Answered by HostCopyFinished.
+    Answered by HostCopyFinished. The same holds of `companions`; there may be companions and no page.
     """
 
     copy_id: int
     host_pages: Int32s
     device_pages: Int32s
     generation: int = 0
+    companions: tuple[CompanionCopy, ...] = ()
 
 
 class PrefetchFromStorage(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from lockstep.core.commands import (
     BatchPlan,
     CancelTransfer,
+    CompanionCopy,
     CompileGrammar,
     ControlAnswered,
     CopyToHost,
@@ -98,10 +99,12 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("write", command.copy_id, command.given_up)))
             add(command.device_pages)
             add(command.host_pages)
+            _add_companions(add, command.companions)
         elif type(command) is LoadFromHost:
             add(_encode(("from host", command.copy_id)))
             add(command.host_pages)
             add(command.device_pages)
+            _add_companions(add, command.companions)
         elif type(command) is PrefetchFromStorage:
             add(_encode(("prefetch", command.prefetch_id, command.keys[-1])))
             add(command.host_pages)
@@ -111,6 +114,13 @@ def step_digest(previous: bytes, step: Step) -> bytes:
     chain = _fresh()
     chain.update(b"".join(pieces))
     return chain.digest()
+
+
+def _add_companions(add: Callable[[Any], None], companions: tuple[CompanionCopy, ...]) -> None:
+    for one in companions:
+        add(_encode((one.kind, len(one.device))))
+        add(one.device)
+        add(one.host)
 
 
 def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:

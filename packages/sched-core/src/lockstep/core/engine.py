@@ -951,7 +951,7 @@ class Engine:
     def _loads_first(self, request: Request, fit: Fit, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
         tiers = self.memory.tiers
-        if tiers is None or fit.match is None or not tiers.begin_load(request, fit.match, budget, step):
+        if tiers is None or fit.match is None or not tiers.begin_load(self, request, fit.match, budget, step):
             return False
         self._defer(request, Obstacle("load"), step)
         return True
@@ -1360,11 +1360,14 @@ class Engine:
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     self.memory.publish(request, stop, step)
-                    if self.memory.tiers is not None and request.handle is not None:
-                        self.memory.tiers.back_up(request.handle, stop // self.config.page_size, step)
+                    if self.memory.hybrid is None:
+                        self._back_up(request, stop, step)
         if plan.extend_rows and self.memory.hybrid is not None and not event.error:
             self.memory.hybrid.collected(batch)
             self.batch_is_full = False
+            for i, request in batch.alive():
+                if i < plan.extend_rows:
+                    self._back_up(request, int(plan.stops[i]), step)  # with what is their companions' from now on
         if (self.memory.leases or self.memory.fenced_pages) and self.memory.lift_fences(plan.batch_id, step):
             self.batch_is_full = False
         if self.media.fenced:
@@ -1374,6 +1377,11 @@ class Engine:
         if samplers.constrained:
             self._expire(step)  # who ends in this step moves no matcher
             grammars.collected(event, batch, self.in_flight, self.memory.table.outputs, step)
+
+    def _back_up(self, request: Request, stop: int, step: Step) -> None:
+        """A prompt is computed and cached up to `stop`: a tier below may want it."""
+        if self.memory.tiers is not None and request.handle is not None:
+            self.memory.tiers.back_up(request.handle, stop // self.config.page_size, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
         """Record a batch's tokens, stream what is due, and end whom they end."""

@@ -750,9 +750,12 @@ class HostPagesEvicted(Decided, frozen=True, gc=False):
 
 
 class CompanionsEvicted(Decided, frozen=True, gc=False):
-    """Window pages or checkpoints of state that nobody used went for others; the pages they belonged to stay cached."""
+    """Window pages or checkpoints of state that nobody used went for others; the pages they belonged to stay cached.
 
-    kind: Literal["window", "state"]
+    Of the device, or of host memory below it.
+    """
+
+    kind: Literal["window", "state", "host window", "host state"]
     count: int
 
 

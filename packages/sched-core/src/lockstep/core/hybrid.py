@@ -50,13 +50,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lockstep.core.commands import NO_ROWS, BatchPlan, HybridChanges, HybridTransfer, Step
+from lockstep.core.companions import Kind
 from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.delivery import step_numbers
 from lockstep.core.events import BatchId, CompanionsEvicted, RequestId
@@ -176,10 +177,10 @@ class WindowPool:
         """The first page index that a token right behind so many pages sees."""
         return np.maximum(np.asarray(pages, np.int32) * self.page_size - self.behind, 0) // self.page_size
 
-    def usable(self, path: Int32s) -> NDArray[np.bool_]:
-        """By page of a path: whether the window in front of its end is there. [pages of the path]"""
-        number = np.arange(path.size, dtype=np.int32)
-        lost = np.maximum.accumulate(np.where(self.window_of[path] >= 0, NONE, number))
+    def usable(self, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """By page of a path: whether the window in front of its end is there, where each page's companion is or not."""
+        number = np.arange(there.size, dtype=np.int32)
+        lost = np.maximum.accumulate(np.where(there, NONE, number))
         seen: NDArray[np.bool_] = lost < self.first_seen(number + ONE)
         return seen
 
@@ -200,16 +201,35 @@ class WindowPool:
         """A row starts behind these pages."""
         first = int(self.first_seen(path.size))
         self.first[row], self.shared[row] = first, path.size
-        tail = path[first:]
-        self.evictable -= int(np.count_nonzero(self.locks[tail] == 0))
-        self.locks[tail] += ONE
+        self.lock(path[first:])
+
+    def lock(self, pages: Int32s) -> None:
+        """Somebody reads the companions of these full pages, each named once, until `unlock`."""
+        self.evictable -= int(np.count_nonzero(self.locks[pages] == 0))
+        self.locks[pages] += ONE
+
+    def take(self, count: int, step: Step) -> Int32s:
+        """So many companions, of no page yet. The caller saw that there are."""
+        missing = count - self.pool.free_count
+        if missing > 0:
+            self._evict(max(missing, self.pool.total // EVICT_AHEAD_SHARE), step)
+        return self.pool.alloc(count)
+
+    def attach(self, pages: Int32s, companions: Int32s) -> None:
+        """These companions were loaded for cached pages: they are theirs, unless a page has one by now."""
+        lacks = self.window_of[pages] < 0
+        self.pool.free(companions[~lacks])
+        pages, companions = pages[lacks], companions[lacks]
+        if pages.size:
+            self.window_of[pages] = companions
+            self.used[pages] = self.clock + np.arange(pages.size)
+            self.clock += pages.size
+            self.evictable += int(np.count_nonzero(self.locks[pages] == 0))
+            self.mapped.append((pages, companions))
 
     def open(self, pages: Int32s, step: Step) -> None:
         """These full pages are a row's from now on: give each its companion. The caller saw that there are so many."""
-        missing = pages.size - self.pool.free_count
-        if missing > 0:
-            self._evict(max(missing, self.pool.total // EVICT_AHEAD_SHARE), step)
-        companions = self.pool.alloc(pages.size)
+        companions = self.take(pages.size, step)
         self.window_of[pages] = companions
         self.locks[pages] = ONE
         self.mapped.append((pages, companions))
@@ -491,8 +511,13 @@ class WindowPool:
         return later
 
     def returning(self, engine: Engine) -> int:
-        """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
-        memory = engine.memory
+        """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
+        moved. An underestimate."""
+        memory, found, locks = engine.memory, 0, self.locks
+        if memory.tiers is not None:
+            moving = memory.tiers.window_locks()
+            locks = self.locks - moving
+            found = int(np.count_nonzero((moving > 0) & (locks == 0))) + memory.tiers.windows_loading
         until = {  # by row: below this page
             lease.row: -(-lease.computed // self.page_size) for lease in memory.leases if lease.row not in memory.lent
         }
@@ -502,11 +527,11 @@ class WindowPool:
                     until[request.row] = int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
         for batch in engine.in_flight:
             until |= {one.row: -(-one.computed // self.page_size) for one in batch.ending_requests()}
-        found = sum(self._held_alone(row, stop) for row, stop in until.items())
+        found += sum(self._held_alone(row, stop, locks) for row, stop in until.items())
         return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in memory.fenced_pages)
 
-    def _held_alone(self, row: int, stop: int) -> int:
-        return int(np.count_nonzero(self.locks[self.table.pages[row, self.first[row] : stop]] == 1))
+    def _held_alone(self, row: int, stop: int, locks: Int32s) -> int:
+        return int(np.count_nonzero(locks[self.table.pages[row, self.first[row] : stop]] == 1))
 
 
 class StatePool:
@@ -559,7 +584,7 @@ class StatePool:
             self.locks[source] += 1
             self.reading[row] = source
             self._touch(source)
-        slot, *others = [self._alloc_for_row(step) for _ in range(self.by_row)]
+        slot, *others = [self.alloc_for_row(step) for _ in range(self.by_row)]
         self.slot_of[row] = slot
         self.starts.append((row, slot, source))
         if others:
@@ -568,7 +593,7 @@ class StatePool:
 
     def receive(self, request_id: RequestId, step: Step) -> None:
         """A request whose state will come is given all the slots of its row; the state goes to the first."""
-        self.coming[request_id] = [self._alloc_for_row(step) for _ in range(self.by_row)]
+        self.coming[request_id] = [self.alloc_for_row(step) for _ in range(self.by_row)]
 
     def adopt_row(self, row: int, request_id: RequestId) -> None:
         """Its state has come, and the request takes this row: it goes on from there."""
@@ -583,7 +608,7 @@ class StatePool:
         """A transfer has ended: what no row has adopted is free."""
         self.pool.free(np.array(self.coming.pop(request_id, ()), np.int32))
 
-    def _alloc_for_row(self, step: Step) -> int:
+    def alloc_for_row(self, step: Step) -> int:
         """A slot; rows yield the checkpoints that no page has yet, last of all."""
         if not self.pool.free_count and not self.idle.size:
             owner, spare = self._spare()[0]
@@ -653,6 +678,14 @@ class StatePool:
             if wrong:
                 self.left[row] = [one for one in kept if one not in wrong]
                 self.pool.free(np.array([slot for _, slot, _ in wrong], np.int32))
+
+    def attach(self, page: int, slot: int) -> None:
+        """A checkpoint was loaded for a cached page: it is its, unless that has one by now."""
+        if self.checkpoint_of[page] >= 0:
+            self.pool.free(np.array([slot], np.int32))
+            return
+        self.checkpoint_of[page], self.page_of[slot] = slot, page
+        self._touch(slot)
 
     def copied(self, row: int) -> None:
         """The batch with which a row starts is collected."""
@@ -750,7 +783,7 @@ class Hybrid:
         path = radix.pages_of(match.node)[: match.pages]
         usable = np.ones(path.size, np.bool_)
         if self.window is not None:
-            usable = self.window.usable(path)
+            usable = self.window.usable(self.window.window_of[path] >= 0)
         if self.states is not None:
             usable &= self.states.checkpoint_of[path] >= 0
         ends = usable.nonzero()[0]
@@ -815,9 +848,10 @@ class Hybrid:
         gone += [(cohort.requests[i].row, int(positions[i])) for i in leaving]
         if self.states is not None and request.row < 0:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
-            own = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
-            given = sum(len(slots) for slots in self.states.coming.values())
-            if self.states.pool.total - rows * self.states.by_row - given - own < self.states.by_row:
+            taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
+            taken += sum(len(slots) for slots in self.states.coming.values())
+            taken += memory.tiers.slots_moving if memory.tiers is not None else 0
+            if self.states.pool.total - rows * self.states.by_row - taken < self.states.by_row:
                 return 0
         if self.window is None:
             return span[1]
@@ -861,6 +895,84 @@ class Hybrid:
             return False
         self.window.slide(*self.window.slides(engine))
         return self.window.opening(engine) > self.window.available
+
+    # ------------------------------------------------------------------------------------------- tiers below the device
+
+    def companions_of(self, kind: Kind, pages: Int32s) -> Int32s:
+        """By full page its window page, or checkpoint; NONE where it has none."""
+        if kind == "window":
+            assert self.window is not None
+            return self.window.window_of[pages]
+        assert self.states is not None
+        return self.states.checkpoint_of[pages]
+
+    def written(self, kind: Kind, pages: Int32s) -> Int32s:
+        """The same of pages that are computed; NONE where a batch in flight is still to write the checkpoint."""
+        companions = self.companions_of(kind, pages)
+        if kind == "state" and self.states is not None and self.states.unwritten:
+            companions[np.isin(companions, list(self.states.unwritten))] = NONE
+        return companions
+
+    def needed_from(self, kind: Kind, companions: Int32s) -> int:
+        """Of a path with these companions, the first page whose companion counts for who goes on from its end."""
+        if kind == "window":
+            return self.seen_from(kind, companions.size)
+        there = (companions >= 0).nonzero()[0]
+        return int(there[-1]) if there.size else companions.size
+
+    def seen_from(self, kind: Kind, pages: int) -> int:
+        """The first page whose companion somebody needs who goes on behind so many; all up to the last are needed."""
+        if kind == "window" and self.window is not None:
+            return int(self.window.first_seen(pages))
+        return pages - 1
+
+    def goes_on(self, kind: Kind, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """By page of a path: whether this kind can go on behind it, where each page's companion is `there` or not."""
+        return self.window.usable(there) if kind == "window" and self.window is not None else there
+
+    def has_room(self, kind: Kind, coming: int, there: int, engine: Engine) -> bool:
+        """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for who waits."""
+        if kind == "window" and self.window is not None:
+            return self.window.left_for_newcomers(everybody(engine)) > coming + there
+        assert self.states is not None
+        return self.states.available(NO_ROWS) >= self.states.by_row + coming + there
+
+    def room_for(self, kind: Kind, count: int, step: Step) -> Int32s:
+        """Window pages, or slots, for what is loaded: nobody's, until it has arrived. The caller saw that there are."""
+        if kind == "window" and self.window is not None:
+            return self.window.take(count, step)
+        assert self.states is not None
+        return np.array([self.states.alloc_for_row(step) for _ in range(count)], np.int32)
+
+    def lock_moving(self, window_pages_of: Int32s, slots: Int32s) -> None:
+        """A move between tiers counts on the windows of these full pages, and on these checkpoints."""
+        if self.window is not None:
+            self.window.lock(window_pages_of)
+        if self.states is not None:
+            self.states.locks[slots] += 1
+
+    def unlock_moved(self, window_pages_of: Int32s, slots: Int32s) -> None:
+        """It has ended."""
+        if self.window is not None and window_pages_of.size:
+            self.window.unlock(window_pages_of)
+        if self.states is not None:
+            self.states.locks[slots] -= 1
+
+    def arrived(self, kind: Kind, pages: Int32s, companions: Int32s) -> None:
+        """Companions of these cached pages were loaded."""
+        if kind == "window" and self.window is not None:
+            self.window.attach(pages, companions)
+            return
+        assert self.states is not None
+        for page, slot in zip(pages.tolist(), companions.tolist(), strict=True):
+            self.states.attach(page, slot)
+
+    def lost(self, kind: Kind, companions: Int32s) -> None:
+        """They were not, or nobody could find them."""
+        pools = {"window": self.window, "state": self.states}
+        pool = pools[kind]
+        assert pool is not None
+        pool.pool.free(companions)
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
@@ -1110,7 +1222,6 @@ class Hybrid:
 
 WINDOW_COLUMNS = ("window_of", "locks", "used", "first", "shared")
 STATE_COLUMNS = ("slot_of", "checkpoint_of", "page_of", "locks", "used")
-Kind = Literal["window", "state"]
 
 
 def _told(coming: Coming) -> tuple[int, int, bytes, int, int]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.core.engine import Engine
     from lockstep.core.hybrid import StatePool, WindowPool
     from lockstep.core.radix import RadixNode
+    from lockstep.core.tiers import Operation, Tiers
 
 
 HOLDING: tuple[TransferState, ...] = ("bootstrap", "accepted", "awaited", "preallocating", "receiving", "ready")
@@ -129,9 +130,10 @@ def check_quiescent(engine: Engine) -> None:
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
     hybrid = engine.memory.hybrid
-    if hybrid is not None and hybrid.window is not None:
+    at_rest = tiers is None or not tiers.device_busy
+    if hybrid is not None and hybrid.window is not None and at_rest:
         _same("L9 locked window pages", int(hybrid.window.locks.sum()), 0)
-    if hybrid is not None and hybrid.states is not None:
+    if hybrid is not None and hybrid.states is not None and at_rest:
         states = hybrid.states
         _same("L9 slots of state", states.pool.free_count + int((states.page_of >= 0).sum()), states.pool.total)
 
@@ -566,14 +568,52 @@ def _tiers(engine: Engine, facts: Facts) -> None:
     if tiers.uses[~cached].any():
         _fail(f"S33: device pages that are not cached have uses: {(tiers.uses * ~cached).nonzero()[0].tolist()}")
     for page in (tiers.loading >= 0).nonzero()[0].tolist():
-        if not any(one.number == tiers.loading[page] and page in one.host_pages for one in moves):
+        if not any(one.number == tiers.loading[page] and page in _read_by(tiers, one) for one in moves):
             _fail(f"S32: host page {page} is marked as being read by {tiers.loading[page]}")
+    if tiers.companions is not None:
+        _host_companions(tiers, moves, nodes)
     for request_id, candidate in tiers.candidates.items():
         request = engine.requests.get(request_id)
         if request is None or request.state is not RequestState.WAITING:
             _fail(f"S15: r{request_id} does not wait, but is a candidate of the tiers")
         if candidate.operation >= 0 and candidate.operation not in tiers.operations:
             _fail(f"L7: r{request_id} waits for operation {candidate.operation}, which has ended")
+
+
+def _read_by(tiers: Tiers, load: Operation) -> NDArray[np.int32]:
+    """Host pages of which a load reads something."""
+    assert load.host_handle is not None
+    path = tiers.host.pages_of(load.host_handle)
+    return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.companions)))
+
+
+def _host_companions(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -> None:
+    """S1, S9 of companions in host memory: each is free, on its way, or of one cached host page; loads lock theirs."""
+    assert tiers.companions is not None
+    cached = np.zeros(tiers.pool.total, np.bool_)
+    for node in nodes:
+        cached[node.pages] = True
+    for kind, pool in tiers.companions.pools.items():
+        with_one = (pool.of >= 0).nonzero()[0]
+        of_kind = [(one, moved) for one in moves for moved in one.companions if moved.kind == kind]
+        arriving = [moved.host for one, moved in of_kind if one.kind == "write"]
+        ids = np.sort(np.concatenate((pool.pool.free_ids(), pool.of[with_one], *arriving)))
+        if ids.tobytes() != _all_pages(pool.pool.total):
+            owners = {"free": pool.pool.free_ids().tolist(), "of pages": pool.of[with_one].tolist()}
+            owners |= {"on their way": [number for one in arriving for number in one.tolist()]}
+            _misowned(f"S1 {kind}s of the host", pool.pool.total, owners)
+        if (stray := with_one[~cached[with_one]]).size:
+            _fail(f"S1: host pages {stray.tolist()} have a {kind}, but are not cached")
+        locks = np.zeros_like(pool.locks)
+        for one, moved in of_kind:
+            if one.kind == "load":
+                assert one.host_handle is not None
+                source = tiers.host.pages_of(one.host_handle)[moved.index]
+                np.add.at(locks, source, 1)
+                if pool.of[source].tolist() != moved.host.tolist():
+                    _fail(f"S5: load {one.number} reads the {kind}s {moved.host.tolist()}, its pages have others")
+        if locks.tobytes() != pool.locks.tobytes():
+            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, loads read {locks.tolist()}")
 
 
 def _hybrid(engine: Engine, facts: Facts) -> None:
@@ -605,7 +645,9 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     """A window page is free or belongs to one full page that somebody has; what may be read is there and locked."""
     memory, page_size = engine.memory, engine.config.page_size
     with_one = (window.window_of >= 0).nonzero()[0]
-    ids = np.sort(np.concatenate((window.pool.free_ids(), window.window_of[with_one])))
+    moves = list(memory.tiers.operations.values()) if memory.tiers is not None else []
+    loads = [moved for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "window"]
+    ids = np.sort(np.concatenate((window.pool.free_ids(), window.window_of[with_one], *(one.device for one in loads))))
     if ids.tobytes() != _all_pages(window.pool.total):
         companions = {f"page {page}": [int(window.window_of[page])] for page in with_one.tolist()}
         _misowned("S1 window pages", window.pool.total, {"free": window.pool.free_ids().tolist(), **companions})
@@ -626,6 +668,13 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
             _fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which is gone")
     for pages in window.quarantined.values():
         np.add.at(locks, pages, 1)
+    moving = np.zeros_like(locks)
+    for one in moves:
+        np.add.at(moving, one.windows_locked, 1)
+        if (lost := one.windows_locked[window.window_of[one.windows_locked] < 0]).size:
+            _fail(f"S5: {one.kind} {one.number} counts on the window of pages {lost.tolist()}, which is gone")
+    held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
+    locks += moving
     fenced = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.fenced_pages)])
     locks[fenced] = window.locks[fenced]
     if locks.tobytes() != window.locks.tobytes():
@@ -634,8 +683,9 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     unlocked = (window.window_of >= 0) & (window.locks == 0)
     if (stray := (unlocked & ~cached).nonzero()[0]).size:
         _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
-    fenced_windows = int(np.count_nonzero(window.window_of[fenced] >= 0))
-    if engine.config.reserve == "full" and (left := window.unpromised(everybody(engine)) + fenced_windows) < 0:
+    coming_back = int(np.count_nonzero(window.window_of[fenced] >= 0))
+    coming_back += held_by_moves + sum(one.index.size for one in loads)
+    if engine.config.reserve == "full" and (left := window.unpromised(everybody(engine)) + coming_back) < 0:
         _fail(f"S24: {-left} window pages more are held and promised than there are")
     _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
 
@@ -643,7 +693,11 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
 def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
     """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. Who copies one locks it."""
     checkpoints = (states.page_of >= 0).nonzero()[0]
+    tiers = engine.memory.tiers
+    moves = list(tiers.operations.values()) if tiers is not None else []
+    loads = [moved for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "state"]
     owners = {
+        "on their way": [slot for one in loads for slot in one.device.tolist()],
         "free": states.pool.free_ids().tolist(),
         "checkpoints": checkpoints.tolist(),
         **{name: [int(states.slot_of[row]), *states.behind_drafts.get(row, ())] for name, row, _ in holders},
@@ -659,7 +713,8 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     taken = {row: name for name, row, _ in holders}
     if strays := [row for row in (*states.reading, *states.left) if row not in taken]:
         _fail(f"S1: rows {strays} read or left checkpoints, and nobody has them")
-    locked = np.array([*states.reading.values(), *states.unwritten], np.intp)
+    moving = [slot for one in moves for slot in one.slots_locked.tolist()]
+    locked = np.array([*states.reading.values(), *states.unwritten, *moving], np.intp)
     locks = np.bincount(locked, minlength=states.pool.total)
     writers = {batch.plan.batch_id for batch in engine.in_flight}
     if orphans := [slot for slot, batch_id in states.unwritten.items() if batch_id not in writers]:

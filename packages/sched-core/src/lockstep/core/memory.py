@@ -327,13 +327,14 @@ class Memory:
         if self.hybrid is not None:
             self.hybrid.let_go(row, held)
         if self.radix is not None:
-            stale = self.is_stale(lease.namespace)
+            stale, backed_up = self.is_stale(lease.namespace), None
             whole = (lease.computed if lease.known is None else lease.known) // page_size
             if lease.publish and not stale and whole > kept:
                 tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
                 inserted = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle)
                 already = inserted.already
-                if self.tiers is not None:
+                backed_up = inserted.node
+                if self.tiers is not None and self.hybrid is None:
                     self.tiers.back_up(inserted.node, whole, step)
                 if already > kept:
                     if self.hybrid is not None:
@@ -344,6 +345,8 @@ class Memory:
                 kept = whole
             if self.hybrid is not None:
                 self.hybrid.left(row, pages[:kept])
+                if self.tiers is not None and backed_up is not None:
+                    self.tiers.back_up(backed_up, kept, step)
             if lease.handle is not None:
                 self.let_go(lease.handle, lease.namespace, step)
         elif self.hybrid is not None:

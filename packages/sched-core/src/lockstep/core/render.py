@@ -49,6 +49,7 @@ from lockstep.core.commands import (
     SwapWeights,
     WriteToStorage,
 )
+from lockstep.core.companions import HostCompanions
 from lockstep.core.engine import Engine
 from lockstep.core.events import (
     AdapterEvicted,
@@ -217,8 +218,8 @@ def decided_line(event: Decided, names: Names) -> str:
         case TierOperationEnded():
             return f"ended {event.kind} {event.operation} ({event.outcome}), {_count(event.pages_kept, 'page')} kept"
         case CompanionsEvicted():
-            what = "window page" if event.kind == "window" else "checkpoint"
-            return f"evicted {_count(event.count, what)}"
+            what = "window page" if event.kind.endswith("window") else "checkpoint"
+            return f"evicted {_count(event.count, what)}{' from the host' * event.kind.startswith('host')}"
         case HostPagesEvicted():
             return f"evicted {_count(event.pages, 'page')} from the host"
         case DecodeSkipped():
@@ -278,9 +279,11 @@ def command_line(command: Command, names: Names) -> str:
             return "freeze the heap"
         case CopyToHost():
             given_up = ", given up" if command.given_up else ""
-            return f"write {command.copy_id}: {_moves(command.device_pages, command.host_pages)}{given_up}"
+            beside = "".join(f", {_companions(one.kind, one.device, one.host)}" for one in command.companions)
+            return f"write {command.copy_id}: {_moves(command.device_pages, command.host_pages)}{beside}{given_up}"
         case LoadFromHost():
-            return f"load {command.copy_id}: {_moves(command.host_pages, command.device_pages)}"
+            beside = "".join(f", {_companions(one.kind, one.host, one.device)}" for one in command.companions)
+            return f"load {command.copy_id}: {_moves(command.host_pages, command.device_pages)}{beside}"
         case PrefetchFromStorage():
             return f"prefetch {command.prefetch_id}: into host pages {runs(command.host_pages.tolist())}"
         case ProposeBatch():
@@ -350,7 +353,12 @@ def _transfer_text(command: StartTransfer, names: Names) -> str:
 
 
 def _moves(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
-    return f"pages {runs(sources.tolist())} to {runs(targets.tolist())}"
+    return f"pages {runs(sources.tolist())} to {runs(targets.tolist())}" if sources.size else "no page"
+
+
+def _companions(kind: str, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
+    word = "window pages" if kind == "window" else "states"
+    return f"{word} {runs(sources.tolist())} to {runs(targets.tolist())}"
 
 
 def plan_text(plan: BatchPlan, names: Names) -> str:
@@ -434,6 +442,17 @@ def hybrid_lines(hybrid: Hybrid) -> list[str]:
         have = (states.checkpoint_of >= 0).nonzero()[0].tolist()
         shown = " ".join(f"{page}:{states.checkpoint_of[page]}" for page in have)
         lines += [f"checkpoints of pages {shown or 'none'}", f"slots {states.pool.free_count}/{states.pool.total} free"]
+    return lines
+
+
+def companion_lines(companions: HostCompanions) -> list[str]:
+    """Which pages of the host have a window page or a state, and what is free."""
+    lines = []
+    for kind, pool in companions.pools.items():
+        have = (pool.of >= 0).nonzero()[0].tolist()
+        shown = " ".join(f"{page}:{pool.of[page]}" + "*" * bool(pool.locks[page]) for page in have)
+        free = f"{kind}s of the host {pool.pool.free_count}/{pool.pool.total} free"
+        lines += [f"{kind}s of host pages {shown or 'none'}", free]
     return lines
 
 

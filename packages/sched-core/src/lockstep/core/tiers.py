@@ -29,13 +29,15 @@ once by its answer, whatever became of who asked. Until then
     a store   locks its host pages
 
 A failed or shortened move keeps the pages that came, which are a prefix; the rest is a miss and nobody's error.
+**Windows and states** (hybrid.py) go down with their page and come back with it, or without any: companions.py.
+
 Source: SGLang's HiCache (defaults, policies); why it is built otherwise is in docs/tiers.md.
 """
 
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,6 +51,7 @@ from lockstep.core.commands import (
     Step,
     WriteToStorage,
 )
+from lockstep.core.companions import Coming, HostCompanions, Moved
 from lockstep.core.config import CacheTiers
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
@@ -101,11 +104,29 @@ class Operation(msgspec.Struct):
     host_handle: RadixNode | None = None
     request_id: RequestId = NONE
     cancelled: bool = False  # the host was told that nobody waits for it
+    companions: list[Moved] = []
+    windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
+    slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
 
     @property
     def pages(self) -> int:
         """How many it moves."""
         return self.stop - self.start
+
+
+class Wanted(NamedTuple):
+    """What a load would bring a request."""
+
+    pages: int  # by so many it would go on further behind
+    device: Match  # what the device has of the path
+    found: Match  # and the host
+    stop: int  # where the request then goes on
+    host_path: Int32s  # pages of `found`
+
+    @property
+    def host_pages(self) -> Int32s:
+        """Those of the host that the device lacks."""
+        return self.host_path[self.device.pages : self.stop]
 
 
 class Candidate(msgspec.Struct):
@@ -143,6 +164,8 @@ class Tiers:
         self.fetching: dict[bytes, int] = {}  # by the key of its first page: the prefetch under way
         self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
         self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
+        config = memory.config
+        self.companions = HostCompanions(config, settings.host_pages) if config.hybrid is not msgspec.UNSET else None
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -171,6 +194,28 @@ class Tiers:
         return self.loading_pages + sum(
             _held_alone(one.device_handle) for one in self.operations.values() if one.device_handle is not None
         )
+
+    @property
+    def windows_loading(self) -> int:
+        """Window pages of the device that loads are filling."""
+        loads = [one for one in self.operations.values() if one.kind == "load"]
+        return sum(moved.index.size for one in loads for moved in one.companions if moved.kind == "window")
+
+    @property
+    def slots_moving(self) -> int:
+        """Slots of state of the device that moves read, count on or fill."""
+        moves = self.operations.values()
+        filled = [
+            moved.device for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "state"
+        ]
+        return int(np.unique(np.concatenate((NO_ROWS, *filled, *(one.slots_locked for one in moves)))).size)
+
+    def window_locks(self) -> Int32s:
+        """By device page, how many moves read its window or count on it."""
+        locks = np.zeros(self.memory.config.pages, np.int32)
+        for one in self.operations.values():
+            locks[one.windows_locked] += 1
+        return locks
 
     def holds_back(self, request: Request, now_us: int) -> DeferReason | None:
         """Why a request that waits may not start yet, if it waits for one of the tiers."""
@@ -237,20 +282,26 @@ class Tiers:
         """
         known = self.host.match(namespace, tokens, stop)
         fresh = self.writing[device_pages[known.pages : stop]] == NONE
-        if not fresh.any():
+        if not fresh.any() and self.companions is None:
             self.host.unlock(self.host.lock(known))  # used, for what is evicted by age
             return
-        start = known.pages + int(fresh.argmax())
+        start = known.pages + int(fresh.argmax()) if fresh.any() else stop
         under_way = ~fresh[start - known.pages :]
         stop = start + int(under_way.argmax()) if under_way.any() else stop
+        if not fresh.any():
+            start = stop = known.pages  # companions alone
         handle = self.host.lock(known)
         stop = min(stop, start + self.pool.free_count + self.host.evictable_pages)
-        if stop == start:
+        if stop == start and self.companions is None:
+            self.host.unlock(handle)
+            return
+        moved, host_pages = device_pages[start:stop].copy(), self._take_host_pages(stop - start, step)
+        companions = self._going_down(device_pages[:stop], start, handle, step)
+        if stop == start and not companions:
             self.host.unlock(handle)
             return
         if node is not None:
             self.memory.lock_node(node)
-        moved = device_pages[start:stop].copy()
         operation = Operation(
             self._number(),
             "write",
@@ -259,13 +310,32 @@ class Tiers:
             start,
             stop,
             moved,
-            self._take_host_pages(stop - start, step),
+            host_pages,
             node,
             handle,
+            companions=companions,
         )
         self.writing[moved] = operation.number
+        for one in companions:
+            self.writing[device_pages[one.index]] = operation.number
+            if one.kind == "window":
+                operation.windows_locked = device_pages[one.index]
+            else:
+                operation.slots_locked = one.device
+        if node is None:
+            operation.windows_locked = operation.slots_locked = NO_ROWS
+        elif self.memory.hybrid is not None:
+            self.memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
         self._begin(operation, step)
-        step.commands.append(CopyToHost(operation.number, moved, operation.host_pages, node is None, self.generation))
+        copies = tuple(one.copy() for one in companions)
+        step.commands.append(CopyToHost(operation.number, moved, host_pages, node is None, self.generation, copies))
+
+    def _going_down(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[Moved]:
+        """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
+        if self.companions is None or self.memory.hybrid is None:
+            return []
+        busy = self.writing[path[: known.stop]] != NONE
+        return self.companions.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
 
     def _take_host_pages(self, count: int, step: Step) -> Int32s:
         """Host pages for an operation; the oldest that nobody uses make room. The caller saw that there are so many."""
@@ -278,11 +348,13 @@ class Tiers:
     def _give_back_host(self, host_pages: Int32s) -> None:
         self.stored[host_pages] = False
         self.fetched[host_pages] = False
+        if self.companions is not None:
+            self.companions.drop(host_pages)
         self.pool.free(host_pages)
 
     # ------------------------------------------------------------------------------------------------------------- load
 
-    def begin_load(self, request: Request, device: Match, budget: PrefillBudget, step: Step) -> bool:
+    def begin_load(self, engine: Engine, request: Request, device: Match, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start should wait instead, for what only the host has of its prefix.
 
         Begins to load that, unless a load is under way that brings it.
@@ -290,53 +362,104 @@ class Tiers:
         candidate = self.candidates.setdefault(request.request_id, Candidate())
         if candidate.loaded or candidate.operation != NONE:  # it had its load, or waited long enough
             return False
-        found = self.host.match(request.namespace, request.tokens, request.cacheable_tokens // self.page_size)
-        pages = found.pages - device.pages
-        if pages <= 0 or pages * self.page_size < self.settings.load_tokens_min:
+        wanted = self._wanted(request, device)
+        if wanted is None or wanted.pages * self.page_size < self.settings.load_tokens_min:
             candidate.loaded = True
             return False
-        assert found.node is not None
-        host_pages = self.host.pages_of(found.node)[device.pages : found.pages]
-        number = int(self.loading[host_pages[0]])
+        coming = self._coming_up(wanted)
+        number = self._brought_by(wanted, coming)
         if number != NONE:
             candidate.loaded, candidate.followed = candidate.followed, True
             if candidate.loaded:
                 return False
         else:
+            pages, locking = wanted.host_pages.size, wanted.device.evictable_pages
             most = self.settings.load_pages_max
             if most is not None and (loading := self.loading_pages) and loading + pages > most:
                 return self._wait(candidate, self._any_load(), step)
-            room = self.memory.available_pages - budget.set_aside - device.evictable_pages
-            if pages > room:
+            room = self.memory.available_pages - budget.set_aside - locking
+            if pages > room or not self._has_room(coming, engine):
                 candidate.loaded = True
                 return False
-            budget.hold((pages + device.evictable_pages) * self.page_size)
-            number = self._load(request, device, found, host_pages, step)
+            budget.hold((pages + locking) * self.page_size)
             candidate.loaded = True
-            candidate.start, candidate.from_storage = device.pages, self.fetched[host_pages].tobytes()
-            self.fetched[host_pages] = False
+            candidate.start, candidate.from_storage = device.pages, bytes(wanted.pages)
+            if self.settings.storage:
+                candidate.from_storage = self.fetched[wanted.host_pages].tobytes()
+                self.fetched[wanted.host_pages] = False
+            number = self._load(request, wanted, coming, step)
         return self._wait(candidate, number, step)
 
-    def _load(self, request: Request, device: Match, found: Match, host_pages: Int32s, step: Step) -> int:
+    def _wanted(self, request: Request, device: Match) -> Wanted | None:
+        """What the host has of a request's prefix beyond `device`, behind which it could start as it is."""
+        most = request.cacheable_tokens // self.page_size
+        found, stop = self.host.match(request.namespace, request.tokens, most), 0
+        if self.companions is None:
+            stop = found.pages
+        elif self.memory.hybrid is not None and self.memory.radix is not None and found.node is not None:
+            whole = self.memory.radix.match(request.namespace, request.tokens, most)
+            host_path = self.host.pages_of(found.node)[: found.pages]
+            stop = self.companions.furthest(self.memory.hybrid, self.memory.path_of(whole), host_path)
+            found = self.host.match(request.namespace, request.tokens, stop)
+        if stop <= device.pages or found.node is None:
+            return None
+        pages = stop - device.pages
+        if self.memory.hybrid is not None and self.memory.radix is not None:
+            device = self.memory.radix.match(request.namespace, request.tokens, stop)
+        return Wanted(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
+
+    def _coming_up(self, wanted: Wanted) -> list[Coming]:
+        """Companions that a load would bring."""
+        if self.companions is None or self.memory.hybrid is None:
+            return []
+        return self.companions.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
+
+    def _has_room(self, coming: list[Coming], engine: Engine) -> bool:
+        if self.companions is None or self.memory.hybrid is None:
+            return True
+        return self.companions.has_room(self.memory.hybrid, coming, engine)
+
+    def _brought_by(self, wanted: Wanted, coming: list[Coming]) -> int:
+        """A load under way that brings some of it; NONE if there is none."""
+        pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
+        under_way = self.loading[pages]
+        return int(under_way.max())
+
+    def _load(self, request: Request, wanted: Wanted, coming: list[Coming], step: Step) -> int:
         radix, memory = self.memory.radix, self.memory
         assert radix is not None
+        host_pages = wanted.host_pages
         operation = Operation(
             self._number(),
             "load",
             request.namespace,
-            request.tokens[: found.pages * self.page_size * TOKEN_BYTES],
-            device.pages,
-            found.pages,
+            request.tokens[: wanted.stop * self.page_size * TOKEN_BYTES],
+            wanted.stop - host_pages.size,
+            wanted.stop,
             NO_ROWS,
             host_pages,
-            radix.lock(device),
-            self.host.lock(found),
+            radix.lock(wanted.device),
+            self.host.lock(wanted.found),
             request.request_id,
         )
-        operation.device_pages = memory.alloc(operation.pages, "admission", step)
         self.loading[host_pages] = operation.number
+        if self.companions is not None and memory.hybrid is not None:
+            path = memory.path_of(wanted.device)
+            for one in coming:
+                self.loading[wanted.host_path[one.lacking]] = operation.number
+                if one.kind == "window":
+                    operation.windows_locked = path[one.there]
+                else:
+                    operation.slots_locked = memory.hybrid.companions_of(one.kind, path[one.there])
+            memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+            self.companions.hold(coming, wanted.host_path)
+        operation.device_pages = memory.alloc(operation.pages, "admission", step)
+        if self.companions is not None and memory.hybrid is not None:
+            operation.companions = self.companions.read(memory.hybrid, coming, wanted.host_path, step)
         self._begin(operation, step)
-        step.commands.append(LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation))
+        copies = tuple(one.copy() for one in operation.companions)
+        load = LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation, copies)
+        step.commands.append(load)
         return operation.number
 
     def _any_load(self) -> int:
@@ -502,16 +625,18 @@ class Tiers:
                 f"{type(event).__name__} of operation {number} has {event.pages_done} pages of {operation.pages}"
             )
         del self.operations[number]
-        done = event.pages_done
+        done, complete = event.pages_done, event.pages_done == operation.pages and not event.error
         outcome: TierOutcome = "done" if done == operation.pages else "partial" if done else "failed"
+        if operation.companions and not operation.pages and not complete:
+            outcome = "failed"
         if operation.cancelled and outcome != "done":
             outcome = "cancelled"
         kept = done
         if operation.kind != "store" and self.memory.is_stale(operation.namespace):
-            outcome, kept = "void", self._settle(operation, 0, step)
+            outcome, kept = "void", self._settle(operation, 0, complete=False)
         elif operation.kind == "store":
             self.stored[operation.host_pages[done:]] = False
-        elif (kept := self._settle(operation, done, step)) < 0:
+        elif (kept := self._settle(operation, done, complete=complete)) < 0:
             outcome, kept = "orphaned", 0
         self._release(operation)
         step.decided.append(TierOperationEnded(step.time_us, number, operation.kind, outcome, kept))
@@ -523,8 +648,9 @@ class Tiers:
         elif operation.kind == "write" and kept and self.settings.storage:
             self._store(operation.namespace, operation.tokens, operation.start + kept, step)
 
-    def _settle(self, operation: Operation, done: int, step: Step) -> int:
-        """Give the first `done` pages of an operation to the cache they came for, and the rest back.
+    def _settle(self, operation: Operation, done: int, *, complete: bool) -> int:
+        """Give the first `done` pages of an operation to the cache they came for, and the rest back; with its
+        companions, if it is `complete`.
 
         Returns: pages kept; -1 for an orphan: what lies in front of it is not there, so it is given back too.
         """
@@ -548,15 +674,36 @@ class Tiers:
             path = np.zeros(operation.start + kept, np.int32)  # in front of `start` the tree has its own
             path[operation.start :] = pages[:kept]
             tokens = operation.tokens[: len(path) * self.page_size * TOKEN_BYTES]
-            already = radix.insert(operation.namespace, tokens, path, behind=handle).already - operation.start
+            inserted = radix.insert(operation.namespace, tokens, path, behind=handle)
+            already, handle = inserted.already - operation.start, inserted.node
         if operation.kind == "prefetch" and kept:
             self.stored[pages[already:kept]] = self.fetched[pages[already:kept]] = True
         pool.free(pages[:already].copy())
         pool.free(pages[kept:].copy())
-        return -1 if orphan and done else kept
+        if operation.companions:
+            self._settle_companions(operation, radix.pages_of(handle), keep=complete and not orphan)
+        return -1 if orphan and (done or (complete and operation.companions)) else kept
+
+    def _settle_companions(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
+        """Companions of an operation have come to these pages; or they have not, or are nobody's."""
+        assert self.companions is not None
+        assert self.memory.hybrid is not None
+        if operation.kind == "write" and keep:
+            self.companions.arrived(operation.companions, path)
+        elif operation.kind == "write":
+            self.companions.lost(operation.companions)
+        for one in operation.companions if operation.kind == "load" else ():
+            if keep:
+                self.memory.hybrid.arrived(one.kind, path[one.index], one.device)
+            else:
+                self.memory.hybrid.lost(one.kind, one.device)
 
     def _release(self, operation: Operation) -> None:
         """Take back what an operation locks and marks."""
+        if self.companions is not None and self.memory.hybrid is not None:
+            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+            if operation.kind == "load" and operation.host_handle is not None:
+                self.companions.was_read(operation.companions, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
             self.memory.unlock(operation.device_handle)
         if operation.host_handle is not None:
@@ -564,9 +711,13 @@ class Tiers:
         if operation.kind == "write":
             mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
             self.writing[mine] = NONE
+            if operation.companions:
+                self.writing[self.writing == operation.number] = NONE
         elif operation.kind == "load":
             mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
             self.loading[mine] = NONE
+            if operation.companions:
+                self.loading[self.loading == operation.number] = NONE
         elif operation.kind == "prefetch":
             self.fetching = {key: number for key, number in self.fetching.items() if number != operation.number}
 
@@ -599,10 +750,16 @@ class Tiers:
                 self.memory.unlock(operation.device_handle)
             if operation.kind == "load":
                 self.memory.pool.free(operation.device_pages)
+            if self.memory.hybrid is not None:
+                self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+                for one in operation.companions if operation.kind == "load" else ():
+                    self.memory.hybrid.lost(one.kind, one.device)
             step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
         self.generation, self.operations, self.candidates = generation, {}, {}
         self.fetching = {}
         self.pool, self.host = PagePool(self.settings.host_pages), RadixCache(self.page_size)
+        if self.companions is not None:
+            self.companions.void()
         self.uses[:], self.stored[:], self.fetched[:] = 0, False, False
         self.writing[:] = self.loading[:] = NONE
 
@@ -623,6 +780,7 @@ class Tiers:
             "fetching": list(self.fetching.items()),
             "stored": self.stored.tobytes(),
             "fetched": self.fetched.tobytes(),
+            **({"companions": self.companions.dump()} if self.companions is not None else {}),
         }
 
     def load(self, state: dict[str, Any], device_nodes: dict[int, RadixNode]) -> None:
@@ -642,6 +800,8 @@ class Tiers:
         self.fetching = dict(state["fetching"])
         self.stored = np.frombuffer(state["stored"], np.bool_).copy()
         self.fetched = np.frombuffer(state["fetched"], np.bool_).copy()
+        if self.companions is not None:
+            self.companions.load(state["companions"])
 
 
 def path_tokens(node: RadixNode) -> bytes:
@@ -685,6 +845,7 @@ def _held_alone(handle: RadixNode) -> int:
 
 _HANDLES = ("device_handle", "host_handle")
 _PAGES = ("device_pages", "host_pages")
+_LOCKED = ("windows_locked", "slots_locked")
 
 
 def _operation_image(operation: Operation) -> dict[str, Any]:
@@ -693,6 +854,12 @@ def _operation_image(operation: Operation) -> dict[str, Any]:
         image[name] = image[name].number if image[name] is not None else None
     for name in _PAGES:
         image[name] = image[name].tobytes()
+    locked = {name: image.pop(name).tobytes() for name in _LOCKED}
+    companions = [
+        (one.kind, one.index.tobytes(), one.device.tobytes(), one.host.tobytes()) for one in image.pop("companions")
+    ]
+    if companions:
+        image |= {"companions": companions, **locked}
     return image
 
 
@@ -702,6 +869,10 @@ def _operation(
     values = dict(image)
     for name, nodes in zip(_HANDLES, (device_nodes, host_nodes), strict=True):
         values[name] = nodes[values[name]] if values[name] is not None else None
-    for name in _PAGES:
-        values[name] = np.frombuffer(values[name], np.int32)
+    for name in (*_PAGES, *_LOCKED):
+        values[name] = np.frombuffer(values.get(name, b""), np.int32)
+    values["companions"] = [
+        Moved(kind, *(np.frombuffer(one, np.int32) for one in columns))
+        for kind, *columns in values.get("companions", ())
+    ]
     return Operation(**values)

@@ -6,12 +6,14 @@
 
 Every GPU has a link of its own to the host, one lane for each direction, and they move their parts of a page side by
 side. Storage is one lane for reads and one for writes, shared by all GPUs of an engine, and keeps what was used last.
-What is left out: the host's own memory bandwidth, and small pages costing more than their bytes.
+Windows and states of hybrid models go along, each with its own bytes. What is left out: the host's own memory
+bandwidth, and small pages costing more than their bytes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 
 
 class PageBytes(NamedTuple):
-    """What one page of KV weighs."""
+    """What one page of KV weighs, or a companion of one."""
 
     on_host: int  # the parts of all GPUs that hold it
     on_link: int  # the part of one GPU; with stages, of the one that has most
@@ -46,8 +48,15 @@ class PageBytes(NamedTuple):
     @classmethod
     def of(cls, model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int) -> PageBytes:
         """Of a page of `page_size` tokens. A GPU keeps on the host what it holds: what is replicated, is there too."""
-        rank = model.kv_bytes_per_token(kv_dtype, split) * page_size  # of all layers
+        return cls.of_rank(model.kv_bytes_per_token(kv_dtype, split) * page_size, split)
+
+    @classmethod
+    def of_rank(cls, rank: int, split: Parallelism) -> PageBytes:
+        """Of what has so many bytes on one rank, all layers together."""
         return cls(rank * split.attention_tp, -(-rank // split.pp))
+
+
+NO_COMPANIONS: Mapping[str, PageBytes] = {}
 
 
 class _Prefetch(NamedTuple):
@@ -59,9 +68,12 @@ class _Prefetch(NamedTuple):
 class TierLinks:
     """The lanes between the tiers of one engine, and what storage has."""
 
-    def __init__(self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec) -> None:
+    def __init__(
+        self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec, companions: Mapping[str, PageBytes] = NO_COMPANIONS
+    ) -> None:
+        """`companions`: what a window page and a state weigh, by kind, where there are any."""
         gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
-        self.pages = pages
+        self.pages, self.companions = pages, companions
         self.down = Link(gbs, HOST_LINK_LATENCY_US)
         self.up = Link(gbs, HOST_LINK_LATENCY_US)
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
@@ -85,7 +97,7 @@ class TierLinks:
         """Take a command of the tiers, if it is one. Returns before when no batch may begin, if one has to wait."""
         if type(command) is CopyToHost:
             size = len(command.host_pages)
-            done_us = self.down.send(now_us, size * self.pages.on_link)
+            done_us = self.down.send(now_us, self._on_link(command))
             self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
             if not command.given_up:
                 return None
@@ -93,7 +105,7 @@ class TierLinks:
             return done_us
         if type(command) is LoadFromHost:
             size = len(command.host_pages)
-            done_us = self.up.send(now_us, size * self.pages.on_link)
+            done_us = self.up.send(now_us, self._on_link(command))
             self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
         elif type(command) is PrefetchFromStorage:
             found = next((i for i, key in enumerate(command.keys) if key not in self.stored), len(command.keys))
@@ -112,6 +124,11 @@ class TierLinks:
             answer_ = StorageWritten(done_us, command.write_id, size, generation=command.generation)
             self._answer(answer_, command.keys)
         return None
+
+    def _on_link(self, copy: CopyToHost | LoadFromHost) -> int:
+        """Bytes that the link of one GPU carries of a copy."""
+        beside = sum(len(one.host) * self.companions[one.kind].on_link for one in copy.companions)
+        return len(copy.host_pages) * self.pages.on_link + beside
 
     def take(self, now_us: int) -> Answer:
         """The next answer, which the engine hears of now."""

@@ -10,12 +10,14 @@ requests as may run is set aside, with no checkpoints beside them and prefix hit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from lockstep.core.commands import StartTransfer
 from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.errors import ConfigError
+from lockstep.sim.cache_tiers import PageBytes
 from lockstep.sim.cost import GpuSpec, KvCapacity, KvDtype, ModelSpec
 from lockstep.sim.cost.capacity import UNBOUNDED_PAGES
 from lockstep.sim.cost.errors import CapacityError
@@ -172,6 +174,27 @@ def state_copies_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> tuple
     bytes_per_us = achieved(gpu, "weight_read_gbs").value * 1e3
     stages = stages_of(model, split)
     return tuple(2.0 * stage.model.state_bytes_per_request(split) / bytes_per_us for stage in stages)
+
+
+def companion_bytes(
+    model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int
+) -> tuple[PageBytes, dict[str, PageBytes]]:
+    """What a page of full layers weighs in host memory and on a link to it, and a window page and a state beside it."""
+    each = model.kv_values_per_layer(split) * KV_BYTES[checked_kv_dtype(kv_dtype)] * page_size
+    state = model.state_bytes_per_request(split)
+    beside = {"window": model.sliding_layers * each, "state": state}
+    return PageBytes.of_rank(model.full_layers * each, split), {
+        kind: PageBytes.of_rank(rank, split) for kind, rank in beside.items() if rank
+    }
+
+
+def host_page_bytes(pages: int, hybrid: HybridMemory, page: PageBytes, beside: Mapping[str, PageBytes]) -> PageBytes:
+    """A page of host memory with its share of the host's windows and states: as many of them as the device has for
+    each of its `pages`.
+    """
+    companions = {"window": hybrid.window_pages, "state": hybrid.state_slots}
+    in_all = [sum(companions[kind] * one[where] for kind, one in beside.items()) for where in (0, 1)]
+    return PageBytes(*(own + -(-shared // pages) for own, shared in zip(page, in_all, strict=True)))
 
 
 def state_copy_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> float:

@@ -23,7 +23,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
@@ -35,11 +35,13 @@ from numpy.typing import NDArray
 
 from lockstep.core.commands import (
     BatchPlan,
+    CopyToHost,
     EncodeMedia,
     Int32s,
     Int64s,
     LaunchBatch,
     LoadAdapter,
+    LoadFromHost,
     Speculation,
     Step,
     StreamTokens,
@@ -444,14 +446,21 @@ def per_request(metric: SloMetric, requests: Requests) -> Float64s:
 # --------------------------------------------------------------------------------------------------------------- fold
 
 
-COMPANIONS = {"window": "window_pages", "state": "checkpoints"}
+COMPANIONS = {
+    "window": "window_pages",
+    "state": "checkpoints",
+    "host window": "host_window_pages",
+    "host state": "host_checkpoints",
+}
 
 
 class TierCounts:
     """What the tiers below the device did: docs/metrics.md, "Cache tiers"."""
 
-    def __init__(self, page_bytes: int) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, page_bytes: int, companion_bytes: Mapping[str, int]) -> None:
+        self._page_bytes, self._companion_bytes = page_bytes, companion_bytes
+        self._beside: dict[int, int] = {}  # bytes of companions, by the copy under way
+        self._bytes_beside: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._host_tokens = 0
@@ -467,6 +476,10 @@ class TierCounts:
         self._waited += event.load_wait_us > 0
         self._wait_us += event.load_wait_us
 
+    def began(self, copy: CopyToHost | LoadFromHost) -> None:
+        """Take in a copy with companions."""
+        self._beside[copy.copy_id] = sum(len(one.host) * self._companion_bytes[one.kind] for one in copy.companions)
+
     def learn(self, event: TierOperationEnded | HostPagesEvicted) -> None:
         """Take in what the tiers did."""
         if isinstance(event, HostPagesEvicted):
@@ -474,6 +487,8 @@ class TierCounts:
             return
         self._moves[f"{event.kind} {event.outcome}"] += 1
         self._pages[event.kind] += event.pages_kept
+        beside = self._beside.pop(event.operation, 0)
+        self._bytes_beside[event.kind] += beside if event.outcome == "done" else 0
 
     def describe(self) -> Summary:
         """For `cache` of metrics.json."""
@@ -481,7 +496,9 @@ class TierCounts:
             "prompt_tokens_from_host": self._host_tokens,
             "prompt_tokens_from_storage": self._storage_tokens,
             "moves": dict(sorted(self._moves.items())),
-            "bytes_moved": {kind: pages * self._page_bytes for kind, pages in sorted(self._pages.items())},
+            "bytes_moved": {
+                kind: pages * self._page_bytes + self._bytes_beside[kind] for kind, pages in sorted(self._pages.items())
+            },
             "host_pages_evicted": self._host_pages_evicted,
             "requests_waited_for_tiers": self._waited,
             "tiers_wait_us": self._wait_us,
@@ -497,6 +514,7 @@ class MetricsFold:
         kv_pages: int | None = None,
         warm_up: int = 0,
         host_page_bytes: int | None = None,
+        host_companion_bytes: Mapping[str, int] | None = None,
         needs_media: bool = True,
     ) -> None:
         """Begin with nothing.
@@ -506,6 +524,7 @@ class MetricsFold:
             kv_pages: the size of the page pool; without it the pages held by requests stay unknown.
             warm_up: requests with an id below this are not measured; what they do to batches, pages and others is.
             host_page_bytes: what a page of KV weighs on the host; None: nothing is kept there, and nothing is told.
+            host_companion_bytes: what goes along with pages of hybrid models, by kind.
         """
         self._kv_pages = kv_pages
         self._warm_up = warm_up
@@ -565,7 +584,7 @@ class MetricsFold:
         self._deferred: Counter[str] = Counter()
         self._evicted_pages: Counter[str] = Counter()
         self._drafts: Drafts | None = None  # of an engine that verifies any
-        self._tiers = TierCounts(host_page_bytes) if host_page_bytes is not None else None
+        self._tiers = TierCounts(host_page_bytes, host_companion_bytes or {}) if host_page_bytes is not None else None
         self._companions_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
         self._needs_media = needs_media
@@ -617,6 +636,8 @@ class MetricsFold:
             elif type(command) is LoadAdapter:
                 self._adapters = self._adapters or AdapterCounts()
                 self._adapters.ordered(command, step.time_us)
+            elif self._tiers is not None and isinstance(command, CopyToHost | LoadFromHost) and command.companions:
+                self._tiers.began(command)
         for decided in step.decided:
             self._learn(decided)
 

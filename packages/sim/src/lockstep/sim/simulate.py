@@ -36,7 +36,7 @@ from simpy import Environment
 
 from lockstep.core import invariants
 from lockstep.core.commands import Step
-from lockstep.core.config import OVERLAP_DEPTH_MAX, SchedConfig, profile_settings
+from lockstep.core.config import OVERLAP_DEPTH_MAX, HybridMemory, SchedConfig, profile_settings
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError
 from lockstep.core.events import ObservedEvent, RequestArrived
@@ -94,7 +94,15 @@ from lockstep.sim.host import (
     Witness,
 )
 from lockstep.sim.host_tiers import NO_TIERS, HostTiers, host_tiers, hybrid_shares
-from lockstep.sim.hybrid_memory import check_hybrid, hybrid_settings, shared_out, state_copy_us, window_tokens_of
+from lockstep.sim.hybrid_memory import (
+    check_hybrid,
+    companion_bytes,
+    host_page_bytes,
+    hybrid_settings,
+    shared_out,
+    state_copy_us,
+    window_tokens_of,
+)
 from lockstep.sim.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
@@ -340,11 +348,26 @@ class Setup:
 
     @property
     def _page_bytes(self) -> PageBytes:
-        return PageBytes.of(self.model, self.split, self.scenario.kv_dtype, self.config.page_size)
+        return self._host_bytes[0]
+
+    @property
+    def _host_bytes(self) -> tuple[PageBytes, dict[str, PageBytes]]:
+        """What a page of KV weighs below the device, and what it has beside it there."""
+        page_size, kv_dtype = self.config.page_size, self.scenario.kv_dtype
+        if self.config.hybrid is msgspec.UNSET:
+            return PageBytes.of(self.model, self.split, kv_dtype, page_size), {}
+        return companion_bytes(self.model, self.split, kv_dtype, page_size)
+
+    @property
+    def host_companion_bytes(self) -> dict[str, int]:
+        """What a window page and a state weigh on the host, by kind, where the model has any."""
+        return {kind: one.on_host for kind, one in self._host_bytes[1].items()}
 
     def tier_links(self) -> TierLinks | None:
         """Fresh lanes to the tiers below the device; None if there are none."""
-        return TierLinks(self.tiers, self._page_bytes, self.gpu) if self.tiers.host_cache_gb else None
+        return (
+            TierLinks(self.tiers, self._page_bytes, self.gpu, self._host_bytes[1]) if self.tiers.host_cache_gb else None
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -796,8 +819,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
             raise ConfigError(f"`{name}` is simulated up to {most:,}, got `{value}`\nhint: no GPU holds so many")
     kv = None if "pages" in given else _capacity(scenario, model, gpu, config_of_engine(config))
     if shares.on:
-        hybrid = hybrid_settings(model, config, shares, kv)
-        config = msgspec.structs.replace(config, pages=config.pages if kv is None else kv.pages, hybrid=hybrid)
+        config = _with_pools(config, hybrid_settings(model, config, shares, kv), kv, scenario, model)
     if kv is None:
         return _within_a_shard(config, split, config.pages), None
     if config.shares_passes:
@@ -805,6 +827,26 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
         context = min(config.context_tokens_max, own * config.page_size)
         return msgspec.structs.replace(config, pages=own, context_tokens_max=context), kv
     return _within_a_shard(msgspec.structs.replace(config, pages=kv.pages), split, kv.pages), kv
+
+
+def _with_pools(
+    config: SchedConfig, hybrid: HybridMemory, kv: KvCapacity | None, scenario: Scenario, model: ModelSpec
+) -> SchedConfig:
+    """The settings with pools beside full attention, on the host as well."""
+    tiers, ranks = host_tiers(scenario.tiers), config.dp_ranks if isinstance(config.dp_ranks, int) else 1
+    pages = config.pages if kv is None else kv.pages
+    below: dict[str, Any] = {}
+    if config.tiers is not msgspec.UNSET:
+        if tiers.storage_gb:
+            raise ConfigError(
+                f"`storage_gb` is {tiers.storage_gb:g}, and `hybrid_memory` is on: storage keeps no windows and states "
+                "yet\nhint: leave out --storage-gb; --host-cache-gb goes with them"
+            )
+        page, beside = companion_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
+        of_engine = tiers.settings(host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside))
+        assert of_engine is not msgspec.UNSET
+        below["tiers"] = msgspec.structs.replace(of_engine, host_pages=max(of_engine.host_pages // ranks, 1))
+    return msgspec.structs.replace(config, pages=pages, hybrid=hybrid, **below)
 
 
 def check_stages(scenario: Scenario, config: SchedConfig) -> None:
@@ -1069,6 +1111,7 @@ def host_of(
             kv_pages=setup.config.pages,
             warm_up=scenario.warm_up,
             host_page_bytes=setup.host_page_bytes,
+            host_companion_bytes=setup.host_companion_bytes,
             needs_media=setup.config.role != "decode",
         )
     tiers = setup.tier_links()
