@@ -199,7 +199,8 @@ def history(seed: int) -> tuple[Any, list[Action]]:
     rng = random.Random(seed)
     kind = rng.random()
     if seed % TIERED_SEEDS == TIERED_SEEDS - 1:  # beside the others, which stay what they were
-        config, actions = returning(rng)
+        others = random.Random(f"others {seed}").random() < 0.3  # with whatever else there is
+        config, actions = _plain_history(rng, kind) if others else returning(rng)
         config, actions = tiered(rng, config), moving(rng, actions)
         pools = random.Random(f"pools {seed}")
         return over_tiers(pools, config) if pools.random() < 0.4 else config, actions

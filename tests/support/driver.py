@@ -681,7 +681,7 @@ class Driver:
                     above = importance(live[beneficiary], engine.config) - importance(live[victim], engine.config)
                     assert above > threshold, f"S27: r{victim} for r{beneficiary}"
                     assert victim not in admitted, f"S26: r{victim} started in the step that preempted it"
-                    goes_on = beneficiary in admitted or beneficiary in launched
+                    goes_on = beneficiary in admitted or beneficiary in launched or self._waits_for_writes()
                     assert not idle or goes_on, f"S8: r{victim} was preempted for nothing"
                     if beneficiary not in admitted:
                         self.made_room[victim] = beneficiary
@@ -696,6 +696,11 @@ class Driver:
                 self.marks.add("preemption refused by threshold")
             if below and max(below) > threshold:
                 self.marks.add("preemption would not be enough")
+
+    def _waits_for_writes(self) -> bool:
+        """Whether the KV of the retracted, which the radix cache has now, is being written to host memory first."""
+        tiers = self.engine.memory.tiers
+        return tiers is not None and self.engine.config.retracted_kv == "cache" and tiers.device_busy
 
     def _places(self) -> tuple[dict[int, int], list[int]] | None:
         """Who has a place in which microbatch, and who ends whatever comes back; None: there is but one microbatch."""

@@ -84,10 +84,8 @@ def over_tiers(rng: random.Random, config: SchedConfig) -> SchedConfig:
 
 
 def below(rng: random.Random, config: SchedConfig, actions: list[Action]) -> tuple[SchedConfig, list[Action]]:
-    """A history with such pools, and host memory below them. Nobody is preempted whose KV a write would then hold."""
-    preempts = config.enable_priority_preemption and config.retracted_kv == "free"
-    plain = replace(config, hybrid=UNSET, enable_priority_preemption=preempts)
-    with_tiers = tiered(rng, plain)
+    """A history with such pools, and host memory below them."""
+    with_tiers = tiered(rng, replace(config, hybrid=UNSET))
     assert with_tiers.tiers is not UNSET
     host_only = replace(with_tiers.tiers, storage=False)
     return replace(with_tiers, tiers=host_only, hybrid=config.hybrid), moving(rng, actions)

@@ -78,7 +78,8 @@ def make_room(
 ) -> list[Request]:
     """Retract members so that the request can start, now or once work in flight has given their pages back.
 
-    Nobody is retracted when that is not enough, or when what it lacks is coming back anyway.
+    Nobody is retracted when that is not enough, when what it lacks is coming back anyway, or while it waits for its
+    adapter or for a tier.
 
     Args:
         budget: of the extend that is being put together; it regains what comes free at once.
@@ -91,6 +92,8 @@ def make_room(
     everybody, _ = engine.everybody
     ranked = candidates(request, everybody, config)
     if not ranked or (memory.adapters is not None and not memory.adapters.has_place_for(request.adapter)):
+        return []
+    if memory.tiers is not None and memory.tiers.holds_back(request, engine.now_us):
         return []
     need = Need.of(engine, request, budget, parts)
     if need is None or need.is_met(engine, budget, []):
