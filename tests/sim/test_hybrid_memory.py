@@ -107,7 +107,7 @@ def test_each_stage_copies_the_states_of_its_layers(
             nonlocal copied
             before = sum(self.stages.busy_us)
             super().launch(plan, shape, handed_over_us)
-            copies = state_copies(plan.hybrid) if plan.hybrid is not None else 0
+            copies = state_copies(plan)
             spent = sum(self.stages.busy_us) - before - sum(setup.cost.stage_us(shape))
             assert spent == pytest.approx(copies * sum(each), abs=1e-3), f"batch {plan.batch_id} has {copies} copies"
             copied += copies
