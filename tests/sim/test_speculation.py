@@ -146,7 +146,7 @@ def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> N
         send_us = cost.send_us(shape.extend_tokens + shape.decode_rows + drafts)
         assert ran.finished_us - ran.started_us == pytest.approx(sum(stages_us) + send_us + draft_us, abs=2)
         busy_us = [busy_us[0] + stages_us[0], busy_us[1] + stages_us[1] + draft_us]
-    assert device.stage_busy_us == pytest.approx(busy_us)
+    assert device.stages.busy_us == pytest.approx(busy_us)
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
