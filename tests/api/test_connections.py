@@ -47,6 +47,17 @@ def answer_to(connection: socket.socket) -> str:
     return said.decode()
 
 
+def asked(server: LiveServer, request: bytes, opened: contextlib.ExitStack) -> tuple[socket.socket, bytes]:
+    """A connection on which this was sent, and how its answer begins; tried again if whoever sends stood still."""
+    while True:
+        connection = opened.enter_context(connected(server))
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request)
+            first = connection.recv(4096)
+            if first and not first.startswith(b"HTTP/1.1 408 "):
+                return connection, first
+
+
 def took_s(since_s: float) -> float:
     return time.monotonic() - since_s
 
@@ -101,15 +112,13 @@ def test_tokens_that_wait_are_limited(server: LiveServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = head + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw
     with contextlib.ExitStack() as opened:
-        for number in (1, 2):
-            opened.enter_context(connected(server)).sendall(request)
+        for number in (1, 2, 2):  # the third one's stream begins, too, though nothing is in it yet
+            _, first = asked(server, request, opened)
+            assert first.startswith(b"HTTP/1.1 200 ")
             until(lambda number=number: running(server) == number)
-        waits = opened.enter_context(connected(server))
-        waits.sendall(request)
-        assert waits.recv(4096).startswith(b"HTTP/1.1 200 ")  # its stream begins, though nothing is in it yet
-        refused = opened.enter_context(connected(server))
-        refused.sendall(request.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
-        said = answer_to(refused)
+        closing = request.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close")
+        refused, first = asked(server, closing, opened)
+        said = first.decode() + answer_to(refused)
         assert said.startswith("HTTP/1.1 503 ")
         assert "3000 tokens of prompts wait already" in said
         assert "retry-after: 1" in said.lower()
