@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.core import invariants, snapshot
 from lockstep.core.commands import BatchPlan
-from lockstep.core.config import SchedConfig, refuse_simulated_only
+from lockstep.core.config import HybridMemory, SchedConfig, refuse_simulated_only
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
@@ -250,6 +250,35 @@ def test_restart_voids_every_microbatch() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- histories
+
+
+def test_windows_that_another_microbatch_will_let_go_of_are_none_to_start_with() -> None:
+    """Its next decode lets go of a window, once it is launched: a prompt had taken the page that this one needs now."""
+    config = SchedConfig(
+        page_size=2,
+        pages=33,
+        max_running_requests=8,
+        schedule_policy="priority",
+        schedule_low_priority_values_first=True,
+        schedule_conservativeness=0.02,
+        chunked_prefill_size=16,
+        batching="running_first",
+        reserve="on_demand",
+        speculative_method="ngram",
+        num_speculative_tokens=8,
+        speculative_max_batch_size=2,
+        hybrid=HybridMemory(window_tokens=8, window_pages=16),
+        pp_size=2,
+        pp_max_micro_batch_size=2,
+    )
+    arrivals: list[Action] = [
+        ("arrive", 1, 5, 28, {"priority": 20}),
+        ("arrive", 1, 5, 27, {"priority": 0}),
+        ("arrive", 3, 4, 34, {"priority": 5}),
+    ]
+    r, f = "ready", "finish"
+    order = (r, f, r, r, f, f, r, r, f, r, f, r, f, r, r, r, r, r, f, f, r, f, r)
+    run_actions(config, [*arrivals, *((one,) for one in order)])
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -105,6 +105,7 @@ class Stand(NamedTuple):
     requests: Mapping[RequestId, Request]
     in_flight: Iterable[InFlight]
     ratio: NewTokenRatio
+    apart: tuple[Runners, ...] = ()  # the same by microbatch, where there are several: each decodes in its turn
 
 
 def everybody(engine: Engine) -> Runners:
@@ -112,7 +113,18 @@ def everybody(engine: Engine) -> Runners:
     if engine.microbatches is None:
         return engine
     cohort, positions = engine.everybody
-    return Stand(cohort, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
+    stand = Stand(cohort, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
+    return _by_microbatch(engine, stand)
+
+
+def _by_microbatch(engine: Engine, stand: Stand) -> Stand:
+    if engine.microbatches is None:
+        return stand
+    number_of = engine.microbatches.members
+    numbers = np.array([number_of[one.request_id] for one in stand.cohort.requests], np.int32)
+    members = [(numbers == number).nonzero()[0] for number in np.unique(numbers)]
+    parts = [stand._replace(cohort=stand.cohort.only(some), positions=stand.positions[some]) for some in members]
+    return stand._replace(apart=tuple(parts))
 
 
 class Coming(NamedTuple):
@@ -366,7 +378,7 @@ class WindowPool:
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
         runners = everybody(engine)
-        next_ones = max(self.lacking(runners, path) + self.available, 0)
+        next_ones = self.opened_next(runners, path)
         if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
             own = now - first + self.promised(request, stop, first)
             return own <= self.unpromised(runners) and wanted <= self.available - next_ones
@@ -397,7 +409,7 @@ class WindowPool:
         cohort, positions = engine.cohort, engine.positions
         if not cohort.size:
             return 0
-        next_ones = max(self.lacking(engine, kept) + self.available, 0)
+        next_ones = self.opened_next(engine, kept)
         now, last = -(-positions // self.page_size), -(-(cohort.limits - ONE) // self.page_size)
         if self.config.reserve == "on_demand":
             return next_ones
@@ -460,7 +472,7 @@ class WindowPool:
         """
         if self.config.reserve == "full":
             tail = path.size - int(self.first_seen(path.size))
-            next_ones = max(self.lacking(engine, path) + self.available, 0)
+            next_ones = self.opened_next(engine, path)
             left = min(self.unpromised(engine) - tail, self.available - next_ones - self.locked_by_match(path))
         else:
             newcomers = sum(
@@ -477,6 +489,11 @@ class WindowPool:
                 return take
             take -= 1  # all but its end, which wants more
         return min(take, max(left, 0) * self.page_size + -start % self.page_size)
+
+    def opened_next(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+        """Pages that next decodes open, and let go of none for; what a microbatch lets go of comes in its own turn."""
+        apart = engine.apart if isinstance(engine, Stand) else ()
+        return sum([max(self.lacking(one, kept) + self.available, 0) for one in apart or (engine,)])
 
     def lacking(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
         """Pages that the cohort's next decode opens, and lets go of none for, beyond those that can be had now.
@@ -865,7 +882,7 @@ class Hybrid:
             opening = int(np.minimum(-(-then // self.page_size) - held, most).sum())
         left = {one.request_id for one in ending}
         others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in left}
-        later = Stand(staying, now, engine.page_mask, others, (), engine.ratio)
+        later = _by_microbatch(engine, Stand(staying, now, engine.page_mask, others, (), engine.ratio))
         window = self.window.once_delivered(gone, memory, opening)
         return window.room(later, request, *span, path, budget)
 
