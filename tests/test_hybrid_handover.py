@@ -344,11 +344,15 @@ def test_decodes_behind_a_state_that_came_leave_checkpoints() -> None:
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_slots_behind_drafts_are_given_at_once(drafts: int) -> None:
     decode = HybridMemory(window_tokens=5, window_pages=20, state_slots=2 * (1 + drafts), checkpoint_tokens=4)
-    common = {"page_size": 2, "pages": 40, "max_running_requests": 4, "chunked_prefill_size": 4}
-    drafting = {"speculative_method": "ngram", "num_speculative_tokens": drafts, "num_reserved_decode_tokens": 0}
+    common: dict[str, Any] = {"page_size": 2, "pages": 40, "max_running_requests": 4, "chunked_prefill_size": 4}
+    drafting: dict[str, Any] = {
+        "speculative_method": "ngram",
+        "num_speculative_tokens": drafts,
+        "num_reserved_decode_tokens": 0,
+    }
     made = Fleet(
         [SchedConfig(role="prefill", hybrid=BOTH, **common)],
-        [SchedConfig(role="decode", hybrid=decode, **common, **drafting)],  # type: ignore[arg-type]
+        [SchedConfig(role="decode", hybrid=decode, **common, **drafting)],
         restores=True,
     )
     for key in range(3):

@@ -17,7 +17,7 @@ from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import PipelineModel, stages_of
 from lockstep.sim.host import state_copies
-from lockstep.sim.hybrid_memory import state_copies_us, state_copy_us
+from lockstep.sim.hybrid_memory import state_copies_us, state_copy_us, window_tokens_of
 from lockstep.sim.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.simulate import Run, Scenario, assemble, simulate
@@ -190,7 +190,7 @@ def test_of_a_prompt_the_last_window_is_sent_and_one_state(model: str, tp: int) 
     each = spec.kv_values_per_layer() * 2
     run = handed_over(model, tp, "gen:n=5,rate=2,input=fixed:2005,output=fixed:20", {"hybrid_memory": "on"})
     transfers = run.data.summary["transfers"]
-    window = spec.attention.window if spec.sliding_layers else 0  # type: ignore[union-attr]
+    window = window_tokens_of(spec)
     sent = 2005 - max(2000 - (window - 1), 0) // 16 * 16 if window else 0
     state = spec.state_bytes_per_request()
     assert transfers["transferred_tokens"] == 5 * 2005

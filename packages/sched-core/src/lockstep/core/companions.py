@@ -57,7 +57,7 @@ class Moved(msgspec.Struct):
         return CompanionCopy(self.kind, self.device, self.host)
 
 
-class Coming(NamedTuple):
+class Needed(NamedTuple):
     """What a load brings of one kind, and what it counts on of what the device has."""
 
     kind: Kind
@@ -179,7 +179,7 @@ class HostCompanions:
         ends = usable.nonzero()[0]
         return int(ends[-1]) + 1 if ends.size else 0
 
-    def coming_up(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[Coming]:
+    def coming_up(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[Needed]:
         """What a load must bring so that somebody can go on behind so many pages, the first of them on the device."""
         coming = []
         for kind in self.pools:
@@ -187,20 +187,20 @@ class HostCompanions:
             there = np.zeros(seen.size, np.bool_)
             mine = seen < device.size
             there[mine] = hybrid.companions_of(kind, device[seen[mine]]) >= 0
-            coming.append(Coming(kind, seen[~there], seen[there]))
+            coming.append(Needed(kind, seen[~there], seen[there]))
         return coming
 
-    def has_room(self, hybrid: Hybrid, coming: list[Coming], engine: Engine) -> bool:
+    def has_room(self, hybrid: Hybrid, coming: list[Needed], engine: Engine) -> bool:
         """Whether the device has room for that, and for whoever starts behind it beside what others will want."""
         return all(hybrid.has_room(one.kind, one.lacking.size, one.there.size, engine) for one in coming)
 
-    def hold(self, coming: list[Coming], host: Int32s) -> None:
+    def hold(self, coming: list[Needed], host: Int32s) -> None:
         """A load reads this from now on. `host`: pages of the host."""
         for kind, lacking, _ in coming:
             self.pools[kind].locks[host[lacking]] += 1
             self.pools[kind].touch(host[lacking])
 
-    def read(self, hybrid: Hybrid, coming: list[Coming], host: Int32s, step: Step) -> list[Moved]:
+    def read(self, hybrid: Hybrid, coming: list[Needed], host: Int32s, step: Step) -> list[Moved]:
         """Take room on the device for what a load brings of these pages of the host."""
         return [
             Moved(kind, lacking, hybrid.room_for(kind, lacking.size, step), self.pools[kind].of[host[lacking]])

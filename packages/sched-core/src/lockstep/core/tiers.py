@@ -51,7 +51,7 @@ from lockstep.core.commands import (
     Step,
     WriteToStorage,
 )
-from lockstep.core.companions import Coming, HostCompanions, Moved
+from lockstep.core.companions import HostCompanions, Moved, Needed
 from lockstep.core.config import CacheTiers
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
@@ -408,24 +408,24 @@ class Tiers:
             device = self.memory.radix.match(request.namespace, request.tokens, stop)
         return Wanted(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
 
-    def _coming_up(self, wanted: Wanted) -> list[Coming]:
+    def _coming_up(self, wanted: Wanted) -> list[Needed]:
         """Companions that a load would bring."""
         if self.companions is None or self.memory.hybrid is None:
             return []
         return self.companions.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
 
-    def _has_room(self, coming: list[Coming], engine: Engine) -> bool:
+    def _has_room(self, coming: list[Needed], engine: Engine) -> bool:
         if self.companions is None or self.memory.hybrid is None:
             return True
         return self.companions.has_room(self.memory.hybrid, coming, engine)
 
-    def _brought_by(self, wanted: Wanted, coming: list[Coming]) -> int:
+    def _brought_by(self, wanted: Wanted, coming: list[Needed]) -> int:
         """A load under way that brings some of it; NONE if there is none."""
         pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
         under_way = self.loading[pages]
         return int(under_way.max())
 
-    def _load(self, request: Request, wanted: Wanted, coming: list[Coming], step: Step) -> int:
+    def _load(self, request: Request, wanted: Wanted, coming: list[Needed], step: Step) -> int:
         radix, memory = self.memory.radix, self.memory
         assert radix is not None
         host_pages = wanted.host_pages
