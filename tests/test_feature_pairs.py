@@ -1,7 +1,7 @@
 """Every feature alone, and every two together: each request gets the tokens that one plain engine gives it.
 
 A feature is a line of `FEATURES`: settings, or what requests ask, or another set of engines. Two that the core refuses
-together stand in `NEVER` or `NOT_YET`, and the refusal names them. Whoever opens a pair deletes it there: it is tested.
+together stand in `NEVER`, and the refusal names them.
 
 Pools are too small for all requests at once, every KV cell is checked where it is read, invariants after every event,
 and each feature must be seen at work in every pair, unless `UNSEEN` says why not.
@@ -133,7 +133,7 @@ FEATURES: dict[str, Feature] = {
     "prompt logprobs": Feature("prompt logprobs", asks=lambda ask: {"logprob_start": 1}),
 }
 
-# The one place that says which pairs are refused. What a branch opens it deletes here, and the pair is tested.
+# The one place that says which pairs are refused.
 NEVER: dict[str, tuple[str, ...]] = {
     # feature: what it contradicts
     "aligned chunks": ("mixed batches", "running first"),
@@ -141,11 +141,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "several steps": ("drafts", "jump forward", "ranks", "delayer", "grammars"),
     "delayer": ("handover", "late pages"),
 }
-NOT_YET: dict[str, tuple[str, ...]] = {
-    "windows": ("storage",),
-    "states": ("storage",),
-}
-REFUSED = {frozenset((name, other)) for table in (NEVER, NOT_YET) for name, others in table.items() for other in others}
+REFUSED = {frozenset((name, other)) for name, others in NEVER.items() for other in others}
 
 UNSEEN: dict[frozenset[str], tuple[str, ...]] = {
     # by pair: what has nothing to do beside the other, or is not seen in so few requests
@@ -284,7 +280,7 @@ def test_each_pair_gives_what_one_plain_engine_gives_or_is_refused(names: tuple[
         assert listed, f"{together} is refused, and not in REFUSED: {refusal}"
         assert_clear(names, refusal)
         return
-    assert not listed, f"{together} goes: delete it from NEVER or NOT_YET"
+    assert not listed, f"{together} goes: delete it from NEVER"
     quiet = [name for name in unseen(names, marks) if name not in UNSEEN.get(frozenset(names), ())]
     assert not quiet, f"{quiet} was not at work in {together}"
 

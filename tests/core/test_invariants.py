@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from lockstep.core import invariants
-from lockstep.core.config import HybridMemory, SchedConfig
+from lockstep.core import invariants, snapshot
+from lockstep.core.companions import HostPool
+from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.errors import InvariantError
+from lockstep.core.errors import ContractError, InvariantError
+from lockstep.core.events import CompanionsFound, PrefetchFinished
 from lockstep.core.hybrid import StatePool, WindowPool
 from lockstep.core.radix import RadixCache, RadixNode
 from tests.support.driver import Driver
@@ -301,3 +305,96 @@ def test_damage_to_windows_and_states_is_named(said: str, damage: Damage) -> Non
     with pytest.raises(InvariantError) as error:
         invariants.check(engine)
     assert str(error.value).startswith(said)
+
+
+def engine_storing_companions() -> Engine:
+    """A prompt with its checkpoint has come to the host and is being stored, another is looked for in storage."""
+    hybrid = HybridMemory(state_slots=9, checkpoint_tokens=2)
+    tiers = CacheTiers(host_pages=20, storage=True, prefetch_tokens_min=1, prefetch_policy="wait_complete")
+    driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid, tiers=tiers))
+    driver.arrive(500, 7, 1, {})
+    driver.move(0)
+    for _ in range(4):
+        driver.ready()
+        driver.finish()
+    driver.move(0)
+    driver.arrive(900, 7, 1, {})
+    assert driver.engine.memory.tiers is not None
+    assert [one.kind for one in driver.engine.memory.tiers.operations.values()] == ["store", "prefetch"]
+    invariants.check(driver.engine)
+    return driver.engine
+
+
+def host_states(engine: Engine) -> HostPool:
+    assert engine.memory.tiers is not None
+    assert engine.memory.tiers.companions is not None
+    return engine.memory.tiers.companions.pools["state"]
+
+
+def host_state_lost(engine: Engine) -> None:
+    host_states(engine).pool.alloc(1)
+
+
+def host_state_of_nobody(engine: Engine) -> None:
+    pool = host_states(engine)
+    page = int((pool.of >= 0).nonzero()[0][0])
+    pool.of[page], pool.of[19] = -1, pool.of[page]
+
+
+def host_state_evicted_while_stored(engine: Engine) -> None:
+    pool = host_states(engine)
+    pool.locks[:] = 0
+    pool.drop(np.arange(20, dtype=np.int32))
+
+
+def host_state_unlocked(engine: Engine) -> None:
+    host_states(engine).locks[:] = 0
+
+
+def stored_without_a_state(engine: Engine) -> None:
+    host_states(engine).stored[19] = True
+
+
+def room_for_a_state_given_back(engine: Engine) -> None:
+    assert engine.memory.tiers is not None
+    (prefetch,) = (one for one in engine.memory.tiers.operations.values() if one.kind == "prefetch")
+    host_states(engine).pool.free(prefetch.companions[0].host)
+
+
+@pytest.mark.parametrize(
+    ("said", "damage"),
+    [
+        ("S1 states of the host", host_state_lost),
+        ("S1: host pages [19] have a state, but are not cached", host_state_of_nobody),
+        ("S5: store", host_state_evicted_while_stored),
+        ("S9: states of the host are locked", host_state_unlocked),
+        ("S33: host pages [19] have no state", stored_without_a_state),
+        ("S1 states of the host", room_for_a_state_given_back),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_damage_to_what_the_host_has_of_them_is_named(said: str, damage: Damage) -> None:
+    engine = engine_storing_companions()
+    damage(engine)
+    with pytest.raises(InvariantError) as error:
+        invariants.check(engine)
+    assert str(error.value).startswith(said)
+
+
+FETCHED = {
+    "a prefetch brought states twice, or unasked": (CompanionsFound("state", (0,)), CompanionsFound("state", ())),
+    "a prefetch brought windows twice, or unasked": (CompanionsFound("window", (0,)),),
+    "a prefetch brought states at [0, 1]: 1 had room": (CompanionsFound("state", (0, 1)),),
+    "a prefetch brought states at [2]: 1 had room, ascending, below 2": (CompanionsFound("state", (2,)),),
+    "a prefetch brought states at [-1]": (CompanionsFound("state", (-1,)),),
+}
+
+
+@pytest.mark.parametrize("said", FETCHED)
+def test_companions_that_nobody_asked_for_are_refused_and_change_nothing(said: str) -> None:
+    """Of three pages two have come; there is room for one state."""
+    engine = engine_storing_companions()
+    before = snapshot.dump(engine)
+    with pytest.raises(ContractError, match=f"^{re.escape(said)}"):
+        engine.step(PrefetchFinished(engine.now_us, 3, 2, companions=FETCHED[said]))
+    assert snapshot.dump(engine) == before

@@ -120,6 +120,7 @@ FEATURES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "hybrid-drafts": ("a state behind each draft", _told("hybrid/drafts")),
     "hybrid-several-decodes": ("windows under three decodes in a launch", _told("hybrid/several_decodes")),
     "hybrid-tiers": ("windows and states go down with their pages, and come back", _told("tiers/windows_and_states")),
+    "hybrid-storage": ("windows stored with pages, fetched and loaded again", _told("tiers/windows_from_storage")),
     "hybrid-ranks": (
         "a rank with windows and states of its own, and the delayer: chunks that are cut, no slot, a restart",
         record_hybrid_rank,

@@ -9,23 +9,43 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from lockstep.core import invariants
-from lockstep.core.commands import LaunchBatch
-from lockstep.core.companions import HostCompanions
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core import companions, invariants, tiers
+from lockstep.core.commands import CompanionFetch, LaunchBatch, PrefetchFromStorage
+from lockstep.core.companions import HostCompanions, Kind, Moved, in_storage
+from lockstep.core.config import HybridMemory, SchedConfig
 from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, TokenRuns
-from tests.support.driver import run_actions
-from tests.support.hybrids import hybrid_history
+from lockstep.core.errors import ConfigError, InvariantError
+from lockstep.core.events import (
+    BatchFinished,
+    CompanionsFound,
+    LaneReady,
+    RequestAdmitted,
+    RequestArrived,
+    TokenRuns,
+)
+from tests.support import tagged_tiers
+from tests.support.driver import Action, run_actions
+from tests.support.hybrids import hybrid_history, over_tiers
+from tests.support.tagged_hybrid import HybridError
+from tests.support.tagged_kv import KvError
+from tests.support.tiered import moving, returning, tiered
 
 SEEDS = 9
+STORED_SEEDS = 16
+FETCHED = (
+    "companions alone fetched",
+    "companions alone stored",
+    "companions fetched",
+    "companions loaded",
+    "companions stored",
+)
 REACHED = (
     "checkpoint left",
     "deferred (state)",
@@ -61,6 +81,91 @@ def test_a_page_that_a_newcomer_shares_is_not_counted_as_coming_free() -> None:
     config, actions = hybrid_history(random.Random(5167), pairs=False)
     assert config.batching == "running_first"
     run_actions(config, actions)
+
+
+def over_storage(seed: int) -> tuple[SchedConfig, list[Action]]:
+    """A history of prompts that come again, with pools beside full attention, over host memory and storage."""
+    rng = random.Random(f"storage {seed}")
+    config, actions = returning(rng)
+    config, actions = tiered(rng, config), moving(rng, actions)
+    assert config.tiers is not UNSET
+    return over_tiers(rng, replace(config, tiers=replace(config.tiers, storage=True))), actions
+
+
+def serve_over_storage(seeds: range) -> Counter[str]:
+    """What was seen in these histories."""
+    marks: Counter[str] = Counter()
+    for seed in seeds:
+        marks.update(run_actions(*over_storage(seed), replay=seed % 4 == 0).marks)
+    return marks
+
+
+def test_tokens_windows_states_and_books_hold_over_storage() -> None:
+    marks = serve_over_storage(range(STORED_SEEDS))
+    missed = [mark for mark in FETCHED if not marks[mark]]
+    assert not missed, f"{STORED_SEEDS} histories did not reach {missed}"
+
+
+def _one_key_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "companion_key", lambda kind, key: key)
+    monkeypatch.setattr(companions, "companion_key", lambda kind, key: key)
+
+
+def _stored_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCompanions, "was_read", lambda self, moved, host: None)
+    to_store = HostCompanions.to_store
+
+    def planted(self: HostCompanions, host: Any) -> list[Moved]:
+        found = to_store(self, host)
+        for one in found:
+            self.pools[one.kind].locks[host[one.index]] -= 1
+        return found
+
+    monkeypatch.setattr(HostCompanions, "to_store", planted)
+
+
+def _fetched_for_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = HostCompanions.fetched
+
+    def planted(self: HostCompanions, asked: list[Moved], found: tuple[CompanionsFound, ...], path: Any) -> None:
+        fetched(self, asked, found, np.roll(path, 1))
+
+    monkeypatch.setattr(HostCompanions, "fetched", planted)
+
+
+def _room_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = HostCompanions.fetched
+
+    def planted(self: HostCompanions, asked: list[Moved], found: tuple[CompanionsFound, ...], path: Any) -> None:
+        if found:
+            fetched(self, asked, found, path)
+
+    monkeypatch.setattr(HostCompanions, "fetched", planted)
+
+
+def _brought_although_something_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage says that a window or state has come, which it has not: a fault of it, not of the engine."""
+
+    def planted(move: Any, has: Any) -> Any:
+        return in_storage(move, lambda key: key in move.keys or has(key))
+
+    monkeypatch.setattr(tagged_tiers, "in_storage", planted)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _one_key_for_all,
+        _stored_without_a_lock,
+        _fetched_for_the_page_before,
+        _room_never_given_back,
+        _brought_although_something_is_missing,
+    ],
+)
+def test_a_planted_bug_of_storage_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((InvariantError, KvError, HybridError, KeyError)):
+        serve_over_storage(range(30, 90))  # the rarest shows in one of sixty
 
 
 def admitted(engine: Engine, prompt: tuple[int, ...], request_id: int) -> RequestAdmitted:
@@ -144,6 +249,43 @@ def test_somebody_goes_on_from_where_lists_of_device_and_host_say() -> None:
     assert loaded > 100
 
 
+def test_storage_brings_what_lists_of_what_it_has_say() -> None:
+    """Pages, windows and states are in storage, above it or nowhere; what comes is what one end lacks, and no more."""
+    rng = random.Random(17)
+    brought = Counter[str]()
+    for _ in range(600):
+        known, pages, seen = rng.randint(0, 6), rng.randint(0, 8), rng.randint(1, 4)
+        length, odds = known + pages, rng.choice([0.5, 0.9])
+        keys = tuple(f"page {index}".encode() for index in range(known, length))
+        stored = {key for key in keys if rng.random() < 0.9}
+        asked = []
+        for kind, of_end in (("window", seen), ("state", 1)):
+            names = tuple(f"{kind} {index}".encode() for index in range(length))
+            stored |= {name for name in names if rng.random() < odds}
+            there = tuple(rng.random() < 0.4 for _ in names)
+            room = np.arange(rng.choice([of_end, rng.randint(0, of_end)]), dtype=np.int32)
+            asked.append(CompanionFetch(cast("Kind", kind), names, there, of_end, room))
+        expected: tuple[int, tuple[CompanionsFound, ...]] = (0, ())
+        reached = rng.choice([0, rng.randint(0, length)])
+        for end in range(reached + 1, length + 1):
+            lacking = {
+                one.kind: [index for index in range(max(end - one.seen, 0), end) if not one.there[index]]
+                for one in asked
+            }
+            here = all(key in stored for key in keys[: max(end - known, 0)])
+            for one in asked:
+                here &= all(one.keys[index] in stored for index in lacking[one.kind])
+                here &= len(lacking[one.kind]) <= one.host.size
+            if here:
+                found = tuple(CompanionsFound(kind, tuple(index)) for kind, index in lacking.items() if index)
+                expected = max(end - known, 0), found
+        order = PrefetchFromStorage(0, keys, np.arange(pages, dtype=np.int32), 0, tuple(asked), reached)
+        assert in_storage(order, stored.__contains__) == expected
+        brought[f"{min(expected[0], 1)} pages, {len(expected[1])} kinds"] += 1
+    assert len(brought) == 6
+    assert min(brought.values()) > 10, brought
+
+
 def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
     """Each decode at most `row_pages_max` window pages, once the batch of its prompt is collected."""
     settings = HybridMemory(window_tokens=20, window_pages=64)
@@ -218,7 +360,6 @@ def test_sizes_that_cannot_be_are_named(given: dict[str, int], said: str) -> Non
         ({"page_size": 4}, "`hybrid.window_pages` must be at least 5"),
         ({"page_size": 16, "pages": 64}, "`hybrid.checkpoint_tokens` must be a multiple of `page_size` 16"),
         ({"speculative_method": "ngram"}, "`hybrid.state_slots` must be at least 5 with `num_speculative_tokens` 3"),
-        ({"tiers": CacheTiers(host_pages=8, storage=True)}, "`hybrid` does not go with `tiers.storage` yet"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_named(settings: dict[str, Any], said: str) -> None:

@@ -10,9 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core.commands import CancelPrefetch, CopyToHost, Int32s, LoadFromHost, PrefetchFromStorage, WriteToStorage
+from lockstep.core.commands import (
+    CancelPrefetch,
+    CompanionFetch,
+    CompanionStore,
+    CopyToHost,
+    Int32s,
+    LoadFromHost,
+    PrefetchFromStorage,
+    WriteToStorage,
+)
 from lockstep.core.errors import ConfigError
-from lockstep.core.events import PrefetchFinished
+from lockstep.core.events import CompanionsFound, PrefetchFinished
 from lockstep.core.replay import replay
 from lockstep.sim.cache_tiers import PageBytes, TierLinks
 from lockstep.sim.catalogue import load_gpu, load_model
@@ -72,13 +81,33 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
     links.begin(WriteToStorage(3, keys, pages(6)), 0)  # of which the last 4 fit
     order = [(links.next_us, links.take(links.next_us)) for _ in range(4)]
     assert [time_us for time_us, _ in order] == [12, 13, 14, 15], "the load waits for the pages to have been read"
-    assert list(links.stored) == list(keys[2:])
+    assert [key in links.stored for key in keys] == [False] * 2 + [True] * 4
     links.begin(PrefetchFromStorage(4, keys[2:], pages(4)), 20)
     links.begin(CancelPrefetch(4), 22)
     assert links.take(30) == PrefetchFinished(30, 4, 2), "two of four pages had come"
     links.begin(PrefetchFromStorage(5, (keys[2], keys[0]), pages(2)), 40)
     links.begin(CancelPrefetch(4), 41)  # too late
     assert links.take(50) == PrefetchFinished(50, 5, 1), "up to the first that is missing"
+
+
+def test_companions_weigh_in_storage_and_on_its_way() -> None:
+    """A page of 1,000 bytes and its state of 500: three of each and a half."""
+    tiers = HostTiers(host_cache_gb=1, host_link_gbs=1, storage_gb=4e-6, storage_gbs=1, storage_latency_us=7)
+    links = TierLinks(tiers, PageBytes(1_000, 1_000), load_gpu("h100"), {"state": PageBytes(500, 500)})
+    pages_of, states_of = (b"p0", b"p1"), (b"s0", b"s1")
+    links.begin(WriteToStorage(0, pages_of, pages(2), 0, (CompanionStore("state", states_of, pages(2)),)), 0)
+    assert links.take(links.next_us).time_us == 7 + 3
+    fetch = CompanionFetch("state", states_of, (False, False), 1, pages(1))
+    links.begin(PrefetchFromStorage(1, pages_of, pages(2), 0, (fetch,)), 20)
+    assert links.next_us in (29, 30)  # two pages and the second one's state
+    found = (CompanionsFound("state", (1,)),)
+    assert links.take(30) == PrefetchFinished(30, 1, 2, companions=found)
+    links.begin(PrefetchFromStorage(2, pages_of, pages(2), 0, (fetch,)), 40)
+    links.begin(CancelPrefetch(2), 41)
+    assert links.take(42) == PrefetchFinished(42, 2, 1), "what is cut short has brought no companion"
+    links.begin(WriteToStorage(3, (b"p2", b"p3"), pages(2)), 60)
+    links.take(links.next_us)
+    assert [key in links.stored for key in (*pages_of, *states_of)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +174,23 @@ def test_host_memory_holds_pages_with_their_share_of_windows_and_states(model: s
     assert page == 16 * full
 
 
-def test_storage_below_windows_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="`storage_gb` is 5, and `hybrid_memory` is on"):
-        assemble(Scenario(model="gpt-oss-20b", gpu="h200", workload=AGAIN, tiers={**POOLED, "storage_gb": 5.0}), {})
+@pytest.mark.parametrize(("model", "tp"), [("gpt-oss-20b", 1), ("qwen3-next-80b-a3b", 2)])
+def test_windows_and_states_come_back_from_storage_with_their_bytes(model: str, tp: int, tmp_path: Path) -> None:
+    """A host that holds little of what was said: storage gives it back, companions and all."""
+    ratio = {"mamba_full_memory_ratio": 0.05} if tp > 1 else {}
+    base = Scenario(model=model, gpu="h200", tp=tp, workload=AGAIN, settings=SMALL, seed=3)
+    small = {"hybrid_memory": "on", **ratio, "host_cache_gb": 3.0}
+    plain = simulate(assemble(replace(base, tiers=small), {}))
+    setup = assemble(replace(base, tiers={**small, "storage_gb": 500.0}), {})
+    stored = simulate(setup, folder=tmp_path)
+    replay(tmp_path)
+    assert answers(plain) == answers(stored)
+    cache, before = stored.data.summary["cache"], plain.data.summary["cache"]
+    assert cache["prompt_tokens_from_storage"] > 0
+    assert cache["hit_ratio"] > before["hit_ratio"]
+    for lane, kind in (("from_storage", "prefetch"), ("to_storage", "store")):
+        assert cache["links"][lane]["bytes"] == cache["bytes_moved"][kind]
+        assert cache["bytes_moved"][kind] > cache["prompt_tokens_from_storage"] // 16 * setup.host_page_bytes
 
 
 def test_a_slower_link_makes_requests_wait_longer() -> None:

@@ -37,6 +37,7 @@ from lockstep.core.commands import (
     Step,
     StreamTokens,
     SwapWeights,
+    WriteToStorage,
 )
 from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
 from lockstep.core.engine import Engine
@@ -67,6 +68,7 @@ from lockstep.core.events import (
     OpenSession,
     PagesEvicted,
     Pause,
+    PrefetchFinished,
     PrefillCompleted,
     Profile,
     PromptSpan,
@@ -98,7 +100,6 @@ from lockstep.core.support import samples_asked
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import TaggedTiers
-from tests.support.tagged_tiers import answer_to as moved
 
 Action = tuple[Any, ...]
 
@@ -395,7 +396,7 @@ class Driver:
         """A move between cache tiers ends, not necessarily the oldest, with a share of its pages moved."""
         if self.tiers is not None and self.tiers.moves:
             move = list(self.tiers.moves.values())[choice % len(self.tiers.moves)]
-            self.fold(moved(move, self.now_us, int(share * self.tiers.found(move)), error))
+            self.fold(self.tiers.answer(move, self.now_us, int(share * self.tiers.found(move)), error))
 
     def late_move(self) -> None:
         """A move from before a restart is answered after all; it is void."""
@@ -448,6 +449,8 @@ class Driver:
         passed_by = {request_id: self.bypassed.get(request_id, 0) for request_id in admitted}
         self._count_bypasses(line, [one for one in held if one not in self._behind_the_pass(followers, step)], step)
         self.steps += 1
+        if isinstance(event, PrefetchFinished) and event.companions and event.generation == self.engine.generation:
+            self.marks.add("companions fetched" if event.pages_done else "companions alone fetched")
         for decided in step.decided:
             if isinstance(decided, RequestQueued):
                 self.stories[decided.request_id].prompt_tokens = decided.prompt_tokens
@@ -781,6 +784,8 @@ class Driver:
                 alone = "" if command.host_pages.size else " alone"
                 done = "written" if isinstance(command, CopyToHost) else "loaded"
                 self.marks.add(f"companions{alone} {done}")
+            if isinstance(command, WriteToStorage) and command.companions:
+                self.marks.add("companions stored" if command.keys else "companions alone stored")
             if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
                 self.marks.add("adapter evicted between two uses")
         memory, media = self.engine.memory, self.engine.media

@@ -59,7 +59,6 @@ from tests.support.rank_group import RankGroup
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import TaggedTiers, number_of
-from tests.support.tagged_tiers import answer_to as moved
 
 ROUNDS_MAX = 3_000
 SAMPLE_KEYS = 100  # sample n of request k has the key k + n x SAMPLE_KEYS
@@ -144,7 +143,7 @@ class Attendant:
         yield from owed
         for move in list(self.tiers.moves.values()) if self.tiers is not None else ():
             if self.tiers is not None and number_of(move) in self.tiers.moves:
-                yield moved(move, 0, self.tiers.found(move))
+                yield self.tiers.answer(move, 0)
 
 
 def mark(marks: Counter[str], engine: Engine, kv: TaggedKv, step: Step) -> None:
@@ -402,7 +401,7 @@ class Handover(Fleet):
                 self.answer(member, due[0])
             for move in member.tier_moves():
                 if member.tiers is not None and number_of(move) in member.tiers.moves:
-                    self.fold(member, moved(move, 0, member.tiers.found(move)))
+                    self.fold(member, member.tiers.answer(move, 0))
         for wire in self.due_turns():
             self.arrive_at(wire, wire.prefill.name)
         for _ in range(1 + max(member.config.overlap_depth for member in self.members.values())):

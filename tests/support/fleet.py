@@ -82,7 +82,6 @@ from tests.support.hybrids import pools, splitting
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import COMPLETED, TaggedKv
 from tests.support.tagged_tiers import Move, TaggedTiers
-from tests.support.tagged_tiers import answer_to as moved
 
 Status = Literal["accepted", "offered", "done", "failed", "link_down"]
 ROUNDS_MAX = 5_000
@@ -456,7 +455,7 @@ class Fleet:
         assert member.tiers is not None
         move = rng.choice(member.tier_moves())
         self.marks[f"{member.name[0]} {type(move).__name__}"] += 1
-        self.fold(member, moved(move, self.now_us, member.tiers.found(move)))
+        self.fold(member, member.tiers.answer(move, self.now_us))
 
     # --------------------------------------------------------------------------------------------------------- network
 
@@ -1032,7 +1031,7 @@ def random_fleet(
             tiers = CacheTiers(
                 host_pages=host_pages,
                 write_policy=policy,
-                storage=rng.random() < 0.5 and beside is None,
+                storage=rng.random() < 0.5,
                 load_tokens_min=rng.choice([1, 4]),
                 prefetch_tokens_min=1,
             )

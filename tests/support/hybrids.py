@@ -78,17 +78,14 @@ def pools(rng: random.Random, config: SchedConfig, tokens: int, *, states: bool)
 
 
 def over_tiers(rng: random.Random, config: SchedConfig) -> SchedConfig:
-    """The same settings, tiers below the device among them, with pools beside full attention; storage has none."""
+    """The same settings, tiers below the device among them, with pools beside full attention."""
     assert config.tiers is not UNSET
-    return hybrid(rng, replace(config, tiers=replace(config.tiers, storage=False)))
+    return hybrid(rng, config)
 
 
 def below(rng: random.Random, config: SchedConfig, actions: list[Action]) -> tuple[SchedConfig, list[Action]]:
-    """A history with such pools, and host memory below them."""
-    with_tiers = tiered(rng, replace(config, hybrid=UNSET))
-    assert with_tiers.tiers is not UNSET
-    host_only = replace(with_tiers.tiers, storage=False)
-    return replace(with_tiers, tiers=host_only, hybrid=config.hybrid), moving(rng, actions)
+    """A history with such pools, and tiers below them."""
+    return tiered(rng, config), moving(rng, actions)
 
 
 def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConfig, list[Action]]:

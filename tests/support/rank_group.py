@@ -78,7 +78,6 @@ from tests.support.hybrids import hybrid
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import Move, TaggedTiers
-from tests.support.tagged_tiers import answer_to as moved
 
 ROUNDS_MAX = 20_000
 
@@ -285,7 +284,7 @@ class RankGroup:
         assert member.tiers is not None
         move = rng.choice(member.tier_moves())
         self.marks["moved between tiers"] += 1
-        self.fold(member, moved(move, self._now(member), member.tiers.found(move)))
+        self.fold(member, member.tiers.answer(move, self._now(member)))
 
     # ------------------------------------------------------------------------------------------------------------ fold
 

@@ -152,7 +152,6 @@ from lockstep.core.render import (
 from lockstep.core.support import sample_label, samples_asked
 from tests.support.tagged_kv import TaggedKv, pure_token
 from tests.support.tagged_tiers import TaggedTiers
-from tests.support.tagged_tiers import answer_to as moved
 
 RULE = "----"
 ROUNDS_MAX = 2000
@@ -523,7 +522,7 @@ class Run:
         values = dict(word.split("=") for word in words if "=" in word)
         pages = int(values.get("pages", self.tiers.found(move)))
         error = "the device says no" if "error" in words else ""
-        return self._say(self.fold(moved(move, self.now_us, 0 if error else pages, error)))
+        return self._say(self.fold(self.tiers.answer(move, self.now_us, 0 if error else pages, error)))
 
     def do_host(self, words: list[str]) -> list[str]:
         tiers = self.engine.memory.tiers

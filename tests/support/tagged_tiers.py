@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from lockstep.core.commands import CancelPrefetch, CopyToHost, LoadFromHost, PrefetchFromStorage, Step, WriteToStorage
+from lockstep.core.companions import in_storage
 from lockstep.core.config import CacheTiers
 from lockstep.core.events import (
     EngineRestarted,
@@ -39,8 +42,7 @@ def number_of(move: Move) -> int:
             return move.write_id
 
 
-def answer_to(move: Move, time_us: int, pages_done: int, error: str = "") -> Answer:
-    """The event that ends a move, with its first pages moved."""
+def _answer(move: Move, time_us: int, pages_done: int, error: str = "") -> Answer:
     match move:
         case CopyToHost() | LoadFromHost():
             return HostCopyFinished(time_us, move.copy_id, pages_done, error, move.generation)
@@ -59,7 +61,7 @@ class TaggedTiers:
         self.host = [self._spoilt() for _ in range(settings.host_pages)]
         self.windows: dict[int, list[int]] = {}  # of host memory, by number: cells as of a window page
         self.states: dict[int, int] = {}  # the same: the prefix id that a state stands behind
-        self.storage: dict[bytes, list[int]] = {}
+        self.storage: dict[bytes, Any] = {}  # cells of pages and window pages, prefix ids of states
         self.moves: dict[int, Move] = {}  # under way
         self.read: dict[int, list[list[int]]] = {}  # by write: pages that were given up, as they were then
         self.read_beside: dict[int, list[list[Any]]] = {}  # and their companions, by kind
@@ -71,10 +73,18 @@ class TaggedTiers:
         return [GARBAGE] * self.page_size
 
     def found(self, move: Move) -> int:
-        """Pages that a move can bring: of a prefetch those that storage has, up to the first it lacks."""
+        """Pages that a move can bring: of a prefetch those that storage has, as far as somebody could go on."""
         if not isinstance(move, PrefetchFromStorage):
             return len(move.host_pages)
-        return next((i for i, key in enumerate(move.keys) if key not in self.storage), len(move.keys))
+        return in_storage(move, self.storage.__contains__)[0]
+
+    def answer(self, move: Move, time_us: int, pages_done: int | None = None, error: str = "") -> Answer:
+        """The event that ends a move; of all that it can bring unless said. Then a prefetch has companions, too."""
+        found = self.found(move)
+        answer = _answer(move, time_us, found if pages_done is None else pages_done, error)
+        if isinstance(move, PrefetchFromStorage) and not error and answer.pages_done == found:
+            return msgspec.structs.replace(answer, companions=in_storage(move, self.storage.__contains__)[1])
+        return answer
 
     def before(self, event: Observed, step: Step) -> None:
         """Move what an answer says was moved, and read what is given up: before the `TaggedKv` runs what follows."""
@@ -84,8 +94,10 @@ class TaggedTiers:
                 | PrefetchFinished(prefetch_id=number)
                 | StorageWritten(write_id=number)
             ) if event.generation == self.kv.generation:
-                whole = not event.error and event.pages_done == self.pages_of(self.moves[number])
-                self._moved(self.moves.pop(number), event.pages_done, whole=whole)
+                move = self.moves.pop(number)
+                self._moved(move, event.pages_done, whole=not event.error and event.pages_done == self.pages_of(move))
+                if isinstance(event, PrefetchFinished) and isinstance(move, PrefetchFromStorage):
+                    self._fetched(move, event)
         for command in step.commands:
             if isinstance(command, CopyToHost) and command.given_up:
                 self.read[command.copy_id] = [list(self.kv.cells[page]) for page in command.device_pages.tolist()]
@@ -109,7 +121,7 @@ class TaggedTiers:
     def observe(self, event: Observed, step: Step) -> None:
         """Begin what the Step orders, and hold it against what the engine says of it."""
         if isinstance(event, EngineRestarted):
-            self.voided += [answer_to(move, 0, 0) for move in self.moves.values()]
+            self.voided += [_answer(move, 0, 0) for move in self.moves.values()]
             self.moves, self.read, self.cancelled = {}, {}, set()
             self.read_beside, self.windows, self.states = {}, {}, {}
             self.host = [self._spoilt() for _ in self.host]
@@ -154,9 +166,9 @@ class TaggedTiers:
         if isinstance(move, CopyToHost | PrefetchFromStorage):
             for page in move.host_pages.tolist():
                 self.host[page] = self._spoilt()
-        for one in move.companions if isinstance(move, CopyToHost) else ():
+        for one in move.companions if isinstance(move, CopyToHost | PrefetchFromStorage) else ():
             for number in one.host.tolist():
-                (self.windows if one.kind == "window" else self.states).pop(number, None)
+                self._beside(one.kind).pop(number, None)
 
     def _begin_companions(self, load: LoadFromHost) -> None:
         """What a load brings beside its pages is nobody's: no batch in flight touches it, and it holds garbage."""
@@ -186,9 +198,7 @@ class TaggedTiers:
                     self.host[page] = cells
                 beside = self.read_beside.pop(move.copy_id, None) or self._companions(move)
                 for one, found in zip(move.companions if whole else (), beside, strict=False):
-                    (self.windows if one.kind == "window" else self.states).update(
-                        zip(one.host.tolist(), found, strict=True)
-                    )
+                    self._beside(one.kind).update(zip(one.host.tolist(), found, strict=True))
             case LoadFromHost():
                 for page, device_page in zip(host_pages, move.device_pages.tolist(), strict=False):
                     self.kv.cells[device_page] = list(self.host[page])
@@ -204,6 +214,23 @@ class TaggedTiers:
                     self.host[page] = list(self.storage[key])
             case WriteToStorage():
                 for page, key in zip(host_pages, move.keys, strict=False):
-                    cells = list(self.host[page])
-                    if GARBAGE in cells or self.storage.setdefault(key, cells) != cells:
-                        raise KvError(f"S13: page {page} is stored as {cells}, under its key are {self.storage[key]}")
+                    self._store(f"page {page}", key, list(self.host[page]))
+                for one in move.companions if whole else ():
+                    for place, key in zip(one.host.tolist(), one.keys, strict=True):
+                        self._store(f"{one.kind} {place}", key, self._beside(one.kind)[place])
+
+    def _store(self, name: str, key: bytes, what: Any) -> None:
+        """S13: under a key there is one thing, and nothing that nobody may read."""
+        if GARBAGE in (what if isinstance(what, list) else [what]) or self.storage.setdefault(key, what) != what:
+            raise KvError(f"S13: {name} is stored as {what}, under its key is {self.storage.get(key)}")
+
+    def _fetched(self, prefetch: PrefetchFromStorage, answer: PrefetchFinished) -> None:
+        orders = {one.kind: one for one in prefetch.companions}
+        for found in answer.companions:
+            order = orders[found.kind]
+            for place, index in zip(order.host.tolist(), found.indices, strict=False):
+                self._beside(found.kind)[place] = self.storage[order.keys[index]]
+
+    def _beside(self, kind: str) -> dict[int, Any]:
+        """Companions of a kind in host memory."""
+        return self.windows if kind == "window" else self.states

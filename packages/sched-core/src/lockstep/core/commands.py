@@ -385,13 +385,32 @@ class LoadFromHost(msgspec.Struct, frozen=True):
     companions: tuple[CompanionCopy, ...] = ()
 
 
+class CompanionFetch(msgspec.Struct, frozen=True):
+    """Window pages or states that a prefetch may bring beside its pages, from the last part of its path.
+
+    Who goes on behind a page needs those of the last `seen` pages up to it, or of all if there are fewer.
+    """
+
+    kind: Literal["window", "state"]
+    keys: tuple[bytes, ...]  # by page of the path's last part, which begins where the first that may be needed is
+    there: tuple[bool, ...]  # as keys: it need not be brought
+    seen: int
+    host: Int32s  # room for them in the host's pool of the kind
+
+
 class PrefetchFromStorage(msgspec.Struct, frozen=True):
-    """Fetch pages by their chained SHA-256 keys into host pages, from the first on. Answered by PrefetchFinished."""
+    """Fetch pages by their chained SHA-256 keys into host pages, from the first on. Answered by PrefetchFinished.
+
+    With `companions`, no further than somebody could go on with those that storage has, and these, as
+    `companions.in_storage` says; `keys` are then those of the last pages of the same path, and may be none.
+    """
 
     prefetch_id: int
     keys: tuple[bytes, ...]
     host_pages: Int32s
     generation: int = 0
+    companions: tuple[CompanionFetch, ...] = ()
+    reached: int = 0  # with companions: behind so many pages of that last part somebody could go on without it
 
 
 class CancelPrefetch(msgspec.Struct, frozen=True):
@@ -403,16 +422,25 @@ class CancelPrefetch(msgspec.Struct, frozen=True):
     prefetch_id: int
 
 
+class CompanionStore(msgspec.Struct, frozen=True):
+    """Window pages or states that a write to storage takes along. They are written if all of the write is."""
+
+    kind: Literal["window", "state"]
+    keys: tuple[bytes, ...]
+    host: Int32s  # [as keys] of the host's pool of the kind
+
+
 class WriteToStorage(msgspec.Struct, frozen=True):
     """Write host pages to storage under their chained SHA-256 keys, from the first on. Answered by StorageWritten.
 
-    What storage has under a key may stay: it is the same.
+    What storage has under a key may stay: it is the same. There may be companions and no page.
     """
 
     write_id: int
     keys: tuple[bytes, ...]
     host_pages: Int32s
     generation: int = 0
+    companions: tuple[CompanionStore, ...] = ()
 
 
 class EncodeMedia(msgspec.Struct, frozen=True):

@@ -1,7 +1,10 @@
-"""Companions in host memory: window pages and states (hybrid.py) below the device, each of one page of the host's.
+"""Companions below the device: window pages and states (hybrid.py) in host memory, each of one page of the host's, and
+in storage, each under a key that follows from its page's.
 
     device    page p: window_of[p], checkpoint_of[p]     --write-->     host page h: `of[h]` in the pool of each kind
                                                          <--load---
+    host      page h: `of[h]`                            --store-->     storage, under `companion_key` of the page's
+                                                       <--prefetch--
 
 **Room.** The host has as many window pages and states for each of its pages as the device has, rounded up. Each pool by
 itself evicts what was written or read longest ago, of one path the beginning before the end; a host page that goes
@@ -15,6 +18,10 @@ front of it, the last checkpoint.
 the device lacks of that: pages, of windows those in front of the end, of states the one behind it. It may be no page
 at all.
 
+**Storage** gets what the host gets. What it has nobody knows before it was asked, so an order says what may be needed
+of the last part of a path, and has room for what one end needs; `in_storage` says how far somebody could go on with
+what is there, and that is what comes: pages up to there, of windows those in front of it, of states the one behind it.
+
 **While it moves** a companion that is written is locked on the device, unless its page is given up; one that is read is
 locked in the host's pool; and what a load counts on, because the device has it, is locked there. What is on its way
 belongs to the operation. It has arrived if all of the copy has; then it goes to the page at its place in the tree, or,
@@ -23,15 +30,18 @@ if that has got one in the meantime, is free.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import CompanionCopy, Step
+from lockstep.core.commands import NO_ROWS, CompanionCopy, CompanionFetch, PrefetchFromStorage, Step
 from lockstep.core.config import SchedConfig
-from lockstep.core.events import CompanionsEvicted
+from lockstep.core.errors import ContractError
+from lockstep.core.events import CompanionsEvicted, CompanionsFound
 from lockstep.core.pages import PagePool
 from lockstep.core.requests import Int32s
 
@@ -45,12 +55,12 @@ HOST_KINDS: dict[Kind, Literal["host window", "host state"]] = {"window": "host 
 
 
 class Moved(msgspec.Struct):
-    """Companions of one kind on their way between device and host. int32 [n] all."""
+    """Companions of one kind on their way between two tiers. int32 [n] all."""
 
     kind: Kind
-    index: Int32s  # of the pages they belong to, on the operation's path
-    device: Int32s  # window pages or slots of the device
-    host: Int32s  # of the host's pool
+    index: Int32s  # of the pages they belong to, on the operation's path; of a prefetch, those that may be needed
+    device: Int32s  # window pages or slots of the device; of a prefetch or store, none
+    host: Int32s  # of the host's pool; of a prefetch, room for what comes
 
     def copy(self) -> CompanionCopy:
         """What the device is told of it."""
@@ -74,6 +84,7 @@ class HostPool:
         self.of: Int32s = np.full(host_pages, NONE, np.int32)  # by host page
         self.locks: Int32s = np.zeros(host_pages, np.int32)  # by host page: loads that read its companion
         self.used = np.zeros(host_pages, np.int64)  # by host page: when its companion was last written or read
+        self.stored = np.zeros(host_pages, np.bool_)  # by host page: storage has its companion, or is about to get it
         self.clock = 0
 
     @property
@@ -100,10 +111,12 @@ class HostPool:
         self.used[host_pages] = self.clock + np.arange(host_pages.size)
         self.clock += host_pages.size
 
-    def attach(self, host_pages: Int32s, companions: Int32s) -> None:
-        """These have arrived: each is its page's, unless that has one by now."""
+    def attach(self, host_pages: Int32s, companions: Int32s, *, stored: bool = False) -> None:
+        """These have arrived: each is its page's, unless that has one by now. `stored`: storage has them."""
         lacks = self.of[host_pages] < 0
         self.of[host_pages[lacks]] = companions[lacks]
+        if stored:
+            self.stored[host_pages] = True
         self.touch(host_pages)
         self.pool.free(companions[~lacks])
 
@@ -112,6 +125,7 @@ class HostPool:
         with_one = host_pages[self.of[host_pages] >= 0]
         self.pool.free(self.of[with_one])
         self.of[with_one] = NONE
+        self.stored[with_one] = False
 
 
 class HostCompanions:
@@ -119,6 +133,7 @@ class HostCompanions:
 
     def __init__(self, config: SchedConfig, host_pages: int) -> None:
         self.host_pages = host_pages
+        self.columns = COLUMNS if config.tiers is not msgspec.UNSET and config.tiers.storage else COLUMNS[:-1]
         self.pools: dict[Kind, HostPool] = {}
         settings = config.hybrid
         assert settings is not msgspec.UNSET
@@ -171,13 +186,18 @@ class HostCompanions:
         """Pages behind which somebody can go on whose prefix the device and the host have to these pages."""
         length = max(device.size, host.size)
         usable = np.ones(length, np.bool_)
-        for kind, pool in self.pools.items():
-            there = np.zeros(length, np.bool_)
-            there[: device.size] = hybrid.companions_of(kind, device) >= 0
-            there[: host.size] |= pool.of[host] >= 0
-            usable &= hybrid.goes_on(kind, there)
+        for kind in self.pools:
+            usable &= hybrid.goes_on(kind, self._there(hybrid, kind, device, host, length))
         ends = usable.nonzero()[0]
         return int(ends[-1]) + 1 if ends.size else 0
+
+    def _there(self, hybrid: Hybrid, kind: Kind, device: Int32s, host: Int32s, pages: int) -> NDArray[np.bool_]:
+        """By page of a path, whether the device or the host has its companion."""
+        there = np.zeros(pages, np.bool_)
+        device, host = device[:pages], host[:pages]
+        there[: device.size] = hybrid.companions_of(kind, device) >= 0
+        there[: host.size] |= self.pools[kind].of[host] >= 0
+        return there
 
     def coming_up(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[Needed]:
         """What a load must bring so that somebody can go on behind so many pages, the first of them on the device."""
@@ -209,9 +229,76 @@ class HostCompanions:
         ]
 
     def was_read(self, moved: list[Moved], host: Int32s) -> None:
-        """A load has ended, one way or another."""
+        """A load or a store has ended, one way or another."""
         for one in moved:
             self.pools[one.kind].locks[host[one.index]] -= 1
+
+    # --------------------------------------------------------------------------------------------------------- storage
+
+    def to_store(self, host: Int32s) -> list[Moved]:
+        """What storage lacks of the companions of these pages of the host; a store reads it from now on."""
+        found = []
+        for kind, pool in self.pools.items():
+            index = ((pool.of[host] >= 0) & ~pool.stored[host]).nonzero()[0].astype(np.int32)
+            if index.size:
+                pool.stored[host[index]] = True
+                pool.locks[host[index]] += 1
+                found.append(Moved(kind, index, NO_ROWS, pool.of[host[index]]))
+        return found
+
+    def not_stored(self, moved: list[Moved], host: Int32s) -> None:
+        """A store of these has failed."""
+        for one in moved:
+            self.pools[one.kind].stored[host[one.index]] = False
+
+    def to_fetch(
+        self, hybrid: Hybrid, device: Int32s, host: Int32s, reach: int, keys: list[bytes], step: Step
+    ) -> tuple[list[Moved], tuple[CompanionFetch, ...], int]:
+        """What a prefetch of a path asks of companions, with room for what one end needs of each kind.
+
+        Args:
+            device, host: the pages that each has of the path.
+            reach: pages behind which somebody could go on without it.
+            keys: of the path's pages.
+
+        Returns: what moves, the two parts of the order.
+        """
+        first = min(host.size, *(hybrid.seen_from(kind, reach + 1) for kind in self.pools))
+        index = np.arange(first, len(keys), dtype=np.int32)
+        moved, asked = [], []
+        for kind, pool in self.pools.items():
+            there = self._there(hybrid, kind, device, host, len(keys))[first:]
+            mine = host[first:]
+            pool.touch(mine[pool.of[mine] >= 0])
+            seen = hybrid.seen(kind)
+            room = pool.take(min(seen, pool.available), step)
+            named = tuple(companion_key(kind, key) for key in keys[first:])
+            moved.append(Moved(kind, index, NO_ROWS, room))
+            asked.append(CompanionFetch(kind, named, tuple(there.tolist()), seen, room))
+        return moved, tuple(asked), reach - first
+
+    def check_fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], pages: int) -> None:
+        """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`."""
+        wanted = {one.kind: one for one in asked}
+        for one in found:
+            order = wanted.pop(one.kind, None)
+            if order is None:
+                raise ContractError(f"a prefetch brought {one.kind}s twice, or unasked")
+            most = int(np.searchsorted(order.index, pages))
+            rising = all(a < b for a, b in zip((-1, *one.indices), (*one.indices, most), strict=True))
+            if not rising or len(one.indices) > order.host.size:
+                raise ContractError(
+                    f"a prefetch brought {one.kind}s at {list(one.indices)}: {order.host.size} had room, ascending, "
+                    f"below {most}"
+                )
+
+    def fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], host_path: Int32s) -> None:
+        """A prefetch has brought this to the pages of a path; what else it had room for is free."""
+        came = {one.kind: one.indices for one in found}
+        for one in asked:
+            index = one.index[list(came.get(one.kind, ()))]
+            self.pools[one.kind].attach(host_path[index], one.host[: index.size], stored=True)
+            self.pools[one.kind].pool.free(one.host[index.size :])
 
     # ------------------------------------------------------------------------------------------------------ everything
 
@@ -232,7 +319,7 @@ class HostCompanions:
                 {
                     "pool": pool.pool.dump(),
                     "clock": pool.clock,
-                    **{name: getattr(pool, name).tobytes() for name in COLUMNS},
+                    **{name: getattr(pool, name).tobytes() for name in self.columns},
                 },
             )
             for kind, pool in self.pools.items()
@@ -243,8 +330,44 @@ class HostCompanions:
         for kind, of in image:
             pool = self.pools[kind]
             pool.pool, pool.clock = PagePool.load(of["pool"]), of["clock"]
-            for name in COLUMNS:
+            for name in self.columns:
                 setattr(pool, name, np.frombuffer(of[name], getattr(pool, name).dtype).copy())
 
 
-COLUMNS = ("of", "locks", "used")
+COLUMNS = ("of", "locks", "used", "stored")  # the last if there is storage
+
+
+def companion_key(kind: Kind, key: bytes) -> bytes:
+    """Under which storage has the companion of the page with this key."""
+    return sha256(key + kind.encode()).digest()
+
+
+def in_storage(order: PrefetchFromStorage, has: Callable[[bytes], bool]) -> tuple[int, tuple[CompanionsFound, ...]]:
+    """What a prefetch brings from a storage that `has` some keys: pages, and companions by index into their keys.
+
+    The same for every storage, simulated or not: the furthest end up to which it has all pages, and all companions
+    that are needed there and not there already, as far as there is room for them; nothing if that is no gain.
+    """
+    pages = next((index for index, key in enumerate(order.keys) if not has(key)), len(order.keys))
+    if not order.companions:
+        return pages, ()
+    known = len(order.companions[0].keys) - len(order.keys)
+    end = np.arange(1, known + pages + 1)
+    usable, come = np.ones(end.size, np.bool_), []
+    for one in order.companions:
+        there = np.array(one.there[: end.size], np.bool_)
+        stored = np.array([has(key) for key in one.keys[: end.size]], np.bool_) & ~there
+        lost = np.maximum.accumulate(np.where(there | stored, NONE, end - 1))
+        first = np.maximum(end - one.seen, 0)
+        count = np.concatenate(([0], np.cumsum(stored)))
+        usable &= (lost < first) & (count[end] - count[first] <= one.host.size)
+        come.append((one.kind, stored, first))
+    ends = usable.nonzero()[0]
+    last = int(ends[-1]) if ends.size else NONE
+    if last < order.reached:
+        return 0, ()
+    found = [
+        CompanionsFound(kind, tuple((first[last] + stored[first[last] : last + 1].nonzero()[0]).tolist()))
+        for kind, stored, first in come
+    ]
+    return max(last + 1 - known, 0), tuple(one for one in found if one.indices)

@@ -588,11 +588,6 @@ def _check_alignment(config: SchedConfig, align: int) -> None:
 
 
 def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
-    if config.tiers is not msgspec.UNSET and config.tiers.storage:
-        raise ConfigError(
-            "`hybrid` does not go with `tiers.storage` yet: storage has pages of full attention alone, behind which "
-            "nobody could go on\nhint: keep to host memory, or drop one of the two"
-        )
     if hybrid.window_tokens:
         least = hybrid.row_pages_max(config.page_size, config.positions_ahead)
         least += -(-config.split_tokens // config.page_size)

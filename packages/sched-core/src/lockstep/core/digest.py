@@ -106,11 +106,17 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(command.device_pages)
             _add_companions(add, command.companions)
         elif type(command) is PrefetchFromStorage:
-            add(_encode(("prefetch", command.prefetch_id, command.keys[-1])))
+            add(_encode(("prefetch", command.prefetch_id, *command.keys[-1:])))
             add(command.host_pages)
+            for one in command.companions:
+                add(_encode((one.kind, one.seen, one.there, command.reached, *one.keys[-1:])))
+                add(one.host)
         elif type(command) is WriteToStorage:
-            add(_encode(("store", command.write_id, command.keys[-1])))
+            add(_encode(("store", command.write_id, *command.keys[-1:])))
             add(command.host_pages)
+            for stored in command.companions:
+                add(_encode((stored.kind, stored.keys)))
+                add(stored.host)
     chain = _fresh()
     chain.update(b"".join(pieces))
     return chain.digest()

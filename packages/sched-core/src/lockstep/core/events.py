@@ -233,6 +233,15 @@ class HostCopyFinished(Observed, frozen=True, gc=False):
     generation: int = 0
 
 
+class CompanionsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Window pages or states that a prefetch brought."""
+
+    kind: Literal["window", "state"]
+    indices: tuple[
+        int, ...
+    ]  # into the keys of the order, ascending; they are in its places of the host, from the first
+
+
 class PrefetchFinished(Observed, frozen=True, gc=False):
     """A prefetch from storage to host memory ended. Answers PrefetchFromStorage."""
 
@@ -240,6 +249,7 @@ class PrefetchFinished(Observed, frozen=True, gc=False):
     pages_done: int  # the first so many were found, read whole and are what their keys say; the rest is a miss
     error: str = ""
     generation: int = 0
+    companions: tuple[CompanionsFound, ...] = ()  # none, unless all came that somebody needs to go on behind the pages
 
 
 class StorageWritten(Observed, frozen=True, gc=False):

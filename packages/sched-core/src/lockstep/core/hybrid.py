@@ -943,6 +943,10 @@ class Hybrid:
             return int(self.window.first_seen(pages))
         return pages - 1
 
+    def seen(self, kind: Kind) -> int:
+        """Of how many pages up to where somebody goes on companions are needed, at most."""
+        return -(-self.window.behind // self.window.page_size) if kind == "window" and self.window is not None else 1
+
     def goes_on(self, kind: Kind, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """By page of a path: whether this kind can go on behind it, where each page's companion is `there` or not."""
         return self.window.usable(there) if kind == "window" and self.window is not None else there

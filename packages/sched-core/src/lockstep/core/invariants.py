@@ -588,7 +588,7 @@ def _read_by(tiers: Tiers, load: Operation) -> NDArray[np.int32]:
 
 
 def _host_companions(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -> None:
-    """S1, S9 of companions in host memory: each is free, on its way, or of one cached host page; loads lock theirs."""
+    """S1, S9 of companions in host memory: each is free, on its way, or of one cached host page; who reads locks."""
     assert tiers.companions is not None
     cached = np.zeros(tiers.pool.total, np.bool_)
     for node in nodes:
@@ -596,7 +596,7 @@ def _host_companions(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode
     for kind, pool in tiers.companions.pools.items():
         with_one = (pool.of >= 0).nonzero()[0]
         of_kind = [(one, moved) for one in moves for moved in one.companions if moved.kind == kind]
-        arriving = [moved.host for one, moved in of_kind if one.kind == "write"]
+        arriving = [moved.host for one, moved in of_kind if one.kind in ("write", "prefetch")]
         ids = np.sort(np.concatenate((pool.pool.free_ids(), pool.of[with_one], *arriving)))
         if ids.tobytes() != _all_pages(pool.pool.total):
             owners = {"free": pool.pool.free_ids().tolist(), "of pages": pool.of[with_one].tolist()}
@@ -606,14 +606,16 @@ def _host_companions(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode
             _fail(f"S1: host pages {stray.tolist()} have a {kind}, but are not cached")
         locks = np.zeros_like(pool.locks)
         for one, moved in of_kind:
-            if one.kind == "load":
+            if one.kind in ("load", "store"):
                 assert one.host_handle is not None
                 source = tiers.host.pages_of(one.host_handle)[moved.index]
                 np.add.at(locks, source, 1)
                 if pool.of[source].tolist() != moved.host.tolist():
-                    _fail(f"S5: load {one.number} reads the {kind}s {moved.host.tolist()}, its pages have others")
+                    _fail(f"S5: {one.kind} {one.number} reads the {kind}s {moved.host.tolist()}, its pages have others")
         if locks.tobytes() != pool.locks.tobytes():
-            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, loads read {locks.tolist()}")
+            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, loads and stores read {locks.tolist()}")
+        if (strays := (pool.stored & (pool.of < 0)).nonzero()[0]).size:
+            _fail(f"S33: host pages {strays.tolist()} have no {kind}, but it is marked as stored")
 
 
 def _hybrid(engine: Engine, facts: Facts) -> None:

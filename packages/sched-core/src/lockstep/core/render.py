@@ -285,7 +285,9 @@ def command_line(command: Command, names: Names) -> str:
             beside = "".join(f", {_companions(one.kind, one.host, one.device)}" for one in command.companions)
             return f"load {command.copy_id}: {_moves(command.host_pages, command.device_pages)}{beside}"
         case PrefetchFromStorage():
-            return f"prefetch {command.prefetch_id}: into host pages {runs(command.host_pages.tolist())}"
+            where = f"host pages {runs(command.host_pages.tolist())}" if command.keys else "no host page"
+            room = "".join(f", {_of_host(one.kind, one.host)}" for one in command.companions)
+            return f"prefetch {command.prefetch_id}: into {where}{room}"
         case ProposeBatch():
             asks = ", and could extend" if command.wish is not None and command.wish.wants else ""
             where = f" in microbatch {command.microbatch}" if command.microbatch else ""
@@ -293,7 +295,9 @@ def command_line(command: Command, names: Names) -> str:
         case CancelPrefetch(prefetch_id):
             return f"cancel prefetch {prefetch_id}"
         case WriteToStorage():
-            return f"store {command.write_id}: host pages {runs(command.host_pages.tolist())}"
+            what = f"host pages {runs(command.host_pages.tolist())}" if command.keys else "no host page"
+            beside = "".join(f", {_of_host(one.kind, one.host)}" for one in command.companions)
+            return f"store {command.write_id}: {what}{beside}"
     assert_never(command)
 
 
@@ -334,7 +338,8 @@ def observed_line(event: Observed, names: Names) -> str:
         case HostCopyFinished(_, number, pages, error):
             return f"copy {number} moved {_count(pages, 'page')}" + (f": {error}" if error else "")
         case PrefetchFinished(_, number, pages, error):
-            return f"prefetch {number} brought {_count(pages, 'page')}" + (f": {error}" if error else "")
+            beside = "".join(f", {_count(len(one.indices), _KINDS[one.kind])}" for one in event.companions)
+            return f"prefetch {number} brought {_count(pages, 'page')}{beside}" + (f": {error}" if error else "")
         case StorageWritten(_, number, pages, error):
             return f"store {number} wrote {_count(pages, 'page')}" + (f": {error}" if error else "")
     return _fields(event)
@@ -357,8 +362,14 @@ def _moves(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
 
 
 def _companions(kind: str, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
-    word = "window pages" if kind == "window" else "states"
-    return f"{word} {runs(sources.tolist())} to {runs(targets.tolist())}"
+    return f"{_KINDS[kind]}s {runs(sources.tolist())} to {runs(targets.tolist())}"
+
+
+def _of_host(kind: str, places: NDArray[np.int32]) -> str:
+    return f"{_KINDS[kind]}s {runs(places.tolist()) or 'none'} of the host"
+
+
+_KINDS = {"window": "window page", "state": "state"}
 
 
 def plan_text(plan: BatchPlan, names: Names) -> str:

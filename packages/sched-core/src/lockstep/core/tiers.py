@@ -45,16 +45,19 @@ import numpy as np
 from lockstep.core.commands import (
     NO_ROWS,
     CancelPrefetch,
+    CompanionFetch,
+    CompanionStore,
     CopyToHost,
     LoadFromHost,
     PrefetchFromStorage,
     Step,
     WriteToStorage,
 )
-from lockstep.core.companions import HostCompanions, Moved, Needed
+from lockstep.core.companions import HostCompanions, Moved, Needed, companion_key
 from lockstep.core.config import CacheTiers
 from lockstep.core.errors import ContractError
 from lockstep.core.events import (
+    CompanionsFound,
     DeferReason,
     HostCopyFinished,
     HostPagesEvicted,
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from lockstep.core.memory import Memory
 
 NONE = -1  # no operation
+NO_FETCH: tuple[CompanionFetch, ...] = ()
 LOOKAHEAD_REQUESTS = 64
 """Of the waiting line, those for which storage is asked ahead of their turn."""
 
@@ -385,8 +389,9 @@ class Tiers:
             candidate.loaded = True
             candidate.start, candidate.from_storage = device.pages, bytes(wanted.pages)
             if self.settings.storage:
-                candidate.from_storage = self.fetched[wanted.host_pages].tobytes()
-                self.fetched[wanted.host_pages] = False
+                brought = wanted.host_path[device.pages : wanted.stop]
+                candidate.from_storage = self.fetched[brought].tobytes().ljust(wanted.pages, b"\0")
+                self.fetched[brought] = False
             number = self._load(request, wanted, coming, step)
         return self._wait(candidate, number, step)
 
@@ -396,10 +401,8 @@ class Tiers:
         found, stop = self.host.match(request.namespace, request.tokens, most), 0
         if self.companions is None:
             stop = found.pages
-        elif self.memory.hybrid is not None and self.memory.radix is not None and found.node is not None:
-            whole = self.memory.radix.match(request.namespace, request.tokens, most)
-            host_path = self.host.pages_of(found.node)[: found.pages]
-            stop = self.companions.furthest(self.memory.hybrid, self.memory.path_of(whole), host_path)
+        elif self.memory.hybrid is not None and found.node is not None:
+            stop = self.companions.furthest(self.memory.hybrid, *self._paths(request, found, most))
             found = self.host.match(request.namespace, request.tokens, stop)
         if stop <= device.pages or found.node is None:
             return None
@@ -407,6 +410,13 @@ class Tiers:
         if self.memory.hybrid is not None and self.memory.radix is not None:
             device = self.memory.radix.match(request.namespace, request.tokens, stop)
         return Wanted(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
+
+    def _paths(self, request: Request, found: Match, most: int) -> tuple[Int32s, Int32s]:
+        """Pages that the device has of the first `most` of a request's prefix, and that the host has, as `found`."""
+        assert self.memory.radix is not None
+        whole = self.memory.radix.match(request.namespace, request.tokens, most)
+        host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
+        return self.memory.path_of(whole), host_path
 
     def _coming_up(self, wanted: Wanted) -> list[Needed]:
         """Companions that a load would bring."""
@@ -505,43 +515,67 @@ class Tiers:
         tokens = request.tokens[: sharable_tokens(request.tokens) * TOKEN_BYTES]
         stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
         known = self.host.match(request.namespace, tokens, stop)
-        start = known.pages
-        if (stop - start) * page_size < settings.prefetch_tokens_min:
+        reach = known.pages
+        if self.companions is not None and self.memory.hybrid is not None:
+            reach = self.companions.furthest(self.memory.hybrid, *self._paths(request, known, stop))
+        if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
-        keys = page_keys(request.namespace, tokens, stop, page_size)[start:]
-        number = self.fetching.get(keys[0], NONE)
+        keys = page_keys(request.namespace, tokens, stop, page_size)
+        number = self.fetching.get(keys[reach], NONE)
         if number == NONE:
-            handle = self.host.lock(known)
-            stop = min(stop, start + most, start + self.pool.free_count + self.host.evictable_pages)
-            if stop == start:
-                self.host.unlock(handle)
+            number = self._fetch(request, tokens, known, reach, keys, most, step)
+            if number == NONE:
                 return
-            operation = Operation(
-                self._number(),
-                "prefetch",
-                request.namespace,
-                tokens[: stop * page_size * TOKEN_BYTES],
-                start,
-                stop,
-                NO_ROWS,
-                self._take_host_pages(stop - start, step),
-                None,
-                handle,
-                request.request_id,
-            )
-            number = operation.number
-            self.fetching[keys[0]] = number
-            self._begin(operation, step)
-            wanted = tuple(keys[: operation.pages])
-            step.commands.append(PrefetchFromStorage(number, wanted, operation.host_pages, self.generation))
+            stop = self.operations[number].stop
         candidate.prefetch = number
         if settings.prefetch_policy == "best_effort":
             return
         candidate.since_us, candidate.operation, candidate.due_us = step.time_us, number, None
         if settings.prefetch_policy == "timeout":
-            asked = (stop - start) * page_size
+            asked = (stop - known.pages) * page_size
             longer_us = asked * settings.prefetch_timeout_us_per_ki_token // 1024
             candidate.due_us = step.time_us + settings.prefetch_timeout_us + longer_us
+
+    def _fetch(
+        self, request: Request, tokens: bytes, known: Match, reach: int, keys: list[bytes], most: int, step: Step
+    ) -> int:
+        """Begin a prefetch; NONE if there is no room for what would help.
+
+        Args:
+            known: what the host has of the path.
+            reach: pages behind which the request could go on without it.
+            keys: of the path's pages.
+            most: pages to fetch.
+        """
+        handle, start = self.host.lock(known), known.pages
+        stop = min(len(keys), start + most, start + self.pool.free_count + self.host.evictable_pages)
+        if stop <= reach:
+            self.host.unlock(handle)
+            return NONE
+        host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
+        if self.companions is not None and self.memory.hybrid is not None:
+            paths = self._paths(request, known, stop)
+            moved, asked, reached = self.companions.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
+        operation = Operation(
+            self._number(),
+            "prefetch",
+            request.namespace,
+            tokens[: stop * self.page_size * TOKEN_BYTES],
+            start,
+            stop,
+            NO_ROWS,
+            host_pages,
+            None,
+            handle,
+            request.request_id,
+            companions=moved,
+        )
+        self.fetching[keys[reach]] = operation.number
+        self._begin(operation, step)
+        wanted = tuple(keys[start:stop])
+        order = PrefetchFromStorage(operation.number, wanted, host_pages, self.generation, asked, reached)
+        step.commands.append(order)
+        return operation.number
 
     def _store(self, namespace: str, tokens: bytes, stop: int, step: Step) -> None:
         """Write what storage lacks of a path that the host has."""
@@ -551,10 +585,11 @@ class Tiers:
             return
         host_pages = self.host.pages_of(found.node)[: found.pages]
         missing = ~self.stored[host_pages]
-        if not missing.any():
+        companions = self.companions.to_store(host_pages) if self.companions is not None else []
+        if not missing.any() and not companions:
             return
-        start, stop = int(missing.argmax()), found.pages
-        keys = page_keys(namespace, tokens, stop, self.page_size)[start:]
+        start, stop = int(missing.argmax()) if missing.any() else found.pages, found.pages
+        keys = page_keys(namespace, tokens, stop, self.page_size)
         operation = Operation(
             self._number(),
             "store",
@@ -566,10 +601,18 @@ class Tiers:
             host_pages[start:].copy(),
             None,
             self.host.lock(found),
+            companions=companions,
         )
         self.stored[operation.host_pages] = True
         self._begin(operation, step)
-        step.commands.append(WriteToStorage(operation.number, tuple(keys), operation.host_pages, self.generation))
+        beside = tuple(
+            CompanionStore(
+                one.kind, tuple(companion_key(one.kind, keys[page]) for page in one.index.tolist()), one.host
+            )
+            for one in companions
+        )
+        wanted = tuple(keys[start:])
+        step.commands.append(WriteToStorage(operation.number, wanted, operation.host_pages, self.generation, beside))
 
     # ------------------------------------------------------------------------------------------ everything has its end
 
@@ -624,10 +667,15 @@ class Tiers:
             raise ContractError(
                 f"{type(event).__name__} of operation {number} has {event.pages_done} pages of {operation.pages}"
             )
+        found: tuple[CompanionsFound, ...] = ()
+        if isinstance(event, PrefetchFinished) and (found := event.companions):
+            if self.companions is None:
+                raise ContractError(f"PrefetchFinished of operation {number} has companions, which nobody asked for")
+            self.companions.check_fetched(operation.companions, found, operation.start + event.pages_done)
         del self.operations[number]
         done, complete = event.pages_done, event.pages_done == operation.pages and not event.error
         outcome: TierOutcome = "done" if done == operation.pages else "partial" if done else "failed"
-        if operation.companions and not operation.pages and not complete:
+        if operation.companions and not operation.pages and not (found if operation.kind == "prefetch" else complete):
             outcome = "failed"
         if operation.cancelled and outcome != "done":
             outcome = "cancelled"
@@ -635,8 +683,8 @@ class Tiers:
         if operation.kind != "store" and self.memory.is_stale(operation.namespace):
             outcome, kept = "void", self._settle(operation, 0, complete=False)
         elif operation.kind == "store":
-            self.stored[operation.host_pages[done:]] = False
-        elif (kept := self._settle(operation, done, complete=complete)) < 0:
+            self._settle_store(operation, done, complete=complete)
+        elif (kept := self._settle(operation, done, complete=complete, found=found)) < 0:
             outcome, kept = "orphaned", 0
         self._release(operation)
         step.decided.append(TierOperationEnded(step.time_us, number, operation.kind, outcome, kept))
@@ -645,12 +693,21 @@ class Tiers:
                 self._stop_waiting(candidate, step.time_us)
         if operation.kind == "load":
             self.memory.trim(step)
-        elif operation.kind == "write" and kept and self.settings.storage:
+        elif operation.kind == "write" and self.settings.storage and (kept or outcome == "done"):
             self._store(operation.namespace, operation.tokens, operation.start + kept, step)
 
-    def _settle(self, operation: Operation, done: int, *, complete: bool) -> int:
+    def _settle_store(self, operation: Operation, done: int, *, complete: bool) -> None:
+        """Remember what storage did not get."""
+        self.stored[operation.host_pages[done:]] = False
+        if self.companions is not None and not complete:
+            assert operation.host_handle is not None
+            self.companions.not_stored(operation.companions, self.host.pages_of(operation.host_handle))
+
+    def _settle(
+        self, operation: Operation, done: int, *, complete: bool, found: tuple[CompanionsFound, ...] = ()
+    ) -> int:
         """Give the first `done` pages of an operation to the cache they came for, and the rest back; with its
-        companions, if it is `complete`.
+        companions, if it is `complete`, or of a prefetch with those that it `found`.
 
         Returns: pages kept; -1 for an orphan: what lies in front of it is not there, so it is given back too.
         """
@@ -680,12 +737,16 @@ class Tiers:
             self.stored[pages[already:kept]] = self.fetched[pages[already:kept]] = True
         pool.free(pages[:already].copy())
         pool.free(pages[kept:].copy())
+        if operation.kind == "prefetch":
+            if self.companions is not None:
+                self.companions.fetched(operation.companions, () if orphan else found, radix.pages_of(handle))
+            return -1 if orphan and (done or found) else kept
         if operation.companions:
             self._settle_companions(operation, radix.pages_of(handle), keep=complete and not orphan)
         return -1 if orphan and (done or (complete and operation.companions)) else kept
 
     def _settle_companions(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
-        """Companions of an operation have come to these pages; or they have not, or are nobody's."""
+        """Companions of a write or load have come to these pages; or they have not, or are nobody's."""
         assert self.companions is not None
         assert self.memory.hybrid is not None
         if operation.kind == "write" and keep:
@@ -702,7 +763,7 @@ class Tiers:
         """Take back what an operation locks and marks."""
         if self.companions is not None and self.memory.hybrid is not None:
             self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
-            if operation.kind == "load" and operation.host_handle is not None:
+            if operation.kind in ("load", "store") and operation.host_handle is not None:
                 self.companions.was_read(operation.companions, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
             self.memory.unlock(operation.device_handle)

@@ -6,14 +6,14 @@
 
 Every GPU has a link of its own to the host, one lane for each direction, and they move their parts of a page side by
 side. Storage is one lane for reads and one for writes, shared by all GPUs of an engine, and keeps what was used last.
-Windows and states of hybrid models go along, each with its own bytes. What is left out: the host's own memory
-bandwidth, and small pages costing more than their bytes.
+Windows and states of hybrid models go along, into storage too, each with its own bytes. What is left out: the host's
+own memory bandwidth, and small pages costing more than their bytes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from lockstep.core.commands import (
     PrefetchFromStorage,
     WriteToStorage,
 )
+from lockstep.core.companions import in_storage
 from lockstep.core.events import HostCopyFinished, PrefetchFinished, StorageWritten
 from lockstep.sim.cost import GpuSpec, KvDtype, ModelSpec
 from lockstep.sim.cost.parallel import Parallelism
@@ -57,6 +58,32 @@ class PageBytes(NamedTuple):
 
 
 NO_COMPANIONS: Mapping[str, PageBytes] = {}
+NOTHING: Mapping[bytes, int] = {}
+
+
+class Stored:
+    """What a storage of so many bytes has under which key. What was used longest ago makes room."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, the one used longest ago first
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def read(self, keys: Iterable[bytes]) -> None:
+        """These were used. They must be there."""
+        for key in keys:
+            self._sizes.move_to_end(key)
+
+    def write(self, sizes: Mapping[bytes, int]) -> None:
+        """Keep so many bytes under each key. What is there already stays."""
+        for key, size in sizes.items():
+            self.bytes += size - self._sizes.pop(key, 0)
+            self._sizes[key] = size
+        while self.bytes > self.bytes_max:
+            self.bytes -= self._sizes.popitem(last=False)[1]
 
 
 class _Prefetch(NamedTuple):
@@ -78,9 +105,8 @@ class TierLinks:
         self.up = Link(gbs, HOST_LINK_LATENCY_US)
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
-        self.storage_pages_max = int(tiers.storage_gb * 1e9) // pages.on_host
-        self.stored: OrderedDict[bytes, None] = OrderedDict()  # keys, the one used longest ago first
-        self.due: list[tuple[int, int, Answer, tuple[bytes, ...]]] = []  # heap: when, count, answer, keys it stores
+        self.stored = Stored(int(tiers.storage_gb * 1e9))
+        self.due: list[tuple[int, int, Answer, Mapping[bytes, int]]] = []  # heap: when, count, answer, what it stores
         self._prefetches: dict[int, _Prefetch] = {}
         self._count = 0
 
@@ -108,21 +134,28 @@ class TierLinks:
             done_us = self.up.send(now_us, self._on_link(command))
             self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
         elif type(command) is PrefetchFromStorage:
-            found = next((i for i, key in enumerate(command.keys) if key not in self.stored), len(command.keys))
-            for key in command.keys[:found]:
-                self.stored.move_to_end(key)
+            found, companions = in_storage(command, self.stored.__contains__)
+            self.stored.read(command.keys[:found])
             size = found * self.pages.on_host
+            orders = {one.kind: one for one in command.companions}
+            for one in companions:
+                self.stored.read(orders[one.kind].keys[index] for index in one.indices)
+                size += len(one.indices) * self.companions[one.kind].on_host
             done_us = self.storage_out.send(now_us, size)
-            answer = PrefetchFinished(done_us, command.prefetch_id, found, generation=command.generation)
+            answer = PrefetchFinished(
+                done_us, command.prefetch_id, found, generation=command.generation, companions=companions
+            )
             self._prefetches[command.prefetch_id] = _Prefetch(answer, size, self.storage_out.free_us)
             self._answer(answer)
         elif type(command) is CancelPrefetch:
             self._cut_short(command.prefetch_id, now_us)
         elif type(command) is WriteToStorage:
+            sizes = dict.fromkeys(command.keys, self.pages.on_host)
+            for beside in command.companions:
+                sizes |= dict.fromkeys(beside.keys, self.companions[beside.kind].on_host)
+            done_us = self.storage_in.send(now_us, sum(sizes.values()))
             size = len(command.host_pages)
-            done_us = self.storage_in.send(now_us, size * self.pages.on_host)
-            answer_ = StorageWritten(done_us, command.write_id, size, generation=command.generation)
-            self._answer(answer_, command.keys)
+            self._answer(StorageWritten(done_us, command.write_id, size, generation=command.generation), sizes)
         return None
 
     def _on_link(self, copy: CopyToHost | LoadFromHost) -> int:
@@ -132,12 +165,8 @@ class TierLinks:
 
     def take(self, now_us: int) -> Answer:
         """The next answer, which the engine hears of now."""
-        _, _, answer, keys = heappop(self.due)
-        for key in keys:
-            self.stored[key] = None
-            self.stored.move_to_end(key)
-        while len(self.stored) > self.storage_pages_max:
-            self.stored.popitem(last=False)
+        _, _, answer, sizes = heappop(self.due)
+        self.stored.write(sizes)
         if type(answer) is PrefetchFinished:
             self._prefetches.pop(answer.prefetch_id, None)
         return msgspec.structs.replace(answer, time_us=now_us)
@@ -155,17 +184,17 @@ class TierLinks:
             gone = size - round(left)
         self.due = [entry for entry in self.due if entry[2] is not answer]
         heapify(self.due)
-        done = gone // self.pages.on_host
-        self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done))
+        done = min(gone // self.pages.on_host, answer.pages_done)
+        self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done, companions=()))
 
-    def _answer(self, answer: Answer, keys: tuple[bytes, ...] = ()) -> None:
-        heappush(self.due, (answer.time_us, self._count, answer, keys))
+    def _answer(self, answer: Answer, sizes: Mapping[bytes, int] = NOTHING) -> None:
+        heappush(self.due, (answer.time_us, self._count, answer, sizes))
         self._count += 1
 
     def describe(self) -> dict[str, Any]:
         """How much each lane carried, for metrics.json. Bytes of the host's lanes are those of one GPU."""
         lanes = {"to_host": self.down, "from_host": self.up}
-        if self.storage_pages_max:
+        if self.stored.bytes_max >= self.pages.on_host:
             lanes |= {"to_storage": self.storage_in, "from_storage": self.storage_out}
         return {
             name: {

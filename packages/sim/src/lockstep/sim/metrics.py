@@ -45,6 +45,7 @@ from lockstep.core.commands import (
     Speculation,
     Step,
     StreamTokens,
+    WriteToStorage,
 )
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
@@ -58,6 +59,7 @@ from lockstep.core.events import (
     HostPagesEvicted,
     Observed,
     PagesEvicted,
+    PrefetchFinished,
     PrefillCompleted,
     Prompt,
     RequestAdmitted,
@@ -454,12 +456,15 @@ COMPANIONS = {
 }
 
 
+WithCompanions = CopyToHost | LoadFromHost | WriteToStorage
+
+
 class TierCounts:
     """What the tiers below the device did: docs/metrics.md, "Cache tiers"."""
 
     def __init__(self, page_bytes: int, companion_bytes: Mapping[str, int]) -> None:
         self._page_bytes, self._companion_bytes = page_bytes, companion_bytes
-        self._beside: dict[int, int] = {}  # bytes of companions, by the copy under way
+        self._beside: dict[int, int] = {}  # bytes of companions, by the move under way
         self._bytes_beside: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
@@ -476,9 +481,15 @@ class TierCounts:
         self._waited += event.load_wait_us > 0
         self._wait_us += event.load_wait_us
 
-    def began(self, copy: CopyToHost | LoadFromHost) -> None:
-        """Take in a copy with companions."""
-        self._beside[copy.copy_id] = sum(len(one.host) * self._companion_bytes[one.kind] for one in copy.companions)
+    def began(self, move: WithCompanions) -> None:
+        """Take in a move with companions."""
+        number = move.write_id if isinstance(move, WriteToStorage) else move.copy_id
+        self._beside[number] = sum(len(one.host) * self._companion_bytes[one.kind] for one in move.companions)
+
+    def fetched(self, event: PrefetchFinished) -> None:
+        """Take in what a prefetch brought."""
+        beside = sum(len(one.indices) * self._companion_bytes[one.kind] for one in event.companions)
+        self._beside[event.prefetch_id] = beside
 
     def learn(self, event: TierOperationEnded | HostPagesEvicted) -> None:
         """Take in what the tiers did."""
@@ -488,7 +499,8 @@ class TierCounts:
         self._moves[f"{event.kind} {event.outcome}"] += 1
         self._pages[event.kind] += event.pages_kept
         beside = self._beside.pop(event.operation, 0)
-        self._bytes_beside[event.kind] += beside if event.outcome == "done" else 0
+        came = event.outcome == "done" or (event.kind == "prefetch" and event.outcome == "partial")
+        self._bytes_beside[event.kind] += beside if came else 0
 
     def describe(self) -> Summary:
         """For `cache` of metrics.json."""
@@ -618,6 +630,8 @@ class MetricsFold:
                 self._adapters.requests[event.adapter] += samples_asked(event)
         elif type(event) is AdapterLoaded and self._adapters is not None:
             self._adapters.loaded(event)
+        elif type(event) is PrefetchFinished and event.companions and self._tiers is not None:
+            self._tiers.fetched(event)
         for command in step.commands:
             if type(command) is StreamTokens:
                 self._message_us.append(time_us)
@@ -636,7 +650,7 @@ class MetricsFold:
             elif type(command) is LoadAdapter:
                 self._adapters = self._adapters or AdapterCounts()
                 self._adapters.ordered(command, step.time_us)
-            elif self._tiers is not None and isinstance(command, CopyToHost | LoadFromHost) and command.companions:
+            elif self._tiers is not None and isinstance(command, WithCompanions) and command.companions:
                 self._tiers.began(command)
         for decided in step.decided:
             self._learn(decided)

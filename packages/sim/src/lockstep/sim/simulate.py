@@ -837,11 +837,6 @@ def _with_pools(
     pages = config.pages if kv is None else kv.pages
     below: dict[str, Any] = {}
     if config.tiers is not msgspec.UNSET:
-        if tiers.storage_gb:
-            raise ConfigError(
-                f"`storage_gb` is {tiers.storage_gb:g}, and `hybrid_memory` is on: storage keeps no windows and states "
-                "yet\nhint: leave out --storage-gb; --host-cache-gb goes with them"
-            )
         page, beside = companion_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
         of_engine = tiers.settings(host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside))
         assert of_engine is not msgspec.UNSET
