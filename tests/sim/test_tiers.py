@@ -91,7 +91,7 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
 
 
 def test_companions_weigh_in_storage_and_on_its_way() -> None:
-    """A page of 1,000 bytes and its state of 500: three of each and a half."""
+    """Pages of 1,000 bytes, states of 500, and room for 4,000."""
     tiers = HostTiers(host_cache_gb=1, host_link_gbs=1, storage_gb=4e-6, storage_gbs=1, storage_latency_us=7)
     links = TierLinks(tiers, PageBytes(1_000, 1_000), load_gpu("h100"), {"state": PageBytes(500, 500)})
     pages_of, states_of = (b"p0", b"p1"), (b"s0", b"s1")

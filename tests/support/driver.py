@@ -396,7 +396,9 @@ class Driver:
         """A move between cache tiers ends, not necessarily the oldest, with a share of its pages moved."""
         if self.tiers is not None and self.tiers.moves:
             move = list(self.tiers.moves.values())[choice % len(self.tiers.moves)]
-            self.fold(self.tiers.answer(move, self.now_us, int(share * self.tiers.found(move)), error))
+            cut = not error and choice % 2 == 1 and self.tiers.cut_short(move)
+            answer = self.tiers.answer(move, self.now_us, int(share * self.tiers.found(move)), error, cut=cut)
+            self.fold(answer)
 
     def late_move(self) -> None:
         """A move from before a restart is answered after all; it is void."""

@@ -78,11 +78,20 @@ class TaggedTiers:
             return len(move.host_pages)
         return in_storage(move, self.storage.__contains__)[0]
 
-    def answer(self, move: Move, time_us: int, pages_done: int | None = None, error: str = "") -> Answer:
-        """The event that ends a move; of all that it can bring unless said. Then a prefetch has companions, too."""
+    def cut_short(self, move: Move) -> bool:
+        """Whether a move is a prefetch that nobody waits for any more."""
+        return number_of(move) in self.cancelled
+
+    def answer(
+        self, move: Move, time_us: int, pages_done: int | None = None, error: str = "", *, cut: bool = False
+    ) -> Answer:
+        """The event that ends a move; of all that it can bring unless said.
+
+        A prefetch then has companions, too, unless it is `cut` behind its pages.
+        """
         found = self.found(move)
         answer = _answer(move, time_us, found if pages_done is None else pages_done, error)
-        if isinstance(move, PrefetchFromStorage) and not error and answer.pages_done == found:
+        if isinstance(move, PrefetchFromStorage) and not error and not cut and answer.pages_done == found:
             return msgspec.structs.replace(answer, companions=in_storage(move, self.storage.__contains__)[1])
         return answer
 

@@ -22,10 +22,11 @@ at all.
 of the last part of a path, and has room for what one end needs; `in_storage` says how far somebody could go on with
 what is there, and that is what comes: pages up to there, of windows those in front of it, of states the one behind it.
 
-**While it moves** a companion that is written is locked on the device, unless its page is given up; one that is read is
-locked in the host's pool; and what a load counts on, because the device has it, is locked there. What is on its way
-belongs to the operation. It has arrived if all of the copy has; then it goes to the page at its place in the tree, or,
-if that has got one in the meantime, is free.
+**While it moves** a companion that is written is locked on the device, unless its page is given up; one that a load or
+store reads, or a prefetch counts on, is locked in the host's pool; and what a load counts on, because the device has
+it, is locked there. What is on its way belongs to the operation. It has arrived if all of the copy has, or, of a
+prefetch, if the answer says so; then it goes to the page at its place in the tree, or, if that has got one in the
+meantime, is free.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Moved(msgspec.Struct):
     index: Int32s  # of the pages they belong to, on the operation's path; of a prefetch, those that may be needed
     device: Int32s  # window pages or slots of the device; of a prefetch or store, none
     host: Int32s  # of the host's pool; of a prefetch, room for what comes
+    counted: Int32s = NO_ROWS  # of a prefetch: indices of pages whose companions it counts on, since the host has them
 
     def copy(self) -> CompanionCopy:
         """What the device is told of it."""
@@ -82,7 +84,9 @@ class HostPool:
         self.kind = kind
         self.pool = PagePool(total)
         self.of: Int32s = np.full(host_pages, NONE, np.int32)  # by host page
-        self.locks: Int32s = np.zeros(host_pages, np.int32)  # by host page: loads that read its companion
+        self.locks: Int32s = np.zeros(
+            host_pages, np.int32
+        )  # by host page: moves that read its companion, or count on it
         self.used = np.zeros(host_pages, np.int64)  # by host page: when its companion was last written or read
         self.stored = np.zeros(host_pages, np.bool_)  # by host page: storage has its companion, or is about to get it
         self.clock = 0
@@ -96,6 +100,10 @@ class HostPool:
     def available(self) -> int:
         """Companions that can be had now."""
         return self.pool.free_count + self._idle.size
+
+    def has(self, count: int) -> bool:
+        """Whether so many can be had now."""
+        return self.pool.free_count >= count or self.available >= count
 
     def take(self, count: int, step: Step) -> Int32s:
         """Room for so many; the caller saw that there is."""
@@ -251,10 +259,21 @@ class HostCompanions:
         for one in moved:
             self.pools[one.kind].stored[host[one.index]] = False
 
+    def may_fetch(self, hybrid: Hybrid, under_way: list[Moved], share: float) -> bool:
+        """Whether one prefetch more may begin beside these, which may fill such a share of each pool at once."""
+        for kind, pool in self.pools.items():
+            taken = sum(one.host.size for one in under_way if one.kind == kind)
+            wanted = min(hybrid.seen(kind), pool.pool.total)
+            if (taken and taken + wanted > share * pool.pool.total) or not pool.has(wanted):
+                return False
+        return True
+
     def to_fetch(
         self, hybrid: Hybrid, device: Int32s, host: Int32s, reach: int, keys: list[bytes], step: Step
     ) -> tuple[list[Moved], tuple[CompanionFetch, ...], int]:
-        """What a prefetch of a path asks of companions, with room for what one end needs of each kind.
+        """What a prefetch of a path asks of companions, with room for what any one end lacks of each kind.
+
+        What the path has of them on the host stays there meanwhile.
 
         Args:
             device, host: the pages that each has of the path.
@@ -265,20 +284,32 @@ class HostCompanions:
         """
         first = min(host.size, *(hybrid.seen_from(kind, reach + 1) for kind in self.pools))
         index = np.arange(first, len(keys), dtype=np.int32)
+        ends = np.arange(reach + 1, len(keys) + 1)
         moved, asked = [], []
         for kind, pool in self.pools.items():
-            there = self._there(hybrid, kind, device, host, len(keys))[first:]
-            mine = host[first:]
-            pool.touch(mine[pool.of[mine] >= 0])
-            seen = hybrid.seen(kind)
-            room = pool.take(min(seen, pool.available), step)
+            there, seen = self._there(hybrid, kind, device, host, len(keys)), hybrid.seen(kind)
+            counted = (pool.of[host] >= 0).nonzero()[0].astype(np.int32)
+            counted = counted[counted >= min(first, hybrid.seen_from(kind, reach))]
+            pool.locks[host[counted]] += 1
+            pool.touch(host[counted])
+            lacking = np.concatenate(([0], np.cumsum(~there)))
+            most = int((lacking[ends] - lacking[np.maximum(ends - seen, 0)]).max())
+            room = pool.take(min(most, pool.available), step)
             named = tuple(companion_key(kind, key) for key in keys[first:])
-            moved.append(Moved(kind, index, NO_ROWS, room))
-            asked.append(CompanionFetch(kind, named, tuple(there.tolist()), seen, room))
+            moved.append(Moved(kind, index, NO_ROWS, room, counted))
+            asked.append(CompanionFetch(kind, named, tuple(there[first:].tolist()), seen, room))
         return moved, tuple(asked), reach - first
 
+    def let_go(self, moved: list[Moved], host: Int32s) -> None:
+        """A prefetch has ended, one way or another: what it counted on may go."""
+        for one in moved:
+            self.pools[one.kind].locks[host[one.counted]] -= 1
+
     def check_fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], pages: int) -> None:
-        """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`."""
+        """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`.
+
+        Whether they are all that an end needs is not asked: if not, nobody goes on there.
+        """
         wanted = {one.kind: one for one in asked}
         for one in found:
             order = wanted.pop(one.kind, None)

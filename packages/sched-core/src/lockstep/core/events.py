@@ -234,12 +234,10 @@ class HostCopyFinished(Observed, frozen=True, gc=False):
 
 
 class CompanionsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Window pages or states that a prefetch brought."""
+    """Window pages or states that a prefetch brought, into its places of the host, from the first on."""
 
     kind: Literal["window", "state"]
-    indices: tuple[
-        int, ...
-    ]  # into the keys of the order, ascending; they are in its places of the host, from the first
+    indices: tuple[int, ...]  # into the keys of the order, ascending
 
 
 class PrefetchFinished(Observed, frozen=True, gc=False):

@@ -612,8 +612,14 @@ def _host_companions(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode
                 np.add.at(locks, source, 1)
                 if pool.of[source].tolist() != moved.host.tolist():
                     _fail(f"S5: {one.kind} {one.number} reads the {kind}s {moved.host.tolist()}, its pages have others")
+            if one.kind == "prefetch":
+                assert one.host_handle is not None
+                source = tiers.host.pages_of(one.host_handle)[moved.counted]
+                np.add.at(locks, source, 1)
+                if (pool.of[source] < 0).any():
+                    _fail(f"S5: prefetch {one.number} counts on {kind}s of host pages {source.tolist()}")
         if locks.tobytes() != pool.locks.tobytes():
-            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, loads and stores read {locks.tolist()}")
+            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, moves count on {locks.tolist()}")
         if (strays := (pool.stored & (pool.of < 0)).nonzero()[0]).size:
             _fail(f"S33: host pages {strays.tolist()} have no {kind}, but it is marked as stored")
 

@@ -25,8 +25,8 @@ once by its answer, whatever became of who asked. Until then
 
     a write   locks its device pages unless they are given up; owns its host pages; locks the prefix in front of them
     a load    owns its device pages; locks the prefix in front of them, and its host pages
-    a prefetch owns its host pages; locks the prefix in front of them
-    a store   locks its host pages
+    a prefetch owns its host pages, and room for companions; locks the prefix in front of them
+    a store   locks its host pages, and companions of theirs
 
 A failed or shortened move keeps the pages that came, which are a prefix; the rest is a miss and nobody's error.
 **Windows and states** (hybrid.py) go down with their page and come back with it, or without any: companions.py.
@@ -165,7 +165,7 @@ class Tiers:
         self.uses: Int32s = np.zeros(memory.config.pages, np.int32)  # of each cached device page, beyond the first
         self.writing: Int32s = np.full(memory.config.pages, NONE, np.int32)  # by device page: the write under way
         self.loading: Int32s = np.full(settings.host_pages, NONE, np.int32)  # by host page: the load under way
-        self.fetching: dict[bytes, int] = {}  # by the key of its first page: the prefetch under way
+        self.fetching: dict[bytes, int] = {}  # by `_fetch_key`: the prefetch under way
         self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
         self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
         config = memory.config
@@ -504,10 +504,18 @@ class Tiers:
             candidate = self.candidates.setdefault(request.request_id, Candidate())
             if candidate.asked:
                 continue
-            if self.prefetching_pages >= most:
+            if self.prefetching_pages >= most or not self._may_fetch_companions():
                 return
             candidate.asked = True
             self._prefetch(request, candidate, most - self.prefetching_pages, step)
+
+    def _may_fetch_companions(self) -> bool:
+        """Whether the host's pools of windows and states have room for one prefetch more, if there are any."""
+        if self.companions is None or self.memory.hybrid is None:
+            return True
+        fetches = (one for one in self.operations.values() if one.kind == "prefetch")
+        under_way = [moved for one in fetches for moved in one.companions]
+        return self.companions.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
 
     def _prefetch(self, request: Request, candidate: Candidate, most: int, step: Step) -> None:
         """Begin to fetch what the host lacks of a request's prefix, if that is worth it; or wait with who did."""
@@ -521,7 +529,7 @@ class Tiers:
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
         keys = page_keys(request.namespace, tokens, stop, page_size)
-        number = self.fetching.get(keys[reach], NONE)
+        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NONE)
         if number == NONE:
             number = self._fetch(request, tokens, known, reach, keys, most, step)
             if number == NONE:
@@ -532,7 +540,7 @@ class Tiers:
             return
         candidate.since_us, candidate.operation, candidate.due_us = step.time_us, number, None
         if settings.prefetch_policy == "timeout":
-            asked = (stop - known.pages) * page_size
+            asked = (stop - min(known.pages, reach)) * page_size
             longer_us = asked * settings.prefetch_timeout_us_per_ki_token // 1024
             candidate.due_us = step.time_us + settings.prefetch_timeout_us + longer_us
 
@@ -570,7 +578,7 @@ class Tiers:
             request.request_id,
             companions=moved,
         )
-        self.fetching[keys[reach]] = operation.number
+        self.fetching[_fetch_key(keys, start, reach)] = operation.number
         self._begin(operation, step)
         wanted = tuple(keys[start:stop])
         order = PrefetchFromStorage(operation.number, wanted, host_pages, self.generation, asked, reached)
@@ -669,12 +677,13 @@ class Tiers:
             )
         found: tuple[CompanionsFound, ...] = ()
         if isinstance(event, PrefetchFinished) and (found := event.companions):
-            if self.companions is None:
-                raise ContractError(f"PrefetchFinished of operation {number} has companions, which nobody asked for")
+            if self.companions is None or event.error:
+                why = f"an error ({event.error})" if event.error else "no windows and states to bring"
+                raise ContractError(f"PrefetchFinished of operation {number} has companions, and {why}")
             self.companions.check_fetched(operation.companions, found, operation.start + event.pages_done)
         del self.operations[number]
         done, complete = event.pages_done, event.pages_done == operation.pages and not event.error
-        outcome: TierOutcome = "done" if done == operation.pages else "partial" if done else "failed"
+        outcome: TierOutcome = "done" if done == operation.pages else "partial" if done or found else "failed"
         if operation.companions and not operation.pages and not (found if operation.kind == "prefetch" else complete):
             outcome = "failed"
         if operation.cancelled and outcome != "done":
@@ -765,6 +774,8 @@ class Tiers:
             self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             if operation.kind in ("load", "store") and operation.host_handle is not None:
                 self.companions.was_read(operation.companions, self.host.pages_of(operation.host_handle))
+            elif operation.kind == "prefetch" and operation.host_handle is not None:
+                self.companions.let_go(operation.companions, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
             self.memory.unlock(operation.device_handle)
         if operation.host_handle is not None:
@@ -895,6 +906,11 @@ def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list
     return keys
 
 
+def _fetch_key(keys: list[bytes], known: int, reach: int) -> bytes:
+    """The key of the first page that is new to who asks; of the last, if it lacks companions alone."""
+    return keys[min(max(known, reach), len(keys) - 1)]
+
+
 def _held_alone(handle: RadixNode) -> int:
     """Pages on the path to a handle that nobody else locks."""
     pages, node = 0, handle
@@ -907,6 +923,7 @@ def _held_alone(handle: RadixNode) -> int:
 _HANDLES = ("device_handle", "host_handle")
 _PAGES = ("device_pages", "host_pages")
 _LOCKED = ("windows_locked", "slots_locked")
+_MOVED = ("index", "device", "host", "counted")
 
 
 def _operation_image(operation: Operation) -> dict[str, Any]:
@@ -916,9 +933,7 @@ def _operation_image(operation: Operation) -> dict[str, Any]:
     for name in _PAGES:
         image[name] = image[name].tobytes()
     locked = {name: image.pop(name).tobytes() for name in _LOCKED}
-    companions = [
-        (one.kind, one.index.tobytes(), one.device.tobytes(), one.host.tobytes()) for one in image.pop("companions")
-    ]
+    companions = [(one.kind, *(getattr(one, name).tobytes() for name in _MOVED)) for one in image.pop("companions")]
     if companions:
         image |= {"companions": companions, **locked}
     return image

@@ -78,7 +78,7 @@ class Stored:
             self._sizes.move_to_end(key)
 
     def write(self, sizes: Mapping[bytes, int]) -> None:
-        """Keep so many bytes under each key. What is there already stays."""
+        """Keep so many bytes under each key. What is there already is used."""
         for key, size in sizes.items():
             self.bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size

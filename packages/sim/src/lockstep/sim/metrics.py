@@ -499,7 +499,7 @@ class TierCounts:
         self._moves[f"{event.kind} {event.outcome}"] += 1
         self._pages[event.kind] += event.pages_kept
         beside = self._beside.pop(event.operation, 0)
-        came = event.outcome == "done" or (event.kind == "prefetch" and event.outcome == "partial")
+        came = event.outcome == "done" or (event.kind == "prefetch" and event.outcome not in ("void", "orphaned"))
         self._bytes_beside[event.kind] += beside if came else 0
 
     def describe(self) -> Summary:
