@@ -280,7 +280,7 @@ class HostCompanions:
             reach: pages behind which somebody could go on without it.
             keys: of the path's pages.
 
-        Returns: what moves, the two parts of the order.
+        Returns: what moves; `companions` and `reached` of the order.
         """
         first = min(host.size, *(hybrid.seen_from(kind, reach + 1) for kind in self.pools))
         index = np.arange(first, len(keys), dtype=np.int32)
