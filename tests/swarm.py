@@ -40,7 +40,7 @@ from tests.support.driver import (
     shrunk,
     under_grammars,
 )
-from tests.support.hybrids import below, hybrid_history, over_tiers
+from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
@@ -207,11 +207,11 @@ def history(seed: int) -> tuple[Any, list[Action]]:
         config, actions = _plain_history(rng, kind) if others else returning(rng)
         config, actions = tiered(rng, config), moving(rng, actions)
         pools = random.Random(f"pools {seed}")
-        return over_tiers(pools, config) if pools.random() < 0.4 else config, actions
+        return hybrid(pools, config) if pools.random() < 0.4 else config, actions
     if seed % HYBRID_SEEDS == 0:
         config, actions = hybrid_history(rng)
         host = random.Random(f"host {seed}")
-        return below(host, config, actions) if host.random() < 0.25 else (config, actions)
+        return (tiered(host, config), moving(host, actions)) if host.random() < 0.25 else (config, actions)
     config, actions = _plain_history(rng, kind)
     if seed % PIPELINED_SEEDS == PIPELINED_AT:
         config = pipelined(random.Random(f"stages {seed}"), config)

@@ -216,6 +216,13 @@ def test_damage_is_named(said: str, damage: Damage) -> None:
         invariants.check(engine)
 
 
+def assert_named(engine: Engine, damage: Damage, said: str) -> None:
+    damage(engine)
+    with pytest.raises(InvariantError) as error:
+        invariants.check(engine)
+    assert str(error.value).startswith(said)
+
+
 def engine_with_companions() -> Engine:
     """Two requests decode, with windows and states; a prompt that ended is cached, its checkpoint with it."""
     hybrid = HybridMemory(window_tokens=5, window_pages=30, state_slots=9, checkpoint_tokens=2)
@@ -300,11 +307,7 @@ def checkpoint_locked_for_ever(engine: Engine) -> None:
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_damage_to_windows_and_states_is_named(said: str, damage: Damage) -> None:
-    engine = engine_with_companions()
-    damage(engine)
-    with pytest.raises(InvariantError) as error:
-        invariants.check(engine)
-    assert str(error.value).startswith(said)
+    assert_named(engine_with_companions(), damage, said)
 
 
 def engine_storing_companions() -> Engine:
@@ -374,11 +377,7 @@ def room_for_a_state_given_back(engine: Engine) -> None:
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_damage_to_what_the_host_has_of_them_is_named(said: str, damage: Damage) -> None:
-    engine = engine_storing_companions()
-    damage(engine)
-    with pytest.raises(InvariantError) as error:
-        invariants.check(engine)
-    assert str(error.value).startswith(said)
+    assert_named(engine_storing_companions(), damage, said)
 
 
 FETCHED = {

@@ -31,7 +31,7 @@ from lockstep.core.events import (
     TokenRuns,
 )
 from tests.support.driver import Action, run_actions
-from tests.support.hybrids import hybrid_history, over_tiers
+from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.tagged_hybrid import HybridError
 from tests.support.tagged_kv import KvError
 from tests.support.tiered import moving, returning, tiered
@@ -88,7 +88,7 @@ def over_storage(seed: int) -> tuple[SchedConfig, list[Action]]:
     config, actions = returning(rng)
     config, actions = tiered(rng, config), moving(rng, actions)
     assert config.tiers is not UNSET
-    return over_tiers(rng, replace(config, tiers=replace(config.tiers, storage=True))), actions
+    return hybrid(rng, replace(config, tiers=replace(config.tiers, storage=True))), actions
 
 
 def serve_over_storage(seeds: range) -> Counter[str]:

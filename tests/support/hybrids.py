@@ -22,7 +22,7 @@ from tests.support.driver import (
     random_actions,
     random_config,
 )
-from tests.support.tiered import moving, returning, tiered
+from tests.support.tiered import returning
 
 PIPELINED_SHARE = 0.25  # of these histories have microbatches
 OFF: dict[str, dict[str, Any]] = {
@@ -75,17 +75,6 @@ def pools(rng: random.Random, config: SchedConfig, tokens: int, *, states: bool)
         state_slots=rng.choice([2, 3, rng.randint(2, 12), 60]) * config.states_per_row if states else 0,
         checkpoint_tokens=config.page_size * rng.choice([1, 1, 2, 4]),
     )
-
-
-def over_tiers(rng: random.Random, config: SchedConfig) -> SchedConfig:
-    """The same settings, tiers below the device among them, with pools beside full attention."""
-    assert config.tiers is not UNSET
-    return hybrid(rng, config)
-
-
-def below(rng: random.Random, config: SchedConfig, actions: list[Action]) -> tuple[SchedConfig, list[Action]]:
-    """A history with such pools, and tiers below them."""
-    return tiered(rng, config), moving(rng, actions)
 
 
 def hybrid_history(rng: random.Random, *, pairs: bool = True) -> tuple[SchedConfig, list[Action]]:

@@ -393,9 +393,9 @@ class CompanionFetch(msgspec.Struct, frozen=True):
 
     kind: Literal["window", "state"]
     keys: tuple[bytes, ...]  # by page of the path's last part, which begins where the first that may be needed is
-    there: tuple[bool, ...]  # as keys: it need not be brought
-    seen: int
-    host: Int32s  # room for them in the host's pool of the kind
+    there: tuple[bool, ...]  # [as keys] whether the device or the host has it, so that it need not be brought
+    seen: int  # pages
+    host: Int32s  # room for them: places of the host's pool of the kind, [at most seen]
 
 
 class PrefetchFromStorage(msgspec.Struct, frozen=True):
@@ -410,7 +410,7 @@ class PrefetchFromStorage(msgspec.Struct, frozen=True):
     host_pages: Int32s
     generation: int = 0
     companions: tuple[CompanionFetch, ...] = ()
-    reached: int = 0  # with companions: behind so many pages of that last part somebody could go on without it
+    reached: int = 0  # pages of the last part that `companions` names, behind which somebody could go on without it
 
 
 class CancelPrefetch(msgspec.Struct, frozen=True):
@@ -427,7 +427,7 @@ class CompanionStore(msgspec.Struct, frozen=True):
 
     kind: Literal["window", "state"]
     keys: tuple[bytes, ...]
-    host: Int32s  # [as keys] of the host's pool of the kind
+    host: Int32s  # [as keys] places of the host's pool of the kind
 
 
 class WriteToStorage(msgspec.Struct, frozen=True):

@@ -84,9 +84,7 @@ class HostPool:
         self.kind = kind
         self.pool = PagePool(total)
         self.of: Int32s = np.full(host_pages, NONE, np.int32)  # by host page
-        self.locks: Int32s = np.zeros(
-            host_pages, np.int32
-        )  # by host page: moves that read its companion, or count on it
+        self.locks: Int32s = np.zeros(host_pages, np.int32)  # by host page: moves that read, or count on, its companion
         self.used = np.zeros(host_pages, np.int64)  # by host page: when its companion was last written or read
         self.stored = np.zeros(host_pages, np.bool_)  # by host page: storage has its companion, or is about to get it
         self.clock = 0
