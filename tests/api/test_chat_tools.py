@@ -47,7 +47,7 @@ CALL = f"""<tool_call>
 {json.dumps({"name": "get_weather", "arguments": PARIS}, ensure_ascii=False)}
 </tool_call>"""
 SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-LONG = "Llanfairpwllgwyngyll " * 100
+LONG = "Llanfairpwllgwyngyll " * 400  # seconds of saying it: no standstill makes one piece of all
 ANSWERS = {
     "A long one": f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps({"city": LONG})}}}</tool_call>',
     "Weather and time?": f"<think>\nTwo of them.\n</think>\n\nI look.\n{CALL}\n{SECOND}",
