@@ -30,6 +30,16 @@ def test_the_list_is_the_same_in_any_portions(portions: list[tuple[list[float], 
     assert counted.size == len(everything)
 
 
+@given(st.lists(st.lists(st.one_of(st.integers(-5, 40), st.integers(-(10**12), 10**12)), max_size=30), max_size=5))
+def test_whole_numbers_are_counted_alike(portions: list[list[int]]) -> None:
+    counted, floats = ValueCountsBuilder(), ValueCountsBuilder()
+    for values in portions:
+        counted.add(np.array(values, np.int64))
+        floats.add(np.array(values, np.float64))
+    assert counted.build().values.tolist() == floats.build().values.tolist()
+    assert counted.build().counts.tolist() == floats.build().counts.tolist()
+
+
 @given(values=VALUES.filter(bool), percentile=st.one_of(st.sampled_from([50, 90, 95, 99]), st.floats(0, 100)))
 def test_percentiles_are_those_of_numpy(values: list[float], percentile: float) -> None:
     counted = ValueCounts.of(np.array(values, np.float64))

@@ -50,6 +50,7 @@ from lockstep.core.router import (
     Router,
     RouterConfig,
     RouterFact,
+    engine_of_room,
     prefix_keys,
 )
 from lockstep.host.admission_words import admission_word, pairs
@@ -67,6 +68,7 @@ from lockstep.sim.host import NEVER_US, JournalSink, Witness
 from lockstep.sim.lengths import parse_duration_us
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import with_stages
+from lockstep.sim.plain_run import PlainRun, is_available, obstacle, pays
 from lockstep.sim.ranks import check_cluster_of_ranks
 from lockstep.sim.shared_clock import report_of
 from lockstep.sim.simulate import (
@@ -668,6 +670,7 @@ def simulate_cluster(
     eager: bool = False,
     witnesses: Sequence[Witness] = (),
     on_route: Callable[[RequestRouted], None] | None = None,
+    compiled: bool | None = None,
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
 
@@ -676,11 +679,18 @@ def simulate_cluster(
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
         witnesses: none, or one for each engine; see host.Witness. Only where `setup.each_alone`.
         on_route: told of every request that was sent or turned away; only there, either.
+        compiled: whether a plain run without journals is one of machine code, see plain_run.py, which changes no
+            result; None: once that is worth it.
     """
     if (witnesses or on_route is not None) and not setup.each_alone:
         raise ContractError("nobody is told of routes and steps where engines hand requests over, or are ranks")
     if witnesses and len(witnesses) != len(setup.engines):
         raise ContractError(f"{len(witnesses)} witnesses of {len(setup.engines)} engines")
+    watched = folder is not None or check_every or eager or witnesses or on_route is not None
+    if not watched and compiled is not False:
+        run = _run_compiled(setup, on_finish, give_up, always=compiled is True)
+        if run is not None:
+            return run
     with ExitStack() as stack:
         journals: list[JournalSink] = []
         router_journal: RouterJournal | NoRouterJournal = NoRouterJournal()
@@ -727,7 +737,8 @@ def simulate_cluster(
     return run
 
 
-GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
+GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least ...
+GIVE_UP_SHARE = 16  # ... and this part of those that have come
 
 
 class Cluster:
@@ -857,7 +868,9 @@ class Cluster:
                 self._route()
                 until_question -= 1
             if give_up is not None and until_question <= 0:
-                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // GIVE_UP_SHARE)
+                # Everybody to one moment, before which nothing that is sent from here on arrives.
+                self._advance_all(min(now_us + hop_us, self._report_us))
                 if give_up(self):
                     return True
         for lane in lanes:
@@ -1110,6 +1123,94 @@ class Cluster:
             admission=self.describe_admission(),
             sent=self.sent,
         )
+
+
+class PlainCluster:
+    """A cluster whose run is a plain one: the same as machine code."""
+
+    def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
+        """From the beginning. `obstacle_of_cluster(setup)` was empty."""
+        self.setup = setup
+        self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
+        router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
+        given = []
+        if router.policy == "follow_bootstrap_room":
+            given = [engine_of_room(room_of(seed, number), len(setup.engines)) for number in range(len(turns))]
+        self.plain = PlainRun(setup.engines, self.metrics, on_finish)
+        self.plain.route(router, setup.shares, setup.scenario.hop_us, given)
+
+    @property
+    def client_metrics(self) -> list[MetricsFold]:
+        """Of the engines that clients hear of: all, as they stand."""
+        self.plain.hand_over()
+        return self.metrics
+
+    def run(self, give_up: Callable[[PlainCluster], bool] | None) -> ClusterRun | None:
+        """Route every request and finish every answer, unless it is given up; None: only the core can do it."""
+        stopped_early = False
+
+        def ask(arrived: int) -> int:
+            nonlocal stopped_early
+            stopped_early = give_up is not None and give_up(self)
+            return 0 if stopped_early else max(GIVE_UP_EVERY, arrived // GIVE_UP_SHARE)
+
+        began_s = time.process_time()
+        with stopping_on_interrupt(self.plain), collecting_seldom():
+            if not self.plain.run(*(() if give_up is None else (GIVE_UP_EVERY, ask))):
+                return None
+        setup = self.setup
+        datas = [fold.result(setup.scenario.base.slos) for fold in self.metrics]
+        data = combine(datas, hop_us=setup.scenario.hop_us, slos=setup.scenario.base.slos)
+        cpu_s = time.process_time() - began_s
+        reason = "room" if setup.scenario.router.policy == "follow_bootstrap_room" else "policy"
+        routed = self.plain.routed()
+        return ClusterRun(
+            setup=setup,
+            engines=tuple(
+                Run(
+                    setup=one,
+                    data=measured,
+                    batches=self.plain.batches(engine),
+                    clamped=0,
+                    rejected=Counter(),
+                    never_sent=0,
+                    interrupted=self.plain.stop_requested,
+                    cpu_s=cpu_s / len(datas),
+                )
+                for engine, (one, measured) in enumerate(zip(setup.engines, datas, strict=True))
+            ),
+            data=data,
+            routed_by_reason={reason: routed} if routed else {},
+            never_sent=0,
+            interrupted=self.plain.stop_requested,
+            stopped_early=stopped_early,
+            cpu_s=cpu_s,
+        )
+
+
+def obstacle_of_cluster(setup: ClusterSetup) -> str:
+    """What of a cluster only the core can do, in a word or two; empty: nothing that is known in advance."""
+    scenario, turns = setup.scenario, setup.workload.turns
+    beside = {
+        "engines that meet": not setup.each_alone,
+        "autoscaling": scenario.scaling is not None,
+        "waiting at the router": scenario.dispatch is not None,
+        "reports": bool(scenario.report_interval_us),
+        "sessions": scenario.router.policy == "session_sticky" and not turns.labels_differ,
+    }
+    for name, is_there in beside.items():
+        if is_there:
+            return name
+    return next(filter(None, map(obstacle, setup.engines)), "")
+
+
+def _run_compiled(
+    setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
+) -> ClusterRun | None:
+    """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
+    if not is_available() or obstacle_of_cluster(setup) or not (always or pays(len(setup.workload.turns))):
+        return None
+    return PlainCluster(setup, on_finish).run(give_up)
 
 
 def room_of(seed: int, request_id: RequestId) -> int:

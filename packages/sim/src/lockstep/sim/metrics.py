@@ -23,12 +23,12 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from struct import Struct
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -517,6 +517,40 @@ class TierCounts:
         }
 
 
+class Measured(NamedTuple):
+    """What `observe`, `gauge` and `cpu_interval` would have come to, of a run that somebody else measures."""
+
+    batches: Int64s  # [batches, len(BATCH_COLUMNS)], settled ones; modes are places in `modes`
+    modes: tuple[str, ...]
+    gauges: Int64s  # [gauges, 5], as `gauge` takes them
+    cpu: Int64s  # [intervals, len(CPU_COLUMNS)]; works are places in `works`
+    works: tuple[str, ...]
+    messages: Int64s  # [messages, 2]: when, and how many tokens
+    itl_us: Int64s  # [gaps], those of requests that completed
+
+
+class MeasuredRequests(NamedTuple):
+    """The same of its requests, one row each in order of arrival, and of what is known in the end."""
+
+    request_id: Int64s
+    arrival_us: Int64s
+    prompt_tokens: Int32s
+    admitted_us: Int64s  # -1: not yet; so are the times below
+    ended_us: Int64s  # by length
+    output_tokens: Int32s
+    first_message_us: Int64s
+    last_message_us: Int64s
+    itl_us_max: Float64s  # NaN: it has no gap
+    labels: Callable[[Int64s], list[str]]  # of some rows
+    tenants: list[str]
+    last_us: int  # when the last event was
+    open_batches: Mapping[str, Int64s]  # whose result has not come, by name of the column; others are unknown
+    modes: tuple[str, ...]  # of these
+    evicted_pages: Mapping[str, int]  # by reason
+    deferred: Mapping[str, int]  # by reason
+    decodes_skipped: int
+
+
 class MetricsFold:
     """Takes in events and Steps in order, remembers little, and makes a RunData of it when asked."""
 
@@ -679,6 +713,60 @@ class MetricsFold:
         """Say how many pages sessions hold that no request does, from now on."""
         self._sessions = self._sessions or SessionCounts()
         self._sessions.held(time_us, pages)
+
+    def take_measured(self, measured: Measured) -> None:
+        """Take in rows that somebody else measured."""
+        batches, cpu = measured.batches.copy(), measured.cpu.copy()
+        batches[:, _MODE] = _coded(batches[:, _MODE], measured.modes, self._modes)
+        cpu[:, _WORK] = _coded(cpu[:, _WORK], measured.works, self._works)
+        self._itl_us.add(measured.itl_us)
+        for rows, more in (
+            (self._batches, batches),
+            (self._gauges, measured.gauges),
+            (self._cpu, cpu),
+            (self._messages, measured.messages),
+        ):
+            rows.recent.frombytes(more.tobytes())
+            rows.pack()
+
+    def take_measured_requests(self, measured: MeasuredRequests) -> None:
+        """Take in the requests of a run that somebody else measures, all of them anew, behind all rows until then."""
+        requests = len(measured.request_id)
+        if requests:
+            self._first_us = int(measured.arrival_us[0])
+        self._last_us = measured.last_us
+        admitted = measured.admitted_us >= 0
+        ended = self._finish_reasons["length"]
+        for column, values in (
+            (self._request_ids, measured.request_id),
+            (self._arrival_us, measured.arrival_us),
+            (self._prompt_tokens, measured.prompt_tokens),
+            (self._admitted_us, measured.admitted_us),
+            (self._cached_tokens, np.where(admitted, 0, -1)),
+            (self._retractions, np.zeros(requests)),
+            (self._ended_us, measured.ended_us),
+            (self._finish_codes, np.where(measured.ended_us < 0, 0, ended)),
+            (self._tenant_codes, [self._tenants[tenant] for tenant in measured.tenants]),
+            (self._sent, measured.output_tokens),
+            (self._output_tokens, measured.output_tokens),
+            (self._first_message_us, measured.first_message_us),
+            (self._last_message_us, measured.last_message_us),
+            (self._itl_us_max, measured.itl_us_max),
+        ):
+            del column[:]
+            column.frombytes(np.asarray(values).astype(column.typecode).tobytes())
+        self._labels.clear()
+        for start in range(0, requests, PART_ROWS):
+            rows = measured.request_id[start : start + PART_ROWS]
+            self._labels.append(_texts(measured.labels(rows)))
+        still = np.full((len(BATCH_COLUMNS), len(measured.open_batches["batch_id"])), -1, np.int64)
+        for name, values in measured.open_batches.items():
+            still[BATCH_COLUMNS.index(name)] = values
+        still[_MODE] = _coded(still[_MODE], measured.modes, self._modes)
+        self._open_batches = still
+        self._evicted_pages = Counter({reason: count for reason, count in measured.evicted_pages.items() if count})
+        self._decodes_skipped = measured.decodes_skipped
+        self._deferred = Counter({reason: count for reason, count in measured.deferred.items() if count})
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
@@ -1568,6 +1656,14 @@ class _Codes(dict[str, int]):
     def __missing__(self, text: str) -> int:
         self[text] = code = len(self)
         return code
+
+
+def _coded(column: Int64s, names: Sequence[str], codes: _Codes) -> Int64s:
+    """A column of places in `names` as one of `codes`, given out in the order in which they come."""
+    _, first = np.unique(column, return_index=True)
+    for at in np.sort(first).tolist():
+        codes[names[column[at]]]
+    return np.array([codes.get(name, -1) for name in names], np.int64)[column]
 
 
 def _number(value: float) -> float | None:

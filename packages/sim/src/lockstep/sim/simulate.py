@@ -107,6 +107,7 @@ from lockstep.sim.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
+from lockstep.sim.plain_run import PlainRun, is_available, obstacle, pays
 from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.samples import describe_samples, parse_samples, with_samples
 from lockstep.sim.server_sessions import (
@@ -1045,6 +1046,7 @@ def simulate(
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
     witness: Witness | None = None,
+    compiled: bool | None = None,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
 
@@ -1052,6 +1054,8 @@ def simulate(
         check_every: check the core's invariants after every so many events; 0 is never.
         on_finish: called with the number of requests that ended, after each.
         witness: told of every step that decides anything; see host.Witness.
+        compiled: whether a plain run without a journal is one of machine code, see plain_run.py, which changes no
+            result; None: once that is worth it.
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
         that one engine alone cannot have.
     """
@@ -1063,6 +1067,10 @@ def simulate(
             "hint: --prefill-engines 1 --decode-engines 1"
         )
     if folder is None:
+        if compiled is not False and not check_every and witness is None:
+            run = _run_compiled(setup, on_finish, always=compiled is True)
+            if run is not None:
+                return run
         return _run(setup, NoJournal(), check_every, on_finish, witness)
     journal = JournalWriter.create(folder, setup.header())
     with journal:
@@ -1170,6 +1178,28 @@ def _run(
         rejected=host.rejected,
         never_sent=arrivals.never_sent,
         interrupted=host.stop_requested,
+        cpu_s=time.process_time() - began_s,
+    )
+
+
+def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
+    """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
+    if not is_available() or obstacle(setup) or not (always or pays(len(setup.workload.turns))):
+        return None
+    began_s = time.process_time()
+    metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
+    plain = PlainRun([setup], [metrics], on_finish)
+    with stopping_on_interrupt(plain), collecting_seldom():
+        if not plain.run():
+            return None
+    return Run(
+        setup=setup,
+        data=metrics.result(setup.scenario.slos),
+        batches=plain.batches(0),
+        clamped=0,
+        rejected=Counter(),
+        never_sent=0,
+        interrupted=plain.stop_requested,
         cpu_s=time.process_time() - began_s,
     )
 

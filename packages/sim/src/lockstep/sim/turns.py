@@ -181,6 +181,12 @@ class Turns(Sequence[Turn]):
         spell = [form.format for form in self.label_forms]
         return [spell[code](number, part) for code, number, part in columns]
 
+    @cached_property
+    def labels_differ(self) -> bool:
+        """Whether no two turns have one label, as far as the columns say."""
+        parts = np.stack((self.label_form, self.label_number, self.label_part), axis=1)
+        return len(self.label_forms) == 1 and len(np.unique(parts, axis=0)) == len(self)
+
     def _made(self, rows: Int64s) -> Iterator[Turn]:
         """Make the turns of `rows`, a block at a time."""
         tenants, grammars, adapters = self.tenants, self.grammars, self.adapters
