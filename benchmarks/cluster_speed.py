@@ -2,9 +2,10 @@
 
 The bar: at most 1.3 times per request. Peers slow down as replicas are added, because their engines take turns event by
 event; ours meet at the router only. The same traffic per engine throughout: Poisson, about 1,080 tokens in and 216 out.
-Counted is user and system time of this process for the replay and its metrics, journals not written.
+Counted is user and system time of this process for the replay and its metrics, journals not written: by machine code,
+or with `--core` by the core, which plans fall back on.
 
-    python benchmarks/cluster_speed.py [--replicas 8] [--requests 1500] [--rounds 3]
+    python benchmarks/cluster_speed.py [--replicas 8] [--requests 3000] [--rounds 3] [--core]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from calibration import calibrate
 
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.plain_run import is_available
 from lockstep.sim.simulate import Scenario, assemble, simulate
 
 MODEL, GPU = "llama-3.1-8b", "a100"
@@ -34,9 +36,14 @@ BAR = 1.3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=1_500, help="per engine (default 1500)")
+    parser.add_argument("--requests", type=int, default=3_000, help="per engine (default 3000)")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions; the median counts (default 3)")
+    parser.add_argument("--core", action="store_true", help="by the core, which takes ten times as long")
     arguments = parser.parse_args()
+    compiled = not arguments.core
+    if compiled and not is_available():
+        print("numba, which makes machine code, is not installed: pip install 'lockstep-sim[fast]'", file=sys.stderr)
+        return 2
     print("calibration, CPU us:", ", ".join(f"{name} {us:,.1f}" for name, us in calibrate().items()))
 
     replicas, requests = arguments.replicas, arguments.requests
@@ -45,14 +52,15 @@ def main() -> int:
 
     def of_one() -> float:
         gc.collect()
-        return simulate(setup).cpu_s / requests
+        return simulate(setup, compiled=compiled).cpu_s / requests
 
     def of_many(policy: str) -> float:
         many = scenario(requests * replicas, replicas)
         cluster = assemble_cluster(ClusterScenario(base=many, replicas=replicas, router=RouterConfig(policy=policy)))
         gc.collect()
-        return simulate_cluster(cluster).cpu_s / (requests * replicas)
+        return simulate_cluster(cluster, compiled=compiled).cpu_s / (requests * replicas)
 
+    of_one()  # makes or loads machine code
     alone: list[float] = [of_one()]
     together: dict[str, list[float]] = {policy: [] for policy in ROUTER_POLICIES}
     ratios: dict[str, list[float]] = {policy: [] for policy in ROUTER_POLICIES}

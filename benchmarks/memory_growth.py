@@ -2,8 +2,8 @@
 
 The workload is the anchor of simulation_speed.py, or what `--workload` says with the length in place of `{n}`. Memory
 is the peak resident set of the process, which has everything in it: the workload read or generated, every decision with
-its digest, the journal written to a file, all metrics measured. Growth is the difference of the peaks of two lengths,
-divided by the difference of the requests that finished.
+its digest, the journal written to a file, all metrics measured; with `--compiled` no journal, and machine code. Growth
+is the difference of the peaks of two lengths, divided by the difference of the requests that finished.
 
     LOCKSTEP_PEERS=... python benchmarks/memory_growth.py [--n 10000 20000 40000]
     python benchmarks/memory_growth.py --n 100000 300000 1000000 \
@@ -38,10 +38,11 @@ def main() -> int:
         "--n", type=int, nargs="+", default=[10_000, 20_000, 40_000], help="lengths (default 10000 20000 40000)"
     )
     parser.add_argument("--workload", metavar="TEXT", help="as for `lockstep simulate`, {n} being the length")
+    parser.add_argument("--compiled", action="store_true", help="no journal, machine code")
     parser.add_argument("--measure", metavar="WORKLOAD", help="simulate this in this process, and print JSON")
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        print(json.dumps(measure(arguments.measure)))
+        print(json.dumps(measure(arguments.measure, compiled=arguments.compiled)))
         return 0
     lengths = sorted(set(arguments.n))
     if len(lengths) < 2 or lengths[0] < 1:
@@ -61,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as folder:
         for n in lengths:
             workload = anchor(Path(folder), Path(peers or ""), n) if text is None else text.replace("{n}", str(n))
-            one = [sys.executable, __file__, "--measure", workload]
+            one = [sys.executable, __file__, "--measure", workload, *(["--compiled"] if arguments.compiled else [])]
             figures.append(json.loads(subprocess.run(one, check=True, capture_output=True, text=True).stdout))
             now = figures[-1]
             more = f"{growth_bytes(*figures[-2:]):,.0f} bytes" if len(figures) > 1 else ""
@@ -93,12 +94,12 @@ def growth_bytes(shorter: dict[str, Any], longer: dict[str, Any]) -> float:
     return grown / (longer["finished"] - shorter["finished"])
 
 
-def measure(workload: str) -> dict[str, float]:
+def measure(workload: str, *, compiled: bool) -> dict[str, float]:
     """Simulate once, in this process."""
     setup = assemble(Scenario(model=MODEL, gpu=GPU, workload=workload, settings=SETTINGS))
     read_bytes, began_s = peak_bytes(), time.process_time()
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as folder:
-        run = simulate(setup, folder=Path(folder))
+        run = simulate(setup, compiled=True) if compiled else simulate(setup, folder=Path(folder))
     return {
         "finished": sum(run.data.summary["requests"]["by_finish_reason"].values()),
         "batches": run.batches,
