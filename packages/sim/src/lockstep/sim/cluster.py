@@ -1201,7 +1201,8 @@ def obstacle_of_cluster(setup: ClusterSetup) -> str:
     for name, is_there in beside.items():
         if is_there:
             return name
-    return next(filter(None, map(obstacle, setup.engines)), "")
+    different = {id(engine): engine for engine in setup.engines}  # those of a group share theirs
+    return next(filter(None, map(obstacle, different.values())), "")
 
 
 def _run_compiled(

@@ -22,6 +22,7 @@ from simpy import Environment, Event
 from lockstep.core.events import ControlRequested, RequestArrived, RequestCancelled, RequestId
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.tables import unnoted
 from lockstep.sim.host import NEVER_US, EngineHost
 from lockstep.sim.turns import Turn
 
@@ -108,12 +109,13 @@ class Lane:
         self.feed = feed
         self.clock = clock
         self._early_ends = early_ends
-        one_row = cost.batch_us(BatchShape(decode_rows=1, decode_context_tokens=1))
+        shape = BatchShape(decode_rows=1, decode_context_tokens=1)
+        with unnoted(cost):
+            one_row = cost.batch_us(shape)
+            last_stage_us = cost.stage_us(shape)[-1] if isinstance(cost, PipelineModel) else one_row.mean_us
         self._draws = one_row.spread_us > 0
-        self._least_us = LEAST_SHARE * one_row.mean_us
         self._overlaps = isinstance(cost, PipelineModel)
-        if isinstance(cost, PipelineModel):  # one launch may end a stage's time behind another
-            self._least_us = LEAST_SHARE * cost.stage_us(BatchShape(decode_rows=1, decode_context_tokens=1))[-1]
+        self._least_us = LEAST_SHARE * last_stage_us  # one launch may end a stage's time behind another
         self.quiet_until_us: float = NEVER_US
         clock.process(host.run())
         clock.horizon_us = 0

@@ -26,14 +26,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Machine code, made at the first call and kept on disk."""
-    return cast(F, njit(cache=True)(function))
+    """Machine code, made at the first call and kept on disk, if there is a place to keep it in."""
+    try:
+        return cast(F, njit(cache=True)(function))
+    except RuntimeError:  # neither beside this file nor in the user's own folders: made anew by each process
+        return cast(F, njit(function))
 
 
 NEVER_US = 2**62
 NOBODY = -1
 NO_LIMIT = 2**62
-CLIP_MAX_NEW_TOKENS = 4096
+CLIP_MAX_NEW_TOKENS = 4096  # as `admission` has it; what is kept on disk knows of changes in this file only
 
 RATIO, ON_DEMAND, FULL = range(3)  # SchedConfig.reserve
 PREFILL_FIRST, MIXED, RUNNING_FIRST = range(3)  # SchedConfig.batching
@@ -49,6 +52,7 @@ ENGINE = np.dtype(
         ("page_size", np.int64),
         ("evict_ahead", np.int64),  # pages that are evicted at once, at least
         ("radix_cache", np.int64),
+        ("same_step_sharing", np.int64),
         ("reserve", np.int64),
         ("batching", np.int64),
         ("slots", np.int64),  # batches in flight at once
@@ -74,7 +78,7 @@ ENGINE = np.dtype(
         ("device_free_us", np.int64),
         ("nothing_new", np.int64),  # since the last LaneReady that launched nothing
         # the engine
-        ("sent", np.int64),  # the last one that the router sent here
+        ("sent", np.int64),  # the last one that the router sent here; they arrive in the order of sending
         ("coming", np.int64),  # the first of these that has not arrived; `next` leads on
         ("head", np.int64),  # the first that waits
         ("waiting", np.int64),
@@ -134,7 +138,8 @@ REQUEST = np.dtype(
         ("cached_pages", np.int32),  # of its row, or that it has left behind, in the radix cache
         ("engine", np.int32),  # NOBODY: not sent yet; GIVEN routers: where it must go
         ("next", np.int32),  # sent to the same engine behind it
-        ("newer", np.int32),  # of paths in the radix cache that nobody holds: used next after it
+        ("older", np.int32),  # of paths in the radix cache that nobody holds: used just before it ...
+        ("newer", np.int32),  # ... and just after it
     ],
     align=True,
 )
@@ -400,6 +405,8 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     if taken:
         flight.parts = taken
         _extend_batch(s, a.requests, cohort, flight, samplers, parts, shape, growing)
+        if s.same_step_sharing:
+            _publish(s, a.requests, parts, taken)
         s.extended_at = s.decode_launches
     elif s.decoding:
         if growing > s.free_pages + s.evictable_pages:
@@ -757,14 +764,7 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
                 unseen[0], unseen[1] = now_us + run.hop_us, number
                 run.unseen += 1
     run.gaps = at
-    if s.radix_cache:
-        for i in range(flight.parts):
-            request = a.requests[parts[i, 0]]
-            pages = parts[i, 2] // s.page_size
-            if request.ended_us < 0 and pages > request.cached_pages:
-                s.tick += 1
-                request.tick = s.tick
-                request.cached_pages = pages
+    _publish(s, a.requests, parts, flight.parts)
     if s.ended == s.arrived:
         s.ratio = s.ratio_initial
         s.decode_owed = 0
@@ -772,6 +772,18 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
+
+
+@compiled
+def _publish(s: Record, requests: Array, parts: Array, count: int) -> None:
+    """What chunks have computed is the radix cache's from now on: `Memory.publish`."""
+    for i in range(count if s.radix_cache else 0):
+        request = requests[parts[i, 0]]
+        pages = parts[i, 2] // s.page_size
+        if request.ended_us < 0 and pages > request.cached_pages:
+            s.tick += 1
+            request.tick = s.tick
+            request.cached_pages = pages
 
 
 @compiled
@@ -791,6 +803,8 @@ def _alloc(s: Record, requests: Array, pages: int) -> int:
                 s.least_used = request.newer
         if s.least_used == NOBODY:
             s.last_used = NOBODY
+        else:
+            requests[s.least_used].older = NOBODY
         s.evictable_pages -= evicted
         s.free_pages += evicted
     s.free_pages -= pages
@@ -817,23 +831,21 @@ def _release(s: Record, requests: Array, number: int) -> None:
 
 @compiled
 def _file(s: Record, requests: Array, number: int) -> None:
-    """One more path that may be evicted, among the others by when it was used: nearly always the last."""
+    """One more path that may be evicted, among the others by when it was used: nearly always near the last."""
     request = requests[number]
-    request.newer = NOBODY
-    if s.least_used == NOBODY:
-        s.least_used = s.last_used = number
-    elif requests[s.last_used].tick < request.tick:
-        requests[s.last_used].newer = number
-        s.last_used = number
-    elif request.tick < requests[s.least_used].tick:
-        request.newer = s.least_used
+    before = s.last_used
+    while before != NOBODY and requests[before].tick > request.tick:
+        before = requests[before].older
+    after = s.least_used if before == NOBODY else requests[before].newer
+    request.older, request.newer = before, after
+    if before == NOBODY:
         s.least_used = number
     else:
-        at = s.least_used
-        while requests[requests[at].newer].tick < request.tick:
-            at = requests[at].newer
-        request.newer = requests[at].newer
-        requests[at].newer = number
+        requests[before].newer = number
+    if after == NOBODY:
+        s.last_used = number
+    else:
+        requests[after].older = number
 
 
 # ----------------------------------------------------------------------------------------------------------- the router

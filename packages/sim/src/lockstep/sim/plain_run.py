@@ -2,9 +2,10 @@
 
     run = simulate(setup)      # takes this way by itself where it may, and gives equal results
 
-`obstacle` says what of a setup only the core can do. What turns up on the way (somebody has to be retracted) makes
-`PlainRun.run` return False: the run then begins anew, with the core. Batches are still priced by the setup's own cost
-model, one call each, so every model of cost is as good as any.
+It may where nobody asks for a journal, a check or every step, and once it `pays`. `obstacle` says what of a setup only
+the core can do. What turns up on the way (somebody has to be retracted) makes `PlainRun.run` return False: the run then
+begins anew, with the core. Batches are still priced by the setup's own cost model, one call each, so every model of
+cost is as good as any.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from lockstep.core.admission import NewTokenRatio
 from lockstep.core.config import SchedConfig
 from lockstep.core.memory import EVICT_AHEAD_SHARE
+from lockstep.core.requests import VERSION_MARK
 from lockstep.core.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.host import Device, standard_normal
@@ -40,15 +42,15 @@ DEFERRED = ("running_limit", "kv_budget", "prefill_budget", "pages")
 
 # Settings that may have any value: the kernel follows them, or nothing that they decide can happen in a plain run.
 FOLLOWED = frozenset(
-    "page_size pages radix_cache context_tokens_max max_running_requests request_rows schedule_conservativeness "
-    "batching max_prefill_tokens chunked_prefill_size chunk_unit reserve prefill_max_requests truncation_align_size "
-    "prefill_decode_interval overlap_depth".split()
+    "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
+    "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
+    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth".split()
 )
 NEVER_ASKED = frozenset(
-    "retracted_requeue retracted_kv retraction_policy force_stream_interval eos_token_ids schedule_seed "
+    "retracted_requeue retracted_kv retraction_policy force_stream_interval schedule_seed "
     "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
     "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
-    "priority_preemption_threshold".split()
+    "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
 )
 
 
@@ -86,6 +88,7 @@ def obstacle(setup: Setup) -> str:
         "samples": turns.samples is not None,
         "grammars": any(turns.grammars[code] for code in np.unique(turns.grammar)),
         "debugging": bool(setup.debug),
+        "tenants": any(VERSION_MARK in name for name in turns.tenants),
         "stages": device_type_of(setup.cost) is not Device,
         "no requests": not len(turns),
     }
@@ -94,7 +97,7 @@ def obstacle(setup: Setup) -> str:
             return name
     prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
     if not outputs.min() or not prompts.min():
-        return "empty answers"
+        return "empty prompts or answers"
     if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
         return "prompts that do not fit"
     firsts = turns.run_first_token[turns.run_starts]
@@ -106,11 +109,13 @@ def obstacle(setup: Setup) -> str:
 class PlainRun:
     """Engines that run plainly, one alone or several behind a router, each with a fold that measures it.
 
-    `run` it once; set `stop_requested` from a signal handler to end it early.
+    `run` it once, and before that, where there is a router, say so by `route`; set `stop_requested` from a signal
+    handler to end it early.
 
     Args:
         setups: of the engines, which differ in what they are, not in what comes. `obstacle` of each was empty.
-        on_finish: called now and then with the number of requests that ended.
+        on_finish: called now and then with the number of requests that ended, and again from the beginning by the core
+            where the run turns out not to be plain.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class PlainRun:
         self._on_finish = on_finish
         self._kernel = kernel
         turns, engines = setups[0].workload.turns, len(setups)
-        rows = max(one.config.max_running_requests for one in setups)
+        rows = min(max(one.config.max_running_requests for one in setups), len(turns))
         slots = max(one.config.launches_max for one in setups)
         run = np.zeros(1, kernel.RUN)
         run["priced"], run["until_question"] = 1, kernel.NOBODY
@@ -138,7 +143,7 @@ class PlainRun:
             requests[name] = -1
         flush_rows = max(FLUSH_ROWS, ENGINE_ROWS * engines)
         self._state = np.array([_engine(kernel, one) for one in setups])
-        # One engine alone: all of them are its own, and it need not stop for any.
+        # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
         requests["next"] = np.append(np.arange(1, len(turns)), kernel.NOBODY)
         self._state["coming"] = 0
         run["until_us"], run["next_request"] = kernel.NEVER_US, len(turns)
@@ -159,13 +164,11 @@ class PlainRun:
             gap_requests=np.zeros(GAPS * flush_rows + rows, np.int64),
             gaps=np.zeros(GAPS * flush_rows + rows, np.int64),
         )
-        self._open_gaps = (
-            np.empty(0, np.int64),
-            np.empty(0, np.int64),
-        )  # of requests that have not ended: whose, and gaps
+        # Gaps of requests that have not ended: whose they are, and how long.
+        self._open_gaps = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
-        """Put a router in front. `given`: where each request must go, under a policy that says so."""
+        """Put a router in front: nothing is sent yet. `given`: where each request must go, if the policy says so."""
         kernel, run, requests = self._kernel, self._arrays.run, self._arrays.requests
         self._state["coming"] = kernel.NOBODY
         requests["engine"] = given if len(given) else kernel.NOBODY
@@ -191,12 +194,12 @@ class PlainRun:
                 0 to end the run here.
         Returns: False if something came that only the core can do; what was measured until then is of no use.
         """
-        kernel, arrays, shape = self._kernel, self._arrays, self._arrays.shape
+        kernel, run, shape = self._kernel, self._arrays.run, self._arrays.shape
         advance, costs = kernel.advance, [one.cost for one in self._setups]
         seed, took_us = self._setups[0].scenario.seed, 0.0
-        arrays.run["until_question"] = ask_after
+        run["until_question"] = ask_after
         while not self.stop_requested:
-            why = advance(*arrays, took_us)
+            why = advance(*self._arrays, took_us)
             if why == kernel.PRICED:
                 *sums, batch_id, engine = shape.tolist()[0]
                 expected = costs[engine].batch_us(BatchShape(*sums))
@@ -205,15 +208,14 @@ class PlainRun:
                     took_us += expected.spread_us * standard_normal(f"{seed} engine{engine} {batch_id}")
             elif why == kernel.FLUSH:
                 self._flush()
-                arrays = self._arrays
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
             elif why == kernel.ASKED and ask is not None:
-                again = ask(int(arrays.run["next_request"][0]))
+                again = ask(int(run["next_request"][0]))
                 if not again:
                     break
-                arrays.run["until_question"] = again
-            elif why == kernel.LOST:
+                run["until_question"] = again
+            elif why == kernel.LOST and not self.stop_requested:
                 return False
             else:
                 break
@@ -314,6 +316,7 @@ def _engine(kernel: Any, setup: Setup) -> Any:
         "page_size": config.page_size,
         "evict_ahead": config.pages // EVICT_AHEAD_SHARE,
         "radix_cache": config.radix_cache,
+        "same_step_sharing": config.same_step_sharing,
         "reserve": RESERVES.index(config.reserve),
         "batching": BATCHINGS.index(config.batching),
         "slots": config.launches_max,

@@ -1052,7 +1052,7 @@ def simulate(
 
     Args:
         check_every: check the core's invariants after every so many events; 0 is never.
-        on_finish: called with the number of requests that ended, after each.
+        on_finish: called with the number of requests that ended, after each; now and then by machine code.
         witness: told of every step that decides anything; see host.Witness.
         compiled: whether a plain run without a journal is one of machine code, see plain_run.py, which changes no
             result; None: once that is worth it.

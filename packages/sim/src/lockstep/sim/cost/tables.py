@@ -18,7 +18,8 @@ import gzip
 import hashlib
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -622,6 +623,18 @@ class MeasuredModel:
 
 BaseModel = RooflineModel | MeasuredModel
 """What a calibration can correct."""
+
+
+@contextmanager
+def unnoted(cost: object) -> Iterator[None]:
+    """Let a cost model be asked what no batch of a run asks: where it was extrapolated is not noted."""
+    base = getattr(cost, "base", cost)
+    models = [one for one in (base, *getattr(base, "stages", ())) if isinstance(one, MeasuredModel)]
+    before = [model.extrapolated.copy() for model in models]
+    yield
+    for model, names in zip(models, before, strict=True):
+        model.forget()
+        model.extrapolated |= names
 
 
 def base_cost_model(
