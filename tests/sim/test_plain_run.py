@@ -151,7 +151,7 @@ def assert_equal(ours: RunData, theirs: RunData) -> None:
 @pytest.fixture
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is taken over every few batches."""
-    for name, rows in (("FLUSH_ROWS", 30), ("ENGINE_ROWS", 1), ("GAPS", 1)):
+    for name, rows in (("FLUSH_ROWS", 20), ("FLUSH_ROWS_MIN", 5), ("FLUSH_ROWS_ALL", 40), ("GAPS", 1)):
         monkeypatch.setattr(plain_run, name, rows)
 
 

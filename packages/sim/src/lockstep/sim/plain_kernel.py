@@ -111,6 +111,12 @@ ENGINE = np.dtype(
         ("deferred_prefill_budget", np.int64),
         ("deferred_pages", np.int64),
         ("decodes_skipped", np.int64),
+        # rows that wait to be measured
+        ("launches", np.int64),
+        ("gauges", np.int64),
+        ("works", np.int64),
+        ("messages", np.int64),
+        ("gaps", np.int64),
         # as the router sees it
         ("weight", np.float64),
         ("credit", np.float64),
@@ -195,19 +201,13 @@ RUN = np.dtype(
         ("output_tokens", np.int64),  # of these
         ("first_guess", np.int64),  # of the tokens of an answer
         ("unseen", np.int64),  # ends that are on their way to it
-        # rows that wait to be measured
-        ("launches", np.int64),
-        ("gauges", np.int64),
-        ("works", np.int64),
-        ("messages", np.int64),
-        ("gaps", np.int64),
     ],
     align=True,
 )
 
 
 class Arrays(NamedTuple):
-    """All there is. The last six are what is to be measured, rows with their engine in front."""
+    """All there is. The last six are what is to be measured, as many rows of each engine as that says."""
 
     run: Array  # RUN [1]
     engines: Array  # ENGINE [engines]
@@ -218,12 +218,12 @@ class Arrays(NamedTuple):
     parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk in it
     unseen: Array  # int64 [ends, 2]: when the router sees an end, and whose
     shape: Array  # SHAPE [1]: of the batch that waits for its time
-    launches: Array  # int64 [rows, 1 + len(BATCH_COLUMNS)]
-    gauges: Array  # int64 [rows, 6]
-    works: Array  # int64 [rows, 4]
-    messages: Array  # int64 [rows, 3]
-    gap_requests: Array  # int64 [rows]: whose gap between two messages ...
-    gaps: Array  # int64 [rows]: ... how long it was
+    launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]
+    gauges: Array  # int64 [engines, rows, 5]
+    works: Array  # int64 [engines, rows, 3]
+    messages: Array  # int64 [engines, rows, 2]
+    gap_requests: Array  # int64 [engines, rows]: whose gap between two messages ...
+    gaps: Array  # int64 [engines, rows]: ... how long it was
 
 
 @compiled
@@ -310,7 +310,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
     s, flights, requests = a.engines[engine], a.flights[engine], a.requests
     while True:
         while s.now_us < run.until_us:
-            if not _room_to_measure(a, run):
+            if not _room_to_measure(a, run, s):
                 return FLUSH
             if s.coming != NOBODY and requests[s.coming].arrival_us + run.hop_us <= s.now_us:
                 _arrive(a, run, s, engine)
@@ -335,14 +335,15 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
 
 
 @compiled
-def _room_to_measure(a: Arrays, run: Record) -> bool:
+def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
+    """Whether one more event finds room: for a launch, its gauge and its result, and for all that come with it."""
     return (
-        run.gaps + a.cohort.shape[1] <= a.gaps.shape[0]
+        s.gaps + a.cohort.shape[1] <= a.gaps.shape[1]
+        and s.works + 2 <= a.works.shape[1]
+        and s.launches < a.launches.shape[1]
+        and s.messages < a.messages.shape[1]
+        and s.gauges < a.gauges.shape[1]
         and run.unseen + a.cohort.shape[1] <= a.unseen.shape[0]
-        and run.works + 2 <= a.works.shape[0]
-        and run.launches < a.launches.shape[0]
-        and run.messages < a.messages.shape[0]
-        and run.gauges < a.gauges.shape[0]
     )
 
 
@@ -358,17 +359,17 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
     s.waiting += 1
     s.arrived += 1
     s.nothing_new = 0
-    _spend(a, run, s, engine, s.arrival_us, ARRIVAL)
+    _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
 
 
 @compiled
-def _spend(a: Arrays, run: Record, s: Record, engine: int, cost_us: float, what: int) -> None:
+def _spend(s: Record, works: Array, cost_us: float, what: int) -> None:
     """Keep the CPU lane busy."""
     took_us = np.int64(np.rint(cost_us))
     if took_us > 0:
-        work = a.works[run.works]
-        work[0], work[1], work[2], work[3] = engine, s.now_us, took_us, what
-        run.works += 1
+        work = works[s.works]
+        work[0], work[1], work[2] = s.now_us, took_us, what
+        s.works += 1
         s.now_us += took_us
 
 
@@ -414,17 +415,17 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         _decode_batch(s, a.requests, cohort, flight, samplers, shape, growing)
     else:
         s.decode_owed = 0
-    gauge = a.gauges[run.gauges]
-    gauge[0], gauge[1], gauge[2], gauge[3] = engine, s.now_us, s.waiting, s.active
-    gauge[4], gauge[5] = s.free_pages, s.evictable_pages
-    run.gauges += 1
+    gauge = a.gauges[engine, s.gauges]
+    gauge[0], gauge[1], gauge[2] = s.now_us, s.waiting, s.active
+    gauge[3], gauge[4] = s.free_pages, s.evictable_pages
+    s.gauges += 1
     if not launches:
         return PAUSED
     flight.batch_id = s.next_batch_id
     flight.launched_us = s.now_us
     s.next_batch_id += 1
     s.in_flight += 1
-    _spend(a, run, s, engine, s.plan_fixed_us + s.plan_row_us * flight.rows, PLAN)
+    _spend(s, a.works[engine], s.plan_fixed_us + s.plan_row_us * flight.rows, PLAN)
     flight.handed_over_us = s.now_us
     shape.batch_id, shape.engine = flight.batch_id, engine
     run.priced = 0
@@ -725,28 +726,27 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     now_us = s.last_us = s.now_us
     flight = a.flights[engine, s.oldest]
     samplers, parts = a.samplers[engine, s.oldest], a.parts[engine, s.oldest]
-    launch = a.launches[run.launches]
-    launch[0] = engine
-    launch[1], launch[2], launch[3] = flight.batch_id, flight.mode, flight.launched_us
-    launch[4], launch[5] = flight.started_us, flight.finished_us
-    launch[6], launch[7] = flight.rows, flight.new_tokens
-    launch[8], launch[9] = flight.prefill_tokens, flight.kv_tokens
-    run.launches += 1
+    launch = a.launches[engine, s.launches]
+    launch[0], launch[1], launch[2] = flight.batch_id, flight.mode, flight.launched_us
+    launch[3], launch[4] = flight.started_us, flight.finished_us
+    launch[5], launch[6] = flight.rows, flight.new_tokens
+    launch[7], launch[8] = flight.prefill_tokens, flight.kv_tokens
+    s.launches += 1
     s.in_flight -= 1
     s.oldest = (s.oldest + 1) % a.flights.shape[1]
     s.nothing_new = 0
     if flight.samplers:
-        message = a.messages[run.messages]
-        message[0], message[1], message[2] = engine, now_us, flight.samplers
-        run.messages += 1
-    at = run.gaps
+        message = a.messages[engine, s.messages]
+        message[0], message[1] = now_us, flight.samplers
+        s.messages += 1
+    at, gap_requests, gaps = s.gaps, a.gap_requests[engine], a.gaps[engine]
     for i in range(flight.samplers):
         number = samplers[i]
         request = a.requests[number]
         if request.outputs:
             gap_us = now_us - request.last_us
-            a.gap_requests[at] = number
-            a.gaps[at] = gap_us
+            gap_requests[at] = number
+            gaps[at] = gap_us
             at += 1
             request.itl_us_max = max(request.itl_us_max, gap_us)
         else:
@@ -763,12 +763,12 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
                 unseen = a.unseen[run.unseen]
                 unseen[0], unseen[1] = now_us + run.hop_us, number
                 run.unseen += 1
-    run.gaps = at
+    s.gaps = at
     _publish(s, a.requests, parts, flight.parts)
     if s.ended == s.arrived:
         s.ratio = s.ratio_initial
         s.decode_owed = 0
-    _spend(a, run, s, engine, s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
+    _spend(s, a.works[engine], s.result_fixed_us + s.result_row_us * flight.rows, RESULTS)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

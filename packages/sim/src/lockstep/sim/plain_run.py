@@ -13,11 +13,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lockstep.core.admission import NewTokenRatio
 from lockstep.core.config import SchedConfig
@@ -33,8 +31,9 @@ if TYPE_CHECKING:
     from lockstep.sim.simulate import Setup
 
 REQUESTS_MIN = 2_000  # by the core take as long as loading the machine code
-FLUSH_ROWS = 4_096  # batches, gauges and messages between two times that they are measured
-ENGINE_ROWS = 256  # of each engine, where there are many
+FLUSH_ROWS = 4_096  # batches, gauges and messages of an engine between two times that they are measured ...
+FLUSH_ROWS_ALL = 65_536  # ... of all engines together ...
+FLUSH_ROWS_MIN = 64  # ... but at least so many of each
 GAPS = 16  # messages that one batch is taken to have
 MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # as the kernel numbers them
 RESERVES, BATCHINGS = ("ratio", "on_demand", "full"), ("prefill_first", "mixed", "running_first")
@@ -141,7 +140,8 @@ class PlainRun:
         requests["prompt_tokens"], requests["output_tokens"] = turns.prompt_tokens, turns.output_tokens
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
-        flush_rows = max(FLUSH_ROWS, ENGINE_ROWS * engines)
+        flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // engines), FLUSH_ROWS_MIN)
+        gap_rows = GAPS * flush_rows + rows
         self._state = np.array([_engine(kernel, one) for one in setups])
         # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
         requests["next"] = np.append(np.arange(1, len(turns)), kernel.NOBODY)
@@ -157,15 +157,15 @@ class PlainRun:
             parts=np.zeros((engines, slots, rows, 3), np.int64),
             unseen=np.zeros((2 * rows, 2), np.int64),
             shape=np.zeros(1, kernel.SHAPE),
-            launches=np.zeros((flush_rows, 10), np.int64),
-            gauges=np.zeros((flush_rows, 6), np.int64),
-            works=np.zeros((2 * flush_rows, 4), np.int64),
-            messages=np.zeros((flush_rows, 3), np.int64),
-            gap_requests=np.zeros(GAPS * flush_rows + rows, np.int64),
-            gaps=np.zeros(GAPS * flush_rows + rows, np.int64),
+            launches=np.zeros((engines, flush_rows, 9), np.int64),
+            gauges=np.zeros((engines, flush_rows, 5), np.int64),
+            works=np.zeros((engines, 2 * flush_rows, 3), np.int64),
+            messages=np.zeros((engines, flush_rows, 2), np.int64),
+            gap_requests=np.zeros((engines, gap_rows), np.int64),
+            gaps=np.zeros((engines, gap_rows), np.int64),
         )
-        # Gaps of requests that have not ended: whose they are, and how long.
-        self._open_gaps = np.empty(0, np.int64), np.empty(0, np.int64)
+        # By engine, gaps of requests that have not ended: whose they are, and how long.
+        self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * engines
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
         """Put a router in front: nothing is sent yet. `given`: where each request must go, if the policy says so."""
@@ -207,7 +207,7 @@ class PlainRun:
                 if expected.spread_us > 0.0:
                     took_us += expected.spread_us * standard_normal(f"{seed} engine{engine} {batch_id}")
             elif why == kernel.FLUSH:
-                self._flush()
+                self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
             elif why == kernel.ASKED and ask is not None:
@@ -232,47 +232,39 @@ class PlainRun:
         """Requests that have come."""
         return int(self._arrays.run["next_request"][0])
 
-    def _flush(self) -> None:
-        """Let what has come since the last time be measured."""
-        arrays, run = self._arrays, self._arrays.run
+    def _flush(self, engine: int) -> None:
+        """Let what has come of an engine since the last time be measured, and make room for more."""
+        arrays, state = self._arrays, self._state[engine : engine + 1]
         taken = {}
         for name in ("launches", "gauges", "works", "messages", "gap_requests", "gaps"):
-            taken[name] = getattr(arrays, name)[: int(run["gaps" if name == "gap_requests" else name][0])]
+            taken[name] = getattr(arrays, name)[engine, : int(state["gaps" if name == "gap_requests" else name][0])]
         for name in ("launches", "gauges", "works", "messages", "gaps"):
-            run[name] = 0
-        requests = np.concatenate((self._open_gaps[0], taken.pop("gap_requests")))
-        gaps = np.concatenate((self._open_gaps[1], taken.pop("gaps")))
+            state[name] = 0
+        open_requests, open_gaps = self._open_gaps[engine]
+        requests = np.concatenate((open_requests, taken["gap_requests"]))
+        gaps = np.concatenate((open_gaps, taken["gaps"]))
         ended = arrays.requests["ended_us"][requests] >= 0
-        self._open_gaps = requests[~ended], gaps[~ended]
+        self._open_gaps[engine] = requests[~ended], gaps[~ended]
         if warm_up := self._setups[0].scenario.warm_up:
             ended &= requests >= warm_up
-        requests, gaps = requests[ended], gaps[ended]
-        gaps_by_engine = [gaps]
-        if len(self.metrics) > 1:
-            gaps_by_engine = _by_engine(
-                np.stack((arrays.requests["engine"][requests], gaps), axis=1), len(self.metrics)
+        self.metrics[engine].take_measured(
+            Measured(
+                batches=taken["launches"],
+                modes=MODES,
+                gauges=taken["gauges"],
+                cpu=taken["works"],
+                works=WORKS,
+                messages=taken["messages"],
+                itl_us=gaps[ended],
             )
-        by_engine = {name: _by_engine(rows, len(self.metrics)) for name, rows in taken.items()}
-        for engine, fold in enumerate(self.metrics):
-            mine = {name: rows[engine] for name, rows in by_engine.items()}
-            fold.take_measured(
-                Measured(
-                    batches=mine["launches"],
-                    modes=MODES,
-                    gauges=mine["gauges"],
-                    cpu=mine["works"],
-                    works=WORKS,
-                    messages=mine["messages"],
-                    itl_us=gaps_by_engine[engine].ravel(),
-                )
-            )
-        rows = arrays.cohort.shape[1]
-        if int(run["unseen"][0]) + rows > len(arrays.unseen):
+        )
+        if int(arrays.run["unseen"][0]) + arrays.cohort.shape[1] > len(arrays.unseen):
             self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
 
     def hand_over(self) -> None:
         """Let all be measured that has come so far: rows, requests, batches in flight, and what was counted."""
-        self._flush()
+        for engine in range(len(self.metrics)):
+            self._flush(engine)
         arrays, turns = self._arrays, self._setups[0].workload.turns
         sent_to = arrays.requests["engine"]
         for engine, fold in enumerate(self.metrics):
@@ -348,12 +340,3 @@ def _engine(kernel: Any, setup: Setup) -> Any:
     for name, value in values.items():
         state[name] = value
     return state
-
-
-def _by_engine(rows: NDArray[np.int64], engines: int) -> list[NDArray[np.int64]]:
-    """The rows of each engine, whose number stands in front, without it."""
-    if engines > 1:
-        rows = rows[np.argsort(rows[:, 0].astype(np.int32), kind="stable")]
-    bounds = np.searchsorted(rows[:, 0], np.arange(engines + 1))
-    bounds[-1] = len(rows)
-    return [rows[start:stop, 1:] for start, stop in pairwise(bounds.tolist())]

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 Float64s = NDArray[np.float64]
 Int64s = NDArray[np.int64]
 
-COUNTED = (
-    4  # whole numbers as near to the least as so many times their number are counted, which is faster than sorting
+SORTED = (
+    256  # whole numbers that are fewer are sorted; more are counted, which is faster, if they are as near to the ...
 )
+COUNTED, COUNTED_MIN = 4, 131_072  # ... least as so many times their number, or as the second of these
 MERGE_ENTRIES_MIN = 65_536  # of a builder: values taken in since, before they are sorted among the others
 
 
@@ -90,7 +91,7 @@ class ValueCountsBuilder:
 
     def add(self, values: NDArray[Any], counts: NDArray[Any] | None = None) -> None:
         """Take in values, each so many times, or once. Fastest are many whole ones, each once."""
-        if len(values) and counts is None and values.dtype.kind == "i":
+        if counts is None and values.dtype.kind == "i" and len(values) >= SORTED:
             values = self._counted(values)
         if len(values) == 0:
             return
@@ -105,7 +106,7 @@ class ValueCountsBuilder:
         """Take in those of many whole numbers that are near to the least, by counting them. Returns the others."""
         least = values.min()
         above = values - least
-        near = above < COUNTED * len(values)
+        near = above < max(COUNTED * len(values), COUNTED_MIN)
         times = np.bincount(above[near])
         found = np.flatnonzero(times)
         self._keep((found + least).astype(np.float64), times[found])
