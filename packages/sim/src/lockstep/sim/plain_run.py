@@ -30,7 +30,9 @@ from lockstep.sim.pipeline import device_type_of
 if TYPE_CHECKING:
     from lockstep.sim.simulate import Setup
 
-REQUESTS_MIN = 2_000  # by the core take as long as loading the machine code
+REQUESTS_MIN = (
+    500  # by the core take 0.2 s under load and 2 s where each token is a batch; loading machine code takes 0.6
+)
 FLUSH_ROWS = 4_096  # batches, gauges and messages of an engine between two times that they are measured ...
 FLUSH_ROWS_ALL = 65_536  # ... of all engines together ...
 FLUSH_ROWS_MIN = 64  # ... but at least so many of each
