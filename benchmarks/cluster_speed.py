@@ -23,7 +23,7 @@ from calibration import calibrate
 
 from lockstep.core.router import ROUTER_POLICIES, RouterConfig
 from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.plain_run import is_available
+from lockstep.sim.machine_code import is_available
 from lockstep.sim.simulate import Scenario, assemble, simulate
 
 MODEL, GPU = "llama-3.1-8b", "a100"

@@ -18,7 +18,7 @@ from msgspec.structs import replace as replace_struct
 from lockstep.core import admission
 from lockstep.core.config import SchedConfig
 from lockstep.core.router import ROUTER_POLICIES, EngineShare, RouterConfig
-from lockstep.sim import host, plain_run
+from lockstep.sim import host, machine_code, plain_kernel, plain_run
 from lockstep.sim import simulate as simulate_module
 from lockstep.sim.cluster import ClusterRun, ClusterScenario, ClusterSetup, obstacle_of_cluster, simulate_cluster
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
@@ -28,7 +28,7 @@ from lockstep.sim.plain_run import PlainRun
 from lockstep.sim.simulate import Run, Scenario, Setup, assemble, simulate
 from lockstep.sim.turns import Turns, TurnsBuilder
 
-plain_kernel = pytest.importorskip("lockstep.sim.plain_kernel", exc_type=ImportError)
+pytest.importorskip("numba")
 
 CONTEXT_TOKENS = 1_000
 
@@ -287,24 +287,18 @@ def test_an_interrupted_run_says_what_it_knows() -> None:
         np.testing.assert_array_equal(column[done], whole.requests.columns()[name][: len(done)][done], name)
 
 
-def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted() -> None:
+def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
     metrics = MetricsFold(kv_pages=setup.config.pages)
     plain = PlainRun([setup], [metrics])
-    advance = plain_kernel.advance
+    advance = machine_code.load()
 
-    class Kernel:
-        """Asks for the end just when the core is needed."""
+    def asked_to_end(address: int, took_us: float) -> int:
+        why = advance(address, took_us)
+        plain.stop_requested |= why == plain_kernel.LOST
+        return why
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(plain_kernel, name)
-
-        def advance(self, *given: Any) -> int:
-            why: int = advance(*given)
-            plain.stop_requested |= why == plain_kernel.LOST
-            return why
-
-    plain._kernel = Kernel()
+    monkeypatch.setattr(machine_code, "load", lambda: asked_to_end)
     assert plain.run()
     counts = metrics.result().summary["requests"]
     assert counts["unfinished"] == counts["arrived"] - counts["completed"] > 0
@@ -380,16 +374,6 @@ def test_the_kernel_has_the_cores_constants() -> None:
     assert plain_kernel.CLIP_MAX_NEW_TOKENS == admission.CLIP_MAX_NEW_TOKENS
     assert plain_kernel.NEVER_US == host.NEVER_US
     assert list(plain_kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
-
-
-def test_machine_code_needs_no_place_to_be_kept_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def njit(function: Any = None, *, cache: bool = False) -> Any:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return function
-
-    monkeypatch.setattr(plain_kernel, "njit", njit)
-    assert plain_kernel.compiled(len) is len or plain_kernel.compiled(abs)(-1) == 1
 
 
 def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:

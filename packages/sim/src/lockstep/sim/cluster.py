@@ -66,9 +66,10 @@ from lockstep.sim.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.host import NEVER_US, JournalSink, Witness
 from lockstep.sim.lengths import parse_duration_us
+from lockstep.sim.machine_code import is_available
 from lockstep.sim.metrics import MetricsFold, RunData
 from lockstep.sim.pipeline import with_stages
-from lockstep.sim.plain_run import PlainRun, is_available, obstacle, pays
+from lockstep.sim.plain_run import PlainRun, obstacle, pays
 from lockstep.sim.ranks import check_cluster_of_ranks
 from lockstep.sim.shared_clock import report_of
 from lockstep.sim.simulate import (

@@ -2,9 +2,9 @@
 
 What the core decides and `host.py`, `cluster.py` do is done here once more, for runs in which nothing comes into play
 but arrivals, chunks, decodes and ends: `plain_run.py` says which, and drives this. Everything is a number in an array,
-so numba turns it into machine code, which takes a few microseconds where the core takes hundreds. Nothing is decided
-here that the core does not decide: tests hold each launch, message, gauge and end of random runs against those of the
-core, and what is not understood here (LOST) is left to the core, from the beginning.
+so `machine_code.py` can turn it into code that takes a few microseconds where the core takes hundreds. Nothing is
+decided here that the core does not decide: tests hold each launch, message, gauge and end of random runs against those
+of the core, and what is not understood here (LOST) is left to the core, from the beginning.
 
 Names are those of the core. A request is a row of `requests`, and its number is its id. Memory is counts of pages,
 since no two prompts begin alike: what a request leaves in the radix cache is one path that nobody else uses, evicted
@@ -13,30 +13,17 @@ from its end, and all of it before any that was used later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 Array = Any  # numba knows the types; what is written here is for the reader
 Record = Any  # one row of an array, written through
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def compiled(function: F) -> F:
-    """Machine code, made at the first call and kept on disk, if there is a place to keep it in."""
-    try:
-        return cast(F, njit(cache=True)(function))
-    except RuntimeError:  # neither beside this file nor in the user's own folders: made anew by each process
-        return cast(F, njit(function))
-
-
 NEVER_US = 2**62
 NOBODY = -1
 NO_LIMIT = 2**62
-CLIP_MAX_NEW_TOKENS = 4096  # as `admission` has it; what is kept on disk knows of changes in this file only
+CLIP_MAX_NEW_TOKENS = 4096  # as `admission` has it; machine code that is kept knows of changes in this file only
 
 RATIO, ON_DEMAND, FULL = range(3)  # SchedConfig.reserve
 PREFILL_FIRST, MIXED, RUNNING_FIRST = range(3)  # SchedConfig.batching
@@ -226,47 +213,12 @@ class Arrays(NamedTuple):
     gaps: Array  # int64 [engines, rows]: ... how long it was
 
 
-@compiled
-def advance(
-    run_: Array,
-    engines: Array,
-    requests: Array,
-    cohort: Array,
-    flights: Array,
-    samplers: Array,
-    parts: Array,
-    unseen: Array,
-    shape: Array,
-    launches: Array,
-    gauges: Array,
-    works: Array,
-    messages: Array,
-    gap_requests: Array,
-    gaps: Array,
-    took_us: float,
-) -> int:
+def advance(a: Arrays, took_us: float) -> int:
     """Go on until a batch needs its time (then `took_us` of the next call is that), or nothing is left to do.
 
     Returns: PRICED; FLUSH: what is to be measured must be taken; ASKED: it is time for whoever wants to give up; DONE;
-        or LOST. The arrays come one by one since numba takes a tuple of them apart three times as slowly.
+        or LOST.
     """
-    a = Arrays(
-        run_,
-        engines,
-        requests,
-        cohort,
-        flights,
-        samplers,
-        parts,
-        unseen,
-        shape,
-        launches,
-        gauges,
-        works,
-        messages,
-        gap_requests,
-        gaps,
-    )
     run = a.run[0]
     if not run.priced:
         engine = a.shape[0].engine
@@ -295,7 +247,6 @@ def advance(
             run.until_us = _next_us(a, run)
 
 
-@compiled
 def _next_us(a: Arrays, run: Record) -> int:
     """When the next request comes to the router."""
     return a.requests[run.next_request].arrival_us if run.next_request < a.requests.size else NEVER_US
@@ -304,7 +255,6 @@ def _next_us(a: Arrays, run: Record) -> int:
 # ----------------------------------------------------------------------------------------------------------- one engine
 
 
-@compiled
 def _advance(a: Arrays, run: Record, engine: int) -> int:
     """Let one engine do everything that is due before `until_us`: `EngineHost.run`."""
     s, flights, requests = a.engines[engine], a.flights[engine], a.requests
@@ -334,7 +284,6 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
         s.now_us = max(s.now_us, next_us)
 
 
-@compiled
 def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
     """Whether one more event finds room: for a launch, its gauge and its result, and for all that come with it."""
     return (
@@ -347,7 +296,6 @@ def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
     )
 
 
-@compiled
 def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
     """RequestArrived: it waits."""
     number = s.coming
@@ -362,7 +310,6 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
     _spend(s, a.works[engine], s.arrival_us, ARRIVAL)
 
 
-@compiled
 def _spend(s: Record, works: Array, cost_us: float, what: int) -> None:
     """Keep the CPU lane busy."""
     took_us = np.int64(np.rint(cost_us))
@@ -373,7 +320,6 @@ def _spend(s: Record, works: Array, cost_us: float, what: int) -> None:
         s.now_us += took_us
 
 
-@compiled
 def _hand_over(s: Record, flights: Array, took_us: float) -> None:
     """Let the device run the newest batch, which takes so long."""
     flight = flights[(s.oldest + s.in_flight - 1) % flights.size]
@@ -385,7 +331,6 @@ def _hand_over(s: Record, flights: Array, took_us: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
-@compiled
 def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     """LaneReady: prompts first, then decodes, see `Engine._plan_pass`.
 
@@ -432,7 +377,6 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     return PRICED
 
 
-@compiled
 def _growing(s: Record, requests: Array, cohort: Array) -> int:
     """Members of the cohort whose next token opens a page."""
     growing = 0
@@ -441,7 +385,6 @@ def _growing(s: Record, requests: Array, cohort: Array) -> int:
     return growing
 
 
-@compiled
 def _extend(s: Record, requests: Array, cohort: Array, parts: Array, growing: int) -> int:
     """The next chunk of the split prompt, then arrivals, as far as the budgets go: `Engine._plan_extend`.
 
@@ -532,7 +475,6 @@ def _extend(s: Record, requests: Array, cohort: Array, parts: Array, growing: in
     return taken
 
 
-@compiled
 def _defer(s: Record, number: int, reason: int) -> None:
     """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
     if reason in (KV_BUDGET, RUNNING_LIMIT) and s.active:
@@ -550,7 +492,6 @@ def _defer(s: Record, number: int, reason: int) -> None:
         s.deferred_pages += 1
 
 
-@compiled
 def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) -> None:
     """Give the request pages up to `stop` and make that its part of the extend: `Engine._extend_to`."""
     request = requests[number]
@@ -564,7 +505,6 @@ def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) 
         s.prefilling = NOBODY
 
 
-@compiled
 def _extend_batch(
     s: Record,
     requests: Array,
@@ -613,7 +553,6 @@ def _extend_batch(
     shape.sampled_rows = sampling + along
 
 
-@compiled
 def _decode_batch(
     s: Record, requests: Array, cohort: Array, flight: Record, samplers: Array, shape: Record, growing: int
 ) -> None:
@@ -631,7 +570,6 @@ def _decode_batch(
     shape.decode_context_tokens = context_tokens
 
 
-@compiled
 def _move_on(s: Record, requests: Array, cohort: Array, samplers: Array, growing: int) -> int:
     """Move the cohort on by one position: `Engine._advance`. Those that end with that leave it.
 
@@ -657,7 +595,6 @@ def _move_on(s: Record, requests: Array, cohort: Array, samplers: Array, growing
 # ------------------------------------------------------------------------------------------------------------ admission
 
 
-@compiled
 def _reserved(s: Record, requests: Array, cohort: Array) -> int:
     """Tokens that are not for newcomers: `Engine._reserved`."""
     page_size, reserved = s.page_size, 0
@@ -679,7 +616,6 @@ def _reserved(s: Record, requests: Array, cohort: Array) -> int:
     return reserved * page_size
 
 
-@compiled
 def _wanted(s: Record, new: int, outputs: int) -> int:
     """Tokens of the total budget that a candidate needs to start: `PrefillBudget.wanted`."""
     if s.reserve == ON_DEMAND:
@@ -689,13 +625,11 @@ def _wanted(s: Record, new: int, outputs: int) -> int:
     return new + s.page_size + min(outputs, CLIP_MAX_NEW_TOKENS)
 
 
-@compiled
 def _has(s: Record, total: int, new: int, outputs: int) -> bool:
     wanted = _wanted(s, new, outputs)
     return wanted < total if s.reserve == RATIO else wanted <= total
 
 
-@compiled
 def _chunk_tokens(s: Record, start: int, new: int, tokens: int, chunk: int, first: bool, may_split: bool) -> int:
     """How many of a prompt's new tokens the next extend takes: `admission.chunk_tokens`."""
     whole = _ceil_to(new, s.unit)
@@ -707,12 +641,10 @@ def _chunk_tokens(s: Record, start: int, new: int, tokens: int, chunk: int, firs
     return _aligned(start, limit, s.align) if may_split and limit > 0 else 0
 
 
-@compiled
 def _aligned(start: int, limit: int, align: int) -> int:
     return max((start + limit) // align * align - start, 0)
 
 
-@compiled
 def _ceil_to(tokens: int, unit: int) -> int:
     return -(-tokens // unit) * unit
 
@@ -720,7 +652,6 @@ def _ceil_to(tokens: int, unit: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- results
 
 
-@compiled
 def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
     """BatchFinished: a token for each sampler, ends, and prompts that others may use: `Engine._collect`."""
     now_us = s.last_us = s.now_us
@@ -774,7 +705,6 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-@compiled
 def _publish(s: Record, requests: Array, parts: Array, count: int) -> None:
     """What chunks have computed is the radix cache's from now on: `Memory.publish`."""
     for i in range(count if s.radix_cache else 0):
@@ -786,7 +716,6 @@ def _publish(s: Record, requests: Array, parts: Array, count: int) -> None:
             request.cached_pages = pages
 
 
-@compiled
 def _alloc(s: Record, requests: Array, pages: int) -> int:
     """Take pages, evicting what the free list lacks. Returns how many were evicted."""
     evicted = 0
@@ -811,7 +740,6 @@ def _alloc(s: Record, requests: Array, pages: int) -> int:
     return evicted
 
 
-@compiled
 def _release(s: Record, requests: Array, number: int) -> None:
     """A request has ended: its whole pages stay in the radix cache, the others go back to the pool."""
     request = requests[number]
@@ -829,7 +757,6 @@ def _release(s: Record, requests: Array, number: int) -> None:
     s.free_pages += held - kept
 
 
-@compiled
 def _file(s: Record, requests: Array, number: int) -> None:
     """One more path that may be evicted, among the others by when it was used: nearly always near the last."""
     request = requests[number]
@@ -851,7 +778,6 @@ def _file(s: Record, requests: Array, number: int) -> None:
 # ----------------------------------------------------------------------------------------------------------- the router
 
 
-@compiled
 def _route_due(a: Arrays, run: Record) -> None:
     """Tell the router what it has seen end before this moment, and send who comes at it: `Cluster.run`."""
     now_us = run.until_us
@@ -891,7 +817,6 @@ def _route_due(a: Arrays, run: Record) -> None:
             run.until_question -= 1
 
 
-@compiled
 def _engine_for(a: Arrays, run: Record, request: Record) -> int:
     """Where a request goes: `Router._chosen`, of engines that are all up, with nothing sent before that it shares."""
     engines = a.engines

@@ -1,4 +1,4 @@
-"""Runs in which nothing comes into play but arrivals, chunks, decodes and ends, as machine code: see plain_kernel.py.
+"""Runs in which nothing comes into play but arrivals, chunks, decodes and ends: plain_kernel.py, as machine code.
 
     run = simulate(setup)      # takes this way by itself where it may, and gives equal results
 
@@ -10,9 +10,7 @@ cost is as good as any.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +20,8 @@ from lockstep.core.config import SchedConfig
 from lockstep.core.memory import EVICT_AHEAD_SHARE
 from lockstep.core.requests import VERSION_MARK
 from lockstep.core.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
+from lockstep.sim import machine_code
+from lockstep.sim import plain_kernel as kernel
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.host import Device, standard_normal
 from lockstep.sim.metrics import Measured, MeasuredRequests, MetricsFold
@@ -30,9 +30,8 @@ from lockstep.sim.pipeline import device_type_of
 if TYPE_CHECKING:
     from lockstep.sim.simulate import Setup
 
-REQUESTS_MIN = (
-    500  # by the core take 0.2 s under load and 2 s where each token is a batch; loading machine code takes 0.6
-)
+# By the core so many take 0.2 s under load, and 2 s where each token is a batch; loading machine code takes 0.5 s.
+REQUESTS_MIN = 500
 FLUSH_ROWS = 4_096  # batches, gauges and messages of an engine between two times that they are measured ...
 FLUSH_ROWS_ALL = 65_536  # ... of all engines together ...
 FLUSH_ROWS_MIN = 64  # ... but at least so many of each
@@ -53,12 +52,6 @@ NEVER_ASKED = frozenset(
     "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
     "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
 )
-
-
-@cache
-def is_available() -> bool:
-    """Whether numba, which makes the machine code, is installed."""
-    return importlib.util.find_spec("numba") is not None
 
 
 _requests = 0  # of this process, that might have been simulated by machine code
@@ -125,13 +118,10 @@ class PlainRun:
         metrics: Sequence[MetricsFold],
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
-        from lockstep.sim import plain_kernel as kernel  # loads numba
-
         self.stop_requested = False
         self.metrics = metrics
         self._setups = setups
         self._on_finish = on_finish
-        self._kernel = kernel
         turns, engines = setups[0].workload.turns, len(setups)
         rows = min(max(one.config.max_running_requests for one in setups), len(turns))
         slots = max(one.config.launches_max for one in setups)
@@ -144,7 +134,7 @@ class PlainRun:
             requests[name] = -1
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // engines), FLUSH_ROWS_MIN)
         gap_rows = GAPS * flush_rows + rows
-        self._state = np.array([_engine(kernel, one) for one in setups])
+        self._state = np.array([_engine(one) for one in setups])
         # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
         requests["next"] = np.append(np.arange(1, len(turns)), kernel.NOBODY)
         self._state["coming"] = 0
@@ -166,12 +156,13 @@ class PlainRun:
             gap_requests=np.zeros((engines, gap_rows), np.int64),
             gaps=np.zeros((engines, gap_rows), np.int64),
         )
+        self._addresses = machine_code.addresses(self._arrays)
         # By engine, gaps of requests that have not ended: whose they are, and how long.
         self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * engines
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
         """Put a router in front: nothing is sent yet. `given`: where each request must go, if the policy says so."""
-        kernel, run, requests = self._kernel, self._arrays.run, self._arrays.requests
+        run, requests = self._arrays.run, self._arrays.requests
         self._state["coming"] = kernel.NOBODY
         requests["engine"] = given if len(given) else kernel.NOBODY
         run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
@@ -196,12 +187,12 @@ class PlainRun:
                 0 to end the run here.
         Returns: False if something came that only the core can do; what was measured until then is of no use.
         """
-        kernel, run, shape = self._kernel, self._arrays.run, self._arrays.shape
-        advance, costs = kernel.advance, [one.cost for one in self._setups]
+        run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
+        costs = [one.cost for one in self._setups]
         seed, took_us = self._setups[0].scenario.seed, 0.0
         run["until_question"] = ask_after
         while not self.stop_requested:
-            why = advance(*self._arrays, took_us)
+            why = advance(self._addresses.ctypes.data, took_us)
             if why == kernel.PRICED:
                 *sums, batch_id, engine = shape.tolist()[0]
                 expected = costs[engine].batch_us(BatchShape(*sums))
@@ -262,6 +253,7 @@ class PlainRun:
         )
         if int(arrays.run["unseen"][0]) + arrays.cohort.shape[1] > len(arrays.unseen):
             self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
+            self._addresses = machine_code.addresses(self._arrays)
 
     def hand_over(self) -> None:
         """Let all be measured that has come so far: rows, requests, batches in flight, and what was counted."""
@@ -300,7 +292,7 @@ class PlainRun:
             )
 
 
-def _engine(kernel: Any, setup: Setup) -> Any:
+def _engine(setup: Setup) -> Any:
     """One engine at its beginning, of `plain_kernel.ENGINE`."""
     config, cpu = setup.config, setup.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)

@@ -103,11 +103,12 @@ from lockstep.sim.hybrid_memory import (
     state_copy_us,
     window_tokens_of,
 )
+from lockstep.sim.machine_code import is_available
 from lockstep.sim.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.out_paths import check_folder
 from lockstep.sim.pipeline import device_type_of, with_stages
-from lockstep.sim.plain_run import PlainRun, is_available, obstacle, pays
+from lockstep.sim.plain_run import PlainRun, obstacle, pays
 from lockstep.sim.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.samples import describe_samples, parse_samples, with_samples
 from lockstep.sim.server_sessions import (

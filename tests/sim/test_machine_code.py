@@ -1,0 +1,104 @@
+"""Machine code is made once, kept where only its user may write, and made again when what was kept cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.sim import machine_code, plain_kernel
+
+pytest.importorskip("numba")
+
+TEXT = """
+define i64 @lockstep_advance(i64 %table, double %took_us) {
+  ret i64 42
+}
+"""
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two places to keep it in, and something that is made fast."""
+    places = [tmp_path / "first", tmp_path / "second"]
+    monkeypatch.setattr(machine_code, "_folders", lambda: places)
+    monkeypatch.setattr(machine_code, "_made", lambda: TEXT)
+    return places
+
+
+def load() -> int:
+    """What the machine code says, loaded as by a new process."""
+    return machine_code.load.__wrapped__()(0, 0.0)
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def test_it_is_made_once(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load() == 42
+    (path,) = kept(folders[0])
+    assert path.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(machine_code, "_made", lambda: pytest.fail("made again"))
+    assert load() == 42
+
+
+def test_what_is_old_goes(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    (old,) = kept(folders[0])
+    monkeypatch.setattr(machine_code, "_digest", lambda _llvm: "another")
+    load()
+    assert [path.name for path in kept(folders[0])] == ["plain_kernel-another.ll"] != [old.name]
+
+
+def test_what_is_damaged_is_made_again(folders: list[Path]) -> None:
+    load()
+    (path,) = kept(folders[0])
+    for damage in (b"", TEXT[: len(TEXT) // 2].encode(), bytes(range(256))):
+        path.write_bytes(damage)
+        assert load() == 42
+        assert path.read_text().endswith(TEXT)
+
+
+def test_what_others_may_have_written_is_not_loaded(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    (path,) = kept(folders[0])
+    others = TEXT.replace("42", "43")
+    path.write_text(f"{machine_code._seal(others)}\n{others}")
+    assert load() == 43
+    path.chmod(0o622)
+    assert load() == 42
+    path.write_text(f"{machine_code._seal(others)}\n{others}")
+    monkeypatch.setattr(machine_code.os, "getuid", lambda: 12345)
+    assert path.stat().st_uid == 0 or load() == 42
+
+
+def test_it_is_kept_in_the_second_place_or_nowhere(folders: list[Path]) -> None:
+    folders[0].write_text("no folder")
+    assert load() == 42
+    assert len(kept(folders[1])) == 1
+    for path in kept(folders[1]):
+        path.unlink()
+    folders[1].rmdir()
+    folders[1].write_text("no folder either")
+    assert load() == 42
+
+
+def test_the_digest_follows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import llvmlite.binding as llvm
+
+    before = machine_code._digest(llvm)
+    other = tmp_path / "plain_kernel.py"
+    other.write_text(machine_code.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(machine_code, "SOURCE", other)
+    assert machine_code._digest(llvm) != before
+
+
+def test_arrays_must_lie_in_one_piece() -> None:
+    arrays = plain_kernel.Arrays(*[np.zeros((4, 4), np.int64)] * len(plain_kernel.Arrays._fields))
+    table = machine_code.addresses(arrays)
+    assert table.shape == (15, 5)
+    assert table[3].tolist() == [arrays.cohort.ctypes.data, 4, 4, 1, 1]
+    with pytest.raises(ValueError, match="one piece"):
+        machine_code.addresses(arrays._replace(gaps=np.zeros((4, 4), np.int64)[:, ::2]))
