@@ -21,7 +21,9 @@ from lockstep.sim.calibrate_cli import calibrate
 from lockstep.sim.catalogue import CatalogueError, load_gpu, load_model
 from lockstep.sim.cli import simulate
 from lockstep.sim.cost import (
+    UNCALIBRATED,
     BatchShape,
+    CalibratedModel,
     Calibration,
     Parallelism,
     RooflineModel,
@@ -30,7 +32,7 @@ from lockstep.sim.cost import (
     roofline,
 )
 from lockstep.sim.cost.models import GatedDelta
-from lockstep.sim.cost.tables import OPERATORS, Grid, MeasuredModel, Ratios, read_operator_tables
+from lockstep.sim.cost.tables import OPERATORS, Grid, MeasuredModel, Ratios, read_operator_tables, unnoted
 
 DATA = Path(os.environ.get("LOCKSTEP_DATA", "/nowhere")) / "published" / "aic_ops"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="LOCKSTEP_DATA names no folder with published/aic_ops")
@@ -90,6 +92,19 @@ def test_what_lies_beyond_the_tables_is_said(tmp_path: Path, base: RooflineModel
     measured.forget()
     measured.batch_us(decode_shape(8, 6000))
     assert measured.extrapolated == set()
+
+
+def test_what_no_batch_of_a_run_asks_is_not_noted(tmp_path: Path, base: RooflineModel) -> None:
+    measured = MeasuredModel(base, read_operator_tables(write_tables(tmp_path, base), GPU))
+    measured.batch_us(extend_shape(40_000))
+    before = measured.extrapolated.copy()
+    for asked in (measured, CalibratedModel(measured, UNCALIBRATED)):
+        with unnoted(asked):
+            asked.batch_us(decode_shape(8, 60_000))
+            assert measured.extrapolated > before
+        assert measured.extrapolated == before
+    measured.batch_us(decode_shape(8, 60_000))  # a batch that asks for the same is
+    assert measured.extrapolated > before
 
 
 def test_a_row_that_is_hit_gives_its_own_ratio_and_between_rows_it_is_between() -> None:

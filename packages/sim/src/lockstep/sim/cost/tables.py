@@ -628,8 +628,8 @@ BaseModel = RooflineModel | MeasuredModel
 @contextmanager
 def unnoted(cost: object) -> Iterator[None]:
     """Let a cost model be asked what no batch of a run asks: where it was extrapolated is not noted."""
-    base = getattr(cost, "base", cost)
-    models = [one for one in (base, *getattr(base, "stages", ())) if isinstance(one, MeasuredModel)]
+    whole = cost if isinstance(cost, MeasuredModel) else getattr(cost, "base", cost)  # of a calibrated one
+    models = [one for one in (whole, *getattr(whole, "stages", ())) if isinstance(one, MeasuredModel)]
     before = [model.extrapolated.copy() for model in models]
     yield
     for model, names in zip(models, before, strict=True):
