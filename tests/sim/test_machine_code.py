@@ -102,3 +102,15 @@ def test_arrays_must_lie_in_one_piece() -> None:
     assert table[3].tolist() == [arrays.cohort.ctypes.data, 4, 4, 1, 1]
     with pytest.raises(ValueError, match="one piece"):
         machine_code.addresses(arrays._replace(gaps=np.zeros((4, 4), np.int64)[:, ::2]))
+
+
+def test_other_machine_code_of_the_process_still_raises() -> None:
+    import numba
+
+    machine_code.load()
+
+    def divided(number: int) -> int:
+        return 7 // number
+
+    with pytest.raises(ZeroDivisionError):
+        numba.njit(divided)(0)

@@ -68,14 +68,14 @@ def load() -> Advance:
         _keep(name, text)
     module = llvm.parse_assembly(text)
     module.verify()
-    never = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
-    for symbol in (*module.functions, *module.global_variables):
-        if symbol.is_declaration and not symbol.name.startswith("llvm."):
-            llvm.add_symbol(symbol.name, never)  # how numba raises errors, of which this code has none
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
     engine = llvm.create_mcjit_compiler(module, machine)
+    never = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for symbol in (*module.functions, *module.global_variables):
+        if symbol.is_declaration and not symbol.name.startswith("llvm."):
+            engine.add_global_mapping(symbol, never)  # how numba raises errors, of which this code has none
     engine.finalize_object()
     _ENGINES.append(engine)
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_double)(engine.get_function_address(ENTRY))
@@ -155,7 +155,7 @@ def _made() -> str:
         if isinstance(function, FunctionType) and function.__module__ == kernel.__name__:
             setattr(kernel, name, numba.njit(error_model="numpy")(function))
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
     def at(_context: Any, address: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], cgutils.voidptr_t)

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 Float64s = NDArray[np.float64]
 Int64s = NDArray[np.int64]
 
-SORTED = (
-    256  # whole numbers that are fewer are sorted; more are counted, which is faster, if they are as near to the ...
-)
-COUNTED, COUNTED_MIN = 4, 131_072  # ... least as so many times their number, or as the second of these
+# Whole numbers are counted, which is faster than sorting: of at least so many, those as near to the least of them as
+# COUNTED times their number, or COUNTED_MIN.
+SORTED = 256
+COUNTED, COUNTED_MIN = 4, 131_072
 MERGE_ENTRIES_MIN = 65_536  # of a builder: values taken in since, before they are sorted among the others
 
 
