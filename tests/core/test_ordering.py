@@ -25,10 +25,11 @@ from lockstep.core.events import (
     RequestArrived,
     TokenIds,
     TokenRuns,
+    UpdateWeights,
 )
 from lockstep.core.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingLine
 from tests.support import guide
-from tests.support.driver import Action, run_actions
+from tests.support.driver import CONTROLS, Action, run_actions
 
 
 def waiting_engine(count: int, **settings_: object) -> Engine:
@@ -212,6 +213,34 @@ def test_nobody_is_passed_by_more_than_the_limit(seed: int, limit: int | None, p
         if policy == "newest-first":
             patch.setitem(POLICIES, "lof", lambda line: range(len(line) - 1, -1, -1))
         run_actions(config, actions, replay=True)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), policy=st.sampled_from(["lof", "spf", "priority"]))
+def test_nobody_is_passed_by_more_often_because_its_media_were_encoded_again(seed: int, policy: str) -> None:
+    """New weights take those who wait out of the line, until their image was encoded once more."""
+    rng = random.Random(seed)
+    config = SchedConfig(
+        page_size=4,
+        pages=80,
+        schedule_policy=policy,
+        bypass_limit=1,
+        max_running_requests=rng.choice([1, 2]),
+        overlap_depth=0,
+        encoder_cache_tokens=8,
+        schedule_conservativeness=0.02,
+    )
+    image = PromptSpan(start=0, stop=1, kind="image", digest=bytes(32), encoder_tokens=2)
+    new_weights = [CONTROLS.index(UpdateWeights(0, "w", mode)) for mode in ("retract", "in_place")]
+    actions: list[Action] = []
+    for i in range(200):
+        spans = (image,) if rng.random() < 0.5 else ()
+        others = {"priority": rng.randint(0, 3), "spans": spans}
+        arrive: Action = ("arrive", 1 + 1000 * i, rng.randint(1, 8), rng.randint(1, 12), others)
+        update: Action = ("control", rng.choice(new_weights))
+        may_come: list[Action] = [arrive, ("ready",), ("finish",), ("encode", False), ("order_done", ""), update]
+        actions += rng.choices(may_come, weights=[4, 6, 5, 2, 2, 1])
+    run_actions(config, actions)
 
 
 def test_who_waits_for_its_encoding_again_is_counted_where_it_stands_in_line() -> None:

@@ -519,6 +519,7 @@ class Engine:
             return
         younger = (i for i, other in enumerate(self.waiting) if not other.ran and other.request_id > request.request_id)
         self.waiting.insert(next(younger, len(self.waiting)), request)
+        self.ordering.joins(request)
 
     def release_hold(self, request: Request) -> None:
         """One of the things that held a request has come; after the last it is held no more."""

@@ -296,6 +296,11 @@ class Ordering:
         self._put_off = True
         return writer_ahead
 
+    def joins(self, request: Request) -> None:
+        """Somebody who was held is in the line: it may have waited before, and been passed by often enough then."""
+        if request.bypassed >= self._limit:
+            self._may_be_urgent = True
+
     def close(self, engine: Engine) -> None:
         """The pass is over: who was admitted leaves the line, and those they passed by count it."""
         if self._plain and not self._passed_by:
