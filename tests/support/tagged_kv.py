@@ -212,7 +212,6 @@ class TaggedKv:
         self.rows: dict[int, Row] = {}
         self.stories: dict[RequestId, Story] = {}
         self.sessions: dict[str, Kept] = {}  # what each open session keeps
-        self.opening: dict[int, OpenSession] = {}  # by control id
         self.cells: list[list[int]] = []  # by page and place in it: a prefix id
         self.hybrid: TaggedHybrid | None = None
         if config.hybrid is not msgspec.UNSET:
@@ -252,7 +251,8 @@ class TaggedKv:
                     left = [tag for tag in self.released if tag not in event.tags]
                     self.released = [*left, *event.tags] if event.released else left
             case ControlRequested(_, control_id, OpenSession() as opening):
-                self.opening[control_id] = opening
+                if ControlAnswered(control_id, True) in step.commands:  # before any session ends in this step
+                    self._session_opened(opening)
             case AdapterLoaded() if event.generation == self.generation:
                 self.loaded(event)
             case ControlRequested(_, control_id, LoadAdapterControl(adapter, version)):
@@ -291,8 +291,6 @@ class TaggedKv:
                     self.load(command)
                 case SwapWeights() | ReleaseDeviceMemory() | ResumeDeviceMemory():
                     self._check_order(command)
-                case ControlAnswered(control_id, True) if control_id in self.opening:
-                    self._session_opened(self.opening.pop(control_id))
 
     def arrived(self, event: RequestArrived, queued: RequestQueued) -> None:
         """Learn the prompt of an accepted request."""
