@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.core import invariants, snapshot
 from lockstep.core.commands import CopyToHost, LaunchBatch, LoadFromHost
-from lockstep.core.config import CacheTiers, SchedConfig
+from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
 from lockstep.core.engine import Engine
 from lockstep.core.errors import ConfigError, ContractError
 from lockstep.core.events import (
@@ -176,3 +176,34 @@ def test_a_setting_that_cannot_be_is_named(wrong: dict[str, Any], names: str) ->
 def test_tiers_need_a_radix_cache_above_them() -> None:
     with pytest.raises(ConfigError, match="`tiers` lie below the radix cache"):
         SchedConfig(radix_cache=False, tiers=CacheTiers(host_pages=1))
+
+
+def test_what_a_batch_in_flight_is_still_to_compute_is_written_no_sooner() -> None:
+    """Who completes a prompt may find the page of another in its place, whose batch was launched and is not done."""
+    config = SchedConfig(
+        page_size=1,
+        pages=89,
+        same_step_sharing=True,
+        radix_capacity_pages=10,
+        max_running_requests=2,
+        schedule_policy="priority",
+        chunked_prefill_size=16,
+        prefix_deduplication="defer",
+        bypass_limit=2,
+        tiers=CacheTiers(host_pages=31, load_tokens_min=10, load_pages_max=1, storage=True, prefetch_tokens_min=4),
+        hybrid=HybridMemory(window_tokens=1, window_pages=4, state_slots=0, checkpoint_tokens=1),
+    )
+    arrivals = [
+        (1001, 50, 25, 20),
+        (2001, 3, 25, 5),
+        (2001, 50, 1, 11),
+        (2001, 27, 6, 11),
+        (2001, 50, 1, 11),
+        (1, 20, 6, 100),
+        (3001, 31, 1, 20),
+    ]
+    actions: list[Action] = [
+        ("arrive", first, tokens, outputs, {"priority": rank}) for first, tokens, outputs, rank in arrivals
+    ]
+    driver = run_actions(config, actions, replay=True)
+    assert "companions written" in driver.marks

@@ -140,11 +140,18 @@ class Memory:
         if self.radix is None or not (self.pending or self.hybrid is not None):
             return self.match(request)
         found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
-        path = self.path_of(found)
-        for pending in self.pending:
-            path = path[: path.size - int(np.isin(path, self.radix.pages_of(pending.node)[pending.pages :]).sum())]
+        path = self.computed_of(self.path_of(found))
         pages = path.size if self.hybrid is None else self.hybrid.pages_to_receive_behind(path, request)
         return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
+
+    def computed_of(self, path: Int32s) -> Int32s:
+        """Cached pages from a prompt's first on, up to the first that a batch in flight is still to compute."""
+        for pending in self.pending:
+            assert self.radix is not None
+            awaited = np.isin(path, self.radix.pages_of(pending.node)[pending.pages :])
+            if awaited.any():
+                path = path[: int(awaited.argmax())]
+        return path
 
     def path_of(self, match: Match | None) -> Int32s:
         """The pages of a match, int32 [pages]."""

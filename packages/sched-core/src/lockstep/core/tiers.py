@@ -239,15 +239,20 @@ class Tiers:
             self.uses[self.memory.radix.pages_of(match.node)[: match.pages]] += 1
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
-        """The first `pages` of the path to `node` are computed and cached: write what the policy wants of them."""
+        """The first `pages` of the path to `node` are cached: write what the policy wants of those that are computed.
+
+        Not all of them need be: with `same_step_sharing` another's page may stand there, whose batch is in flight.
+        """
         if self.settings.write_policy == "write_back" or node.banished or self.memory.is_stale(node.namespace):
             return
         if self.holds_still:
             return
         assert self.memory.radix is not None
-        pages = min(pages, node.stop)
+        device_pages = self.memory.computed_of(self.memory.radix.pages_of(node)[: min(pages, node.stop)])
+        pages = device_pages.size
+        if not pages:
+            return
         tokens = path_tokens(node)[: pages * self.page_size * TOKEN_BYTES]
-        device_pages = self.memory.radix.pages_of(node)[:pages]
         if self.settings.uses_to_write > 1:
             often = self.uses[device_pages] + 1 >= self.settings.uses_to_write
             pages = pages if often.all() else int(often.argmin())
